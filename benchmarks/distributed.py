@@ -120,7 +120,7 @@ VARIANTS = {
     ),
     "bf16 compile, sequence": Variant("sequence"),
     "fp8pass coat, sequence": Variant("sequence", "fp8pass"),
-    "… sequence, gathers in BF16": Variant("sequence", "fp8pass", without="gather_codes"),
+    "… sequence, gathers in BF16": Variant("sequence", "fp8pass", without="gather_quantized"),
     "bf16 compile, sequence, CUDA graphs": Variant("sequence", graphs=True),
     "fp8pass coat, sequence, CUDA graphs": Variant("sequence", "fp8pass", graphs=True),
 }
@@ -325,7 +325,7 @@ def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
             "pack": (partial(wire.pack, rows), rows.numel() * dtype.itemsize + coded),
             "add up": (partial(wire.add_up, sent.unsqueeze(1), into, 0.5), summed),
             "code rows": (
-                partial(weight_gather.coded, [matrix], torch.bfloat16),
+                partial(weight_gather.quantize_rows, [matrix], torch.bfloat16),
                 weights_moved,
             ),
         }

@@ -64,7 +64,7 @@ class Result:
     ms: float = 0.0
     cpu_ms: float = 0.0
     gpu_ms: float = 0.0
-    kept_bytes: int = 0
+    saved_bytes: int = 0
     planned_bytes: int | None = None
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
@@ -117,7 +117,7 @@ def measure_memory(subject: Subject, result: Result) -> None:
     torch.cuda.reset_peak_memory_stats()
     loss = subject.loss()
     torch.cuda.synchronize()
-    result.kept_bytes = torch.cuda.memory_allocated() - before
+    result.saved_bytes = torch.cuda.memory_allocated() - before
     result.forward_peak_bytes = torch.cuda.max_memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()
     loss.backward()

@@ -79,7 +79,7 @@ class Result:
     ms: float = 0.0
     cpu_ms: float = 0.0
     activation_bytes: int = 0
-    kept_bytes: int | None = None
+    saved_bytes: int | None = None
     output_error: float = 0.0
     x_grad_error: float = 0.0
     worst_weight_grad_error: float = 0.0
@@ -296,7 +296,7 @@ def compare(
         if (recipe := name.removeprefix("fp8pass ")) in fp8pass.RECIPES:
             config = fp8pass.Config.recipe(recipe)
             explanation = fp8pass.explain(base, *subject.inputs, config=config)
-            result.kept_bytes = sum(g.plan.saved_bytes for g in explanation.graphs)
+            result.saved_bytes = sum(g.plan.saved_bytes for g in explanation.graphs)
         subject.clear()
         subjects[name], results[name] = subject, result
         print(f"{case} {name}: {asdict(result)}", file=sys.stderr, flush=True)
@@ -325,7 +325,7 @@ def table(results: list[Result]) -> list[dict[str, str]]:
                 "× torchao": f"{r.ms / base.ms:.3f}" if base.ms else "",
                 "activations MiB": f"{r.activation_bytes / 2**20:.0f}",
                 "× torchao ": f"{r.activation_bytes / max(base.activation_bytes, 1):.3f}",
-                "planned": "" if r.kept_bytes is None else f"{r.kept_bytes / 2**20:.0f}",
+                "planned": "" if r.saved_bytes is None else f"{r.saved_bytes / 2**20:.0f}",
                 "out err": f"{r.output_error:.4f}",
                 "x-grad err": f"{r.x_grad_error:.4f}",
                 "worst w-grad err": f"{r.worst_weight_grad_error:.4f}",

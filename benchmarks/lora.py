@@ -54,7 +54,7 @@ from fp8pass.demo.data import Data, source_files
 from fp8pass.demo.model import Decoder
 from fp8pass.demo.sizes import Size as SmallSize
 from fp8pass.demo.train import free_memory
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 RANK, ALPHA = 16, 32
 LEARNING_RATE = 1e-4
@@ -129,7 +129,7 @@ def measure(variant: str, size: Size, device: torch.device, **options: Any) -> d
 
 def bytes_of(weight: Tensor) -> int:
     """Bytes of a weight, or of its codes."""
-    parts = [weight.codes, weight.scales] if isinstance(weight, CodedWeight) else [weight]
+    parts = [weight.fp8_data, weight.scales] if isinstance(weight, QuantizedWeight) else [weight]
     return sum(x.nbytes for x in parts)
 
 

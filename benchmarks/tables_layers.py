@@ -85,7 +85,7 @@ def gpt2_table(data: dict[str, Any]) -> list[list[str]]:
                 f"{r['ms']:.2f}",
                 f"{r['ms'] / base['ms']:.3f}",
                 f"{r['gpu_ms']:.2f}",
-                f"{r['kept_bytes'] / 2**20:.0f}",
+                f"{r['saved_bytes'] / 2**20:.0f}",
                 "" if planned is None else f"{planned / 2**20:.0f}",
                 f"{r['forward_peak_bytes'] / 2**20:.0f}",
                 f"{r['backward_peak_bytes'] / 2**20:.0f}",
@@ -113,7 +113,7 @@ def zoo_row(r: dict[str, Any]) -> list[str]:
     if r["error"]:
         return [r["name"], "", "", "", "no", r["error"].splitlines()[0]]
     left = r["layers"] - r["asked_for"]
-    share = f"{r['kept_bytes'] / r['stock_bytes']:.2f}" if r["stock_bytes"] else ""
+    share = f"{r['saved_bytes'] / r['stock_bytes']:.2f}" if r["stock_bytes"] else ""
     right = "no" if r["complaints"] else "yes"
     why = "; ".join([*r["reasons"], *r["complaints"]])
     return [r["name"], f"{r['fp8']} of {left}", str(r["asked_for"] or ""), share, right, why]

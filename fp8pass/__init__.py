@@ -5,6 +5,7 @@ model = torch.compile(model, backend="fp8pass")
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +68,31 @@ _SUBMODULES = {"distributed": "distributed", "optim": "optim", "testing": "testi
 
 __all__ = [*_MODULES, *_SUBMODULES]
 
+# Names that are looked for here, each with its public module.
+_ELSEWHERE = {
+    "AdamW": "optim",
+    "compress": "distributed",
+    "offload_weights": "optim",
+    "step_in_backward": "optim",
+}
+
+
+def _add_prefix(record: logging.LogRecord) -> bool:
+    """Name fp8pass in a log record if logging is not configured, so that nothing else does."""
+    if not logging.getLogger(__name__).hasHandlers():
+        record.msg = f"fp8pass: {record.msg}"
+    return True
+
+
+logging.getLogger(__name__).addFilter(_add_prefix)
+
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"{__name__}.{_SUBMODULES[name]}")
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f" Use fp8pass.{_ELSEWHERE[name]}.{name}." if name in _ELSEWHERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

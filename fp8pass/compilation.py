@@ -1,4 +1,4 @@
-"""One compilation of a graph: its inputs, its hooks and its key in caches."""
+"""One compilation of a graph: its inputs, its hooks and its cache key."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from torch import fx, nn
 from fp8pass import compat, graph
 from fp8pass.activation_memory.format_choices import VALUE_SEPARATOR
 from fp8pass.config import Config
-from fp8pass.graph.names import matching_pattern, pattern_text
+from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.output_heads import has_head_name
 from fp8pass.hooks import CompiledGraph, Hooks
 from fp8pass.passes import LOWERING_PASSES, Context, Requests
-from fp8pass.passes.added import keys_of
+from fp8pass.passes.added import cache_keys
 from fp8pass.passes.runner import disabled_passes, run_passes
 from fp8pass.plan import Plan
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What Dynamo knows about the inputs of a graph, by index.
+    """Kinds of inputs of a Dynamo graph, by index.
 
     Attributes:
-        weights: those that are an `nn.Parameter`, trained or frozen. Buffers are none, nor are
-            tensors that a module merely has as attributes.
+        weights: each `nn.Parameter`, trained or frozen, but no buffers or other tensors of modules.
         held: leaves that require a gradient. Their gradient accumulator keeps a reference until
             the backward, so that using them there costs no memory.
-        activations: other inputs that require a gradient: outputs of other graphs, which nobody
-            may be holding but us.
-        moving: parameters that CUDA graphs find elsewhere in every step.
+        activations: outputs of other graphs that require a gradient. Saving them may keep them
+            alive.
+        moving: parameters with another address in every step, for CUDA graphs.
     """
 
     weights: frozenset[int] = frozenset()
@@ -49,7 +48,7 @@ class Inputs:
         example_inputs: Sequence[object],
         moving: frozenset[int] = frozenset(),
     ) -> Inputs:
-        """Read off the inputs that Dynamo traced with; its guards do not cover leaves."""
+        """Classify the inputs that Dynamo traced with. Its guards do not cover `is_leaf`."""
         differentiable = {
             i: x.is_leaf
             for i, x in enumerate(example_inputs)
@@ -64,11 +63,11 @@ class Inputs:
         )
 
 
-def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
-    """All that module paths decide about a Dynamo graph, operator by operator.
+def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
+    """Return the patterns that match the module path of each operator, for the cache key.
 
-    Caches compare graphs without their paths. Which patterns match says enough, so that equal
-    layers share compiled code; only names of single values number what a module computes.
+    Caches compare graphs without module paths. The key contains the matches instead of the paths,
+    so that equal layers share compiled code. Names of single values depend on the whole paths.
     """
     subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
@@ -83,14 +82,14 @@ def decided_by_name(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
 
 @dataclass
 class Compilation:
-    """One Dynamo graph on its way through the compilers.
+    """The compilation of one Dynamo graph.
 
     Attributes:
         config: the user's choices.
-        inputs: how long the inputs live.
+        inputs: the kinds of inputs.
         hooks: called while the graph is compiled.
-        requests: more that the plan should contain, for `explain`.
-        by_name: what module paths decide, see `decided_by_name`.
+        requests: additional content of the plan, for `explain`.
+        by_name: the patterns that match, see `match_names`.
         is_main: whether this is the version of the graph that runs in most steps.
         compiled: the result so far.
     """
@@ -104,16 +103,16 @@ class Compilation:
     compiled: CompiledGraph | None = None
 
     def finish(self, compiled: CompiledGraph) -> None:
-        """Take the graph after its own passes. The passes on its halves follow."""
+        """Store the graph after the joint passes. The passes on forward and backward follow."""
         self.compiled = compiled
         for hook in self.hooks if self.is_main else ():
             hook.after_passes(compiled)
 
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
-        """Run the passes on a half; they are recorded beside those on the whole graph."""
+        """Run the passes on the forward or backward graph, and record them with the joint ones."""
         ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
-        # A backward that PyTorch compiles when it first runs comes without what traced its forward:
-        # operators made of others would take sizes for numbers.
+        # PyTorch may compile a backward when it first runs, without the tracing context of its
+        # forward. Composite operators would then specialize on dynamic sizes.
         with compat.enable_dynamic_shapes():
             records = run_passes(LOWERING_PASSES, gm, ctx, of=half, record=self.records)
         if self.compiled:
@@ -121,32 +120,28 @@ class Compilation:
 
     @property
     def shows_halves(self) -> bool:
-        """Whether halves are rewritten to be looked at, since no code is generated from them."""
+        """Whether forward and backward are rewritten only to be recorded, and not compiled."""
         return self.records and self.config.compiler == "eager"
 
     @property
     def records(self) -> bool:
-        """Whether a hook wants graphs recorded, and the figures that only reports show."""
+        """Whether a hook needs the graphs of all passes, and the figures that only reports show."""
         return self.is_main and any(hook.records for hook in self.hooks)
 
     @contextmanager
     def while_compiling(self, what: str) -> Iterator[None]:
-        """Enter the contexts that the hooks have for the minutes that Inductor may take."""
+        """Enter the hooks' contexts while Inductor compiles `what`, which may take minutes."""
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.enter_context(hook.while_compiling(what))
             yield
 
     def cache_key(self) -> str:
-        """A hash of all that the result depends on besides the graph."""
+        """Return a hash of everything except the graph that the result depends on."""
         key = (
             source_hash(),
-            repr(
-                replace(
-                    self.config, passes=(), skip=tuple(map(pattern_text, self.config.skip_patterns))
-                )
-            ),
-            keys_of(self.config.passes),
+            repr(replace(self.config, passes=())),
+            cache_keys(self.config.passes),
             torch.__version__,
             repr(self.inputs),
             self.by_name,
@@ -155,16 +150,17 @@ class Compilation:
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
-# Rooms that compiled code does not depend on. Caches stay valid after an edit there.
-OUTSIDE = frozenset(
+# Folders that compiled code does not depend on. Caches stay valid after an edit there.
+INDEPENDENT = frozenset(
     ("demo", "distributed", "integrations", "optim", "progress", "stability", "testing", "tools")
 )
 
 
 def hashed_files() -> list[Path]:
-    """List the files of the compiler's rooms, and the modules outside of rooms."""
+    """List the files of the compiler's folders, and the modules outside of folders."""
     root = Path(__file__).parent
-    return [p for p in sorted(root.rglob("*.py")) if p.relative_to(root).parts[0] not in OUTSIDE]
+    files = sorted(root.rglob("*.py"))
+    return [p for p in files if p.relative_to(root).parts[0] not in INDEPENDENT]
 
 
 @cache

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import compat, graph
-from fp8pass.compilation import Compilation, Inputs, decided_by_name
+from fp8pass.compilation import Compilation, Inputs, match_names
 from fp8pass.config import Config, ConfigError, split_options, unknown
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, inputs_among
+from fp8pass.graph.joint import JointFacts, select_inputs
 from fp8pass.graph.regions import inline_regions
 from fp8pass.hooks import CompiledGraph, Hooks, Observer, Observing, Program
 from fp8pass.partition import Partitioner
@@ -109,7 +109,7 @@ class Captured:
         graphed = compat.uses_cuda_graphs(self.patches)
         moving = moving_weights(self.gm, self.example_inputs) if graphed else frozenset[int]()
         inputs = Inputs.of(self.example_inputs, moving)
-        by_name = decided_by_name(self.gm, config)
+        by_name = match_names(self.gm, config)
         return Compilation(config, inputs, self.hooks, by_name=by_name, **options)
 
     def compile(
@@ -151,7 +151,7 @@ class InnerCompile:
         if half == "inference":
             rewrite_inference(gm, self.compilation, compat.static_inputs(kwargs))
             if self.compilation.shows_halves:
-                self.compilation.rewrite_half(graph.copy_of(gm), half)
+                self.compilation.rewrite_half(graph.copy_module(gm), half)
         if self.compilation.config.compiler == "eager":
             return compat.interpret(gm)
         self.compilation.rewrite_half(gm, half)
@@ -173,7 +173,7 @@ def rewrite_inference(
         return
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     static = frozenset(placeholders[i] for i in parameters)
-    facts = JointFacts(static, inputs_among(static, compilation.inputs.weights))
+    facts = JointFacts(static, select_inputs(static, compilation.inputs.weights))
     ctx = Context(compilation.config, facts)
     records = run_passes(INFERENCE_PASSES, gm, ctx, of="inference", record=compilation.records)
     ctx.plan.inference = True
@@ -289,7 +289,7 @@ def _warn_about_checkpointing(hooks: Sequence[Hooks]) -> None:
 def _warn_about_activation_quantization(options: Mapping[str, Any]) -> None:
     if compat.activation_quantization_is_on(options):
         warnings.warn(
-            "activation_quantization_aten_pass is on: PyTorch would quantize what fp8pass has "
-            "already planned. Remove it from post_grad_fusion_options.",
+            "fp8pass: activation_quantization_aten_pass is on: PyTorch would quantize what fp8pass "
+            "has already planned. Remove it from post_grad_fusion_options.",
             stacklevel=2,
         )

@@ -377,11 +377,17 @@ def parse_bytes(
     return float(match[1]) * float((1024 if match[3] else 1000) ** exponent)
 
 
-def bytes_text(count: float) -> str:
-    """Format a number of bytes with about three digits, so that `parse_bytes` can read it."""
+def bytes_text(count: float, *, up: bool = False) -> str:
+    """Format a number of bytes with about three digits, so that `parse_bytes` can read it.
+
+    Memory budgets are rounded `up`, because a smaller one could not be met.
+    """
     units = ["B", "KiB", "MiB", "GiB"]
     while count >= 1024 and len(units) > 1:
         count, units = count / 1024, units[1:]
+    if up:
+        digits = 0 if count >= 100 else 1 if count >= 10 else 2
+        count = math.ceil(count * 10**digits) / 10**digits
     return f"{count:.0f} {units[0]}" if count >= 100 else f"{count:.3g} {units[0]}"
 
 
@@ -463,6 +469,10 @@ def _checked_calibration(field: str, given: Iterable[Any]) -> tuple[ValueMoments
 
 
 def _checked_budget(field: str, budget: Any) -> Any:
+    if isinstance(budget, str) and (share := re.fullmatch(r"\s*(\d*\.?\d+)\s*%\s*", budget)):
+        budget = float(share[1]) / 100
+    elif isinstance(budget, str) and re.fullmatch(r"\s*\d*\.\d+\s*", budget):
+        budget = float(budget)
     size = parse_bytes(budget) if isinstance(budget, str) else budget
     if budget is not None and not (_is_number(size) and size > 0):
         raise ConfigError(

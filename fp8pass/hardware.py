@@ -1,22 +1,23 @@
-"""Abilities of devices and rates of GPU models, and the time of some work by a roofline.
-
-Abilities are FP8 GEMMs, FP8 casts and Triton kernels.
-"""
+"""Which devices support FP8 GEMMs, FP8 casts and Triton kernels; rates of GPUs for a roofline."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 
 FP8_CAPABILITY = (8, 9)
-# Of `_scaled_grouped_mm` with scales by row.
+# The major compute capability of `_scaled_grouped_mm` with a scale for each row.
 GROUPED_CAPABILITY = 9
 
-# The rates of one GPU, in operations and bytes a second. A memory budget weighs operators against
-# each other with these: only their ratios matter, which differ little between GPUs.
+# The measured rates of one GPU, in operations and bytes per second. A memory budget compares
+# operators by these rates on every GPU: only their ratios matter, which differ little.
 RATES_OF = "NVIDIA H200"
 FP8_FLOPS = 1300e12
 BF16_FLOPS = 680e12
@@ -24,24 +25,51 @@ ATTENTION_FLOPS = 530e12
 BANDWIDTH = 4.27e12
 
 
-def why_no_fp8_gemm(device: torch.device) -> str | None:
-    """The reason why `device` cannot run FP8 GEMMs, or None where it can.
+# The GPU that the CPU stands for, see `planning_for`.
+_planned_gpu: ContextVar[Gpu | None] = ContextVar("planned_gpu", default=None)
 
-    The CPU can: its reference kernels compute the same as tensor cores.
+
+@contextmanager
+def planning_for(gpu: Gpu) -> Iterator[None]:
+    """Let the CPU have the abilities of `gpu` within: `fit` plans graphs of fake CPU tensors."""
+    token = _planned_gpu.set(gpu)
+    try:
+        yield
+    finally:
+        _planned_gpu.reset(token)
+
+
+def why_no_fp8_gemm(device: torch.device) -> str | None:
+    """Return why `device` cannot run FP8 GEMMs, or None if it can.
+
+    The CPU can: its reference kernels compute what tensor cores compute.
     """
-    if device.type == "cpu":
+    if _is_reference(device):
         return None
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
         return f"no FP8 GEMMs on {device.type} devices yet; needs an NVIDIA GPU or the CPU"
     capability = capability_of(device)
     if capability < FP8_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
+        name = _name_of(device)
         return f"{name} (sm{capability[0]}{capability[1]}) has no FP8 tensor cores; needs sm89"
     return None
 
 
+def _is_reference(device: torch.device) -> bool:
+    """Check whether a device is a CPU that runs reference kernels, and does not stand for a GPU."""
+    return device.type == "cpu" and _planned_gpu.get() is None
+
+
+def _name_of(device: torch.device) -> str:
+    planned = _planned_gpu.get() if device.type == "cpu" else None
+    return planned.name if planned else torch.cuda.get_device_name(device)
+
+
 def capability_of(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU, for which the driver is asked once."""
+    planned = _planned_gpu.get() if device.type == "cpu" else None
+    if planned:
+        return planned.capability
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -53,17 +81,17 @@ def _capability(index: int) -> tuple[int, int]:
 def why_no_grouped_gemm(device: torch.device) -> str | None:
     """The reason why `device` cannot run FP8 GEMMs of experts, or None where it can."""
     lacking = why_no_fp8_gemm(device)
-    if lacking or device.type == "cpu":
+    if lacking or _is_reference(device):
         return lacking
     major, minor = capability_of(device)
     if major != GROUPED_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
+        name = _name_of(device)
         return f"{name} (sm{major}{minor}): PyTorch has FP8 GEMMs of experts for sm90 only"
     return None
 
 
 def why_no_triton_kernels(device: torch.device) -> str | None:
-    """The reason why the Triton kernels of `codegen/` do not run on `device`, None if they do."""
+    """Return why the Triton kernels of `codegen/` do not run on `device`, or None if they do."""
     if device.type != "cuda":
         return "Triton kernels run on NVIDIA GPUs only"
     return why_no_fp8_gemm(device)
@@ -71,12 +99,12 @@ def why_no_triton_kernels(device: torch.device) -> str | None:
 
 def has_fp8_casts(device: torch.device) -> bool:
     """Whether generated code can convert to and from `torch.float8_e4m3fn` on `device`."""
-    return device.type == "cpu" or why_no_fp8_gemm(device) is None
+    return _is_reference(device) or why_no_fp8_gemm(device) is None
 
 
 GIB = 1 << 30
 
-# What of a datasheet's operations and bytes a second an H200 reaches in a step of training.
+# Share of a datasheet's operations and bytes per second that an H200 reaches in a training step.
 FP8_SHARE = FP8_FLOPS / 1979e12
 BF16_SHARE = BF16_FLOPS / 989e12
 ATTENTION_SHARE = ATTENTION_FLOPS / 989e12
@@ -85,12 +113,12 @@ BANDWIDTH_SHARE = BANDWIDTH / 4.8e12
 
 @dataclass(frozen=True)
 class Work:
-    """What a GPU does.
+    """Work of a GPU.
 
     Attributes:
         fp8_flops, bf16_flops: operations of GEMMs.
-        attention_flops: of attention.
-        bytes: moved by generated code between memory and the GPU.
+        attention_flops: operations of attention.
+        bytes: bytes that generated code moves between memory and the GPU.
     """
 
     fp8_flops: float = 0.0
@@ -103,20 +131,27 @@ class Work:
         return Work(*(a + b for a, b in pairs))
 
     def times(self, count: float) -> Work:
-        """The same, `count` times."""
+        """Return `count` times this work."""
         return Work(*(count * x for x in vars(self).values()))
+
+
+# Where the rates of a GPU come from. An unknown GPU has the rates of `REFERENCE`: `assumed`.
+Rates = Literal["measured", "datasheet", "given", "assumed"]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU with FP8 tensor cores.
+    """A GPU to plan for.
 
     Attributes:
-        name: of the model.
-        memory: bytes.
-        fp8_flops, bf16_flops, attention_flops: operations a second that GEMMs and attention reach.
-        bandwidth: bytes a second between its memory and its processors.
-        link: bytes a second to the host, and as many from it at the same time.
+        name: name of the model.
+        memory: bytes of memory.
+        fp8_flops, bf16_flops, attention_flops: operations per second that GEMMs and attention
+            reach.
+        bandwidth: bytes per second between its memory and its processors.
+        link: bytes per second to the host, and from the host at the same time.
+        capability: compute capability, which decides whether linear layers and experts run in FP8.
+        rates: where the rates come from: `measured`, `datasheet`, `given`, or `assumed`.
     """
 
     name: str
@@ -126,9 +161,16 @@ class Gpu:
     attention_flops: float
     bandwidth: float
     link: float
+    capability: tuple[int, int] = (9, 0)
+    rates: Rates = "given"
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it has FP8 tensor cores. Otherwise linear layers stay in 16 bits."""
+        return self.capability >= FP8_CAPABILITY
 
     def seconds(self, work: Work) -> float:
-        """The time that some work takes by the roofline."""
+        """Return the time of some work by the roofline."""
         return (
             work.fp8_flops / self.fp8_flops
             + work.bf16_flops / self.bf16_flops
@@ -138,40 +180,69 @@ class Gpu:
 
 
 def _gpu(
-    name: str, gib: float, fp8: float, bf16: float, terabytes: float, link: float
+    name: str,
+    gib: float,
+    capability: tuple[int, int],
+    fp8: float | None,
+    bf16: float,
+    terabytes: float,
+    link: float,
 ) -> tuple[str, Gpu]:
-    """A GPU by its datasheet: dense TFLOP/s with FP32 sums, TB/s; GB/s of the link each way."""
+    """Return a GPU by its datasheet, with its name.
+
+    Args:
+        name: name of the model.
+        gib: memory that CUDA reports, in GiB.
+        capability: compute capability.
+        fp8: dense TFLOP/s with FP32 sums; None without FP8 tensor cores.
+        bf16: dense TFLOP/s with FP32 sums.
+        terabytes: bandwidth of the memory in TB/s.
+        link: bandwidth of the link in GB/s each way.
+    """
     return name, Gpu(
         name,
         gib * GIB,
-        fp8 * 1e12 * FP8_SHARE,
+        fp8 * 1e12 * FP8_SHARE if fp8 else bf16 * 1e12 * BF16_SHARE,
         bf16 * 1e12 * BF16_SHARE,
         bf16 * 1e12 * ATTENTION_SHARE,
         terabytes * 1e12 * BANDWIDTH_SHARE,
         link * 1e9,
+        capability,
+        "measured" if name == REFERENCE else "datasheet",
     )
 
 
-# The rates of the H200, and its link with both ways in use, are measured; those of the others are
-# the same share of theirs.
+# The rates of the H200 are measured, with its link used both ways. Other GPUs are assumed to reach
+# the same share of their datasheets.
+REFERENCE = "H200"
 GPUS = dict(
     (
-        _gpu("H200", 140, 1979, 989, 4.8, 42),
-        _gpu("H100", 79, 1979, 989, 3.35, 42),
-        _gpu("L40S", 44, 733, 362, 0.864, 20),
-        _gpu("RTX 5090", 31.5, 419, 209.5, 1.79, 42),
-        _gpu("RTX 4090", 23.5, 330, 165, 1.008, 20),
-        _gpu("RTX 5060 Ti", 15.5, 95, 47.4, 0.448, 21),
+        _gpu("H200", 140, (9, 0), 1979, 989, 4.8, 42),
+        _gpu("H100", 79, (9, 0), 1979, 989, 3.35, 42),
+        _gpu("B200", 178, (10, 0), 4500, 2250, 8.0, 42),
+        _gpu("A100", 79, (8, 0), None, 312, 2.039, 20),
+        _gpu("A100 40GB", 39, (8, 0), None, 312, 1.555, 20),
+        _gpu("L40S", 44, (8, 9), 733, 362, 0.864, 20),
+        _gpu("L4", 22, (8, 9), 242, 121, 0.3, 20),
+        _gpu("RTX 5090", 31.5, (12, 0), 419, 209.5, 1.79, 42),
+        _gpu("RTX 4090", 23.5, (8, 9), 330, 165, 1.008, 20),
+        _gpu("RTX 3090", 23.5, (8, 6), None, 71, 0.936, 20),
+        _gpu("RTX 5060 Ti", 15.5, (12, 0), 95, 47.4, 0.448, 21),
     )
 )
-REFERENCE = "H200"
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """The GPU that a device's name, such as `NVIDIA H100 80GB HBM3`, has in its own."""
-    return next((g for known, g in GPUS.items() if plain(known) in plain(name)), None)
+    """Return the GPU that a name of a device, such as `NVIDIA H100 80GB HBM3`, stands for.
+
+    The name has all words of the GPU's name. An `L40S` is not an `L4`, and of `A100` and
+    `A100 40GB` the longer name is taken.
+    """
+    words = set(re.split(r"[\s-]+", name.lower()))
+    found = [gpu for known, gpu in GPUS.items() if words >= set(known.lower().split())]
+    return max(found, key=lambda gpu: len(gpu.name), default=None)
 
 
-def plain(name: str) -> str:
-    """A name of a GPU without what is left out at times."""
+def normalize(name: str) -> str:
+    """Remove the parts of a GPU's name that users may omit."""
     return re.sub(r"nvidia|geforce|[\s-]", "", name.lower())

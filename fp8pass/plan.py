@@ -1,4 +1,4 @@
-"""The plan as data: the GEMMs in FP8, the tensors kept for the backward, and the reasons."""
+"""The plan of a graph as data: FP8 GEMMs, tensors saved for the backward, and the reasons."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class KernelUse:
     """How the matrices of one graph are quantized.
 
     Attributes:
-        programs: programs that hand-written kernels run, by the kernel.
-        launches: how often they are launched for that.
-        generated: how many matrices Inductor's generated code quantizes instead, by the reason.
+        programs: number of programs that hand-written kernels run, by kernel.
+        launches: number of launches of these kernels.
+        generated: number of matrices that Inductor's generated code quantizes instead, by reason.
     """
 
     programs: dict[str, int] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class CrossingTensor:
-    """One tensor that crosses from forward to backward, on the host if so decided."""
+    """One tensor that crosses from forward to backward, on the device or in host memory."""
 
     name: str
     dtype: str
@@ -38,86 +38,67 @@ class CrossingTensor:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A tensor that is on the host between forward and backward.
+    """A tensor that is in host memory between forward and backward.
 
     Attributes:
-        module: path of the module that computes it.
-        shape: as text.
-        dtype: of what is copied.
-        bytes: of that, once; they cross the link twice.
-        made_s, sent_s: when it is made, and when the copy to the host is done, in seconds from the
-            beginning of the forward, by the roofline.
-        fetched_s, used_s: when its copy back begins, and when it is first used, in seconds from the
-            beginning of the backward.
+        bytes: bytes of one copy. There are two, to the host and back.
+        computed_s: when it is computed, in seconds from the beginning of the forward, by the
+            roofline.
+        used_s: when it is first used, in seconds from the beginning of the backward.
     """
 
     module: str
     shape: str
     dtype: str
     bytes: int
-    made_s: float
-    sent_s: float
-    fetched_s: float
+    computed_s: float
     used_s: float
 
 
 @dataclass
 class Offload:
-    """What one graph keeps on the host.
+    """The tensors that one graph saves in host memory.
 
     Attributes:
-        copies: the tensors, in the order in which they are made.
-        bandwidth: bytes a second that can be copied, each way.
-        forward_s, backward_s: seconds that both halves compute, by the roofline.
-        forward_wait_s, backward_wait_s: seconds that they wait for copies besides.
-        in_flight_bytes: the most that is on its way at once and takes memory of the GPU, too.
+        bandwidth: bytes a second, each way.
+        forward_s, backward_s: seconds that both graphs compute, by the roofline.
+        wait_s: seconds of a step that additionally wait for copies.
+        in_flight_bytes: the most bytes that copies in flight take on the GPU at once.
     """
 
     bandwidth: float
     forward_s: float
     backward_s: float
     copies: list[HostCopy] = field(default_factory=list)
-    forward_wait_s: float = 0.0
-    backward_wait_s: float = 0.0
+    wait_s: float = 0.0
     in_flight_bytes: int = 0
 
     @property
     def bytes(self) -> int:
-        """Bytes on the host."""
+        """Bytes in host memory."""
         return sum(copy.bytes for copy in self.copies)
 
     @property
-    def link_s(self) -> float:
-        """Seconds that the link is busy in a step, both ways together."""
+    def copy_s(self) -> float:
+        """Seconds of all copies of a step, both ways together."""
         return 2 * self.bytes / self.bandwidth
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds of a step that nothing hides."""
-        return self.forward_wait_s + self.backward_wait_s
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One forward value that the backward uses, and how it is kept.
+    """One forward value that the backward uses, and how it is saved.
+
+    `name` is its node in the joint graph; `module` and `op` compute it.
 
     Attributes:
-        name: node of the joint graph.
-        module: path of the module that computes it.
-        op: operator that computes it.
-        shape: as text, `8×2048×4096`; sizes that vary appear as symbols.
-        dtype: of the value in the forward.
-        kept_as: `exact`, or format and group, `e4m3 1×128`.
-        bytes_exact: bytes of the value itself.
-        bytes: bytes kept, scales included. 0 for what is held anyway: autograd keeps a leaf that
-            requires a gradient alive whether or not we use it. What is on the host is not counted.
-        reason: why it is kept this way.
+        saved_as: `exact`, or format and group, `e4m3 1×128`.
+        bytes: bytes saved on the device, including scales. 0 for a leaf that requires a gradient,
+            because autograd keeps it alive anyway.
         value: its name in `keep_exact` and `calibration`.
-        place: how many of the graph's linear layers come before it in the forward.
-        expected_error: root-mean-square relative error that gradients are expected to have because
-            of this value: the rounding error of its format times how much the backward amplifies
-            it. 0 for a value kept exactly.
-        tensors: the tensors that cross.
+        place: number of linear layers of the graph before it in the forward.
+        expected_error: expected root-mean-square relative error of gradients because of this value:
+            the rounding error of its format times the amplification by the backward. 0 for a value
+            that is saved exactly.
     """
 
     name: str
@@ -125,7 +106,7 @@ class SavedTensor:
     op: str
     shape: str
     dtype: str
-    kept_as: str
+    saved_as: str
     bytes_exact: int
     bytes: int
     reason: str
@@ -136,7 +117,7 @@ class SavedTensor:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes kept on the host."""
+        """Bytes saved in host memory."""
         return sum(t.bytes for t in self.tensors if t.on_host)
 
     @property
@@ -155,16 +136,14 @@ class Linear:
     """One use of a linear layer in the forward.
 
     Attributes:
-        module: path of the module.
-        rows: rows of the input, as text.
-        in_features, out_features: sizes of the weight.
-        fp8: the GEMMs that run in FP8, out of `forward`, `dgrad`, `wgrad`.
-        reason: why it stays in high precision, '' where it does not.
-        chosen: whether that was asked for, by a skip pattern or the default for output heads.
-        routine: whether there is nothing to change or to gain, as for an adapter of rank 8.
-        simulated: the GEMMs that compute in a simulated format, out of the same.
-        experts: how many weights there are, of which each row meets one; 0 for a single weight.
+        fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
+        reason: why the layer stays in high precision; else ''.
+        chosen: whether the user asked for it, by a skip pattern or the default for output heads.
+        routine: whether the user can change or gain nothing, as for an adapter of rank 8.
+        simulated: the GEMMs that compute in a simulated format, instead of `fp8`.
+        experts: number of weights of a layer of experts; else 0. Each row uses one weight.
         fast: the GEMMs of `fp8` with fast accumulation.
+        projection: `in_proj` or `out_proj` of an `nn.MultiheadAttention`, as `explain` finds it.
     """
 
     module: str
@@ -178,6 +157,7 @@ class Linear:
     simulated: tuple[str, ...] = ()
     experts: int = 0
     fast: tuple[str, ...] = ()
+    projection: str = ""
 
     @property
     def accumulation(self) -> str:
@@ -194,14 +174,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Head:
-    """An output head that has a loss behind it.
+    """An output head with its loss.
 
     Attributes:
-        module: path of the module.
-        shape: of its logits, of all tokens.
-        bytes: of the logits that exist at once.
-        chunks: how many parts of the tokens it computes logits, loss and gradients of, in turn.
-        reason: why all at once, '' where it does not.
+        bytes: bytes of the logits that exist at once.
+        chunks: number of chunks of tokens. Logits, loss and gradients are computed chunk by chunk.
+        reason: why there is only one chunk; '' if there are more.
         can_chunk: whether its logits can be computed in chunks, if `head_chunks` asks for it.
     """
 
@@ -215,16 +193,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Collective:
-    """What ranks send each other at one place of a graph.
+    """A collective in a graph.
 
     Attributes:
-        module: path of the module that asks for it; a parametrization, for a gathered weight.
-        op: the collective.
-        half: `forward` or `backward`.
-        shape: of what this rank sends.
-        dtype: of that; codes and the bytes that they are sent as are `uint8`.
-        bytes: of that, once however many ranks get it.
-        reason: why it does not send codes, '' where it does, or sends what codes are scaled by.
+        module: path of the module that calls it; of the parametrization, for a gathered weight.
+        shape: shape of the tensor that this rank sends.
+        dtype: its dtype; `uint8` for FP8 data, which are sent as bytes.
+        bytes: its bytes, counted once for any number of receivers.
+        reason: why it is not quantized; '' for FP8 data and their scales.
     """
 
     module: str
@@ -238,16 +214,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """A plan that a memory budget would give.
+    """The costs of a plan that a memory budget would give.
 
     Attributes:
-        bytes: kept for the backward.
-        peak_bytes: the most that the backward holds at once, estimated, gradients included.
-        seconds: that it adds to a step, by computing values again and by waiting for copies of the
-            host, to that of the plan without a budget; estimated by the roofline of one GPU
-            (`hardware.py`).
-        error: root mean square of the gradient errors that the kept values are expected to cause.
-        host_bytes: kept on the host besides.
+        peak_bytes: the most bytes alive during the backward, estimated, including gradients.
+        seconds: time that recomputation and copies add to a step, compared with the plan without a
+            budget; estimated by the roofline of one GPU (`hardware.py`).
+        error: root mean square of the expected gradient errors of the saved values.
     """
 
     bytes: int
@@ -259,12 +232,12 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What `torch.utils.checkpoint` has the backward compute again, with all that lies between.
+    """The recomputation that `torch.utils.checkpoint` causes, and the alternative.
 
     Attributes:
         products: matrix products of the forward that run twice.
-        bytes_without: bytes that would be kept if nothing were checkpointed; None if that was not
-            computed, which takes as long as the plan itself.
+        bytes_without: bytes that would be saved without checkpointing; None if not computed,
+            because that takes as long as the plan itself.
         least_without: the smallest `memory_budget` that could then be met.
     """
 
@@ -278,20 +251,17 @@ class RuleSummary:
     """The error rule of one non-linear region (AGoQ 4.1).
 
     Attributes:
-        module: where the region begins.
-        inputs: the values that enter it and may be stored.
-        cached: the values that Case 2 stores besides.
-        operators: those of the forward in it.
-        case_1: amplification with the inputs stored and all else recomputed: at most so large is
-            the relative error of a gradient per unit relative error of all that is stored.
-        case_2: the same with the cached values stored and read, too.
-        bound: formula of Case 1: the absolute error of the gradient whose relative one is largest.
-        reason: why nothing could be derived, '' where it was.
+        inputs: the values that enter it and may be saved.
+        operators: its operators of the forward.
+        case_1: upper limit for the relative error of a gradient per unit relative error of all
+            saved values, if the inputs are saved and all other values are recomputed.
+        case_2: the same limit if intermediate results are saved and read, too.
+        bound: formula of Case 1: absolute error of the gradient with the largest relative error.
+        reason: why no rule could be derived, or ''.
     """
 
     module: str
     inputs: tuple[str, ...]
-    cached: tuple[str, ...]
     operators: tuple[str, ...]
     case_1: float
     case_2: float
@@ -301,25 +271,25 @@ class RuleSummary:
 
 @dataclass
 class Plan:
-    """Everything decided about one graph.
+    """All decisions about one graph.
 
-    `saved_bytes` counts what the backward keeps besides parameters. Where that was asked for,
-    `frontier` traces memory against time, `point` is where this plan lies, and `least_bytes` is the
-    smallest budget that can be met; `rules` are the error rules that it follows; `merged` names the
-    layers that share a GEMM for the gradient of their common input; `collectives` is what ranks
-    send each other; `heads` are output heads with a loss behind them; `checkpointing` says what the
-    user has computed again; `simulated` is the format that linear layers compute in as if there
-    were hardware for it; `offload` is what is on the host, if anything; `inference` is true for a
-    graph without a backward; `fp8_work` is what FP8 GEMMs compute, and the casts of their
-    operands move. Where somebody observes: `stock_bytes` is
-    what PyTorch's own partitioner would keep for the same graph, `flops` counts the operations of
-    all GEMMs, convolutions and attention, `fp8_flops` those of FP8 GEMMs, and `kernels` has an
-    entry for the forward and one for the backward.
+    Attributes:
+        saved: the saved values, except parameters.
+        stock_bytes: bytes that PyTorch's own partitioner would save; None if not computed.
+        flops, fp8_flops: operations of all GEMMs, convolutions and attention, and of FP8 GEMMs; 0
+            if not computed.
+        fp8_work: operations of FP8 GEMMs, and bytes that the casts of their operands move.
+        frontier: plans of other memory budgets, on request; `point` is this plan.
+        least_bytes: the smallest budget that can be met, on request.
+        rules: the error rules, on request.
+        kernels: how the forward and the backward graph quantize, if computed.
+        merged: names of layers that share a GEMM for the gradient of their common input.
+        simulated: format that linear layers simulate, if any.
+        note: remark for the log.
     """
 
     linears: list[Linear] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
-    parameters: list[str] = field(default_factory=list)
     stock_bytes: int | None = None
     flops: float = 0.0
     fp8_flops: float = 0.0
@@ -340,10 +310,7 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept from forward to backward.
-
-        Parameters, held inputs and what is on the host are not counted.
-        """
+        """Bytes saved on the device for the backward, except parameters and leaves."""
         return sum(s.bytes for s in self.saved)
 
     @property
@@ -358,12 +325,12 @@ class Plan:
 
     @property
     def unexpected(self) -> list[Linear]:
-        """The linear layers that stay in high precision unasked, where the user can change it."""
+        """The layers that stay in high precision unintentionally, and that the user can change."""
         return [y for y in self.high_precision if not y.chosen and not y.routine]
 
     @property
     def unexpected_share(self) -> float:
-        """Their share of all weights."""
+        """The share of unexpected layers in all weights."""
         total = sum(y.weights for y in self.linears)
         return sum(y.weights for y in self.unexpected) / total if total else 0.0
 
@@ -375,7 +342,7 @@ class Plan:
         ]
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         rewritten = len(self.linears) - len(self.high_precision)
         format = f"simulated {self.simulated}" if self.simulated else "FP8"
         tensors = [s for s in self.saved if not s.is_scalar]
@@ -383,15 +350,15 @@ class Plan:
         smaller = self.saved_bytes < self.exact_bytes
         return (
             f"{rewritten} of {len(self.linears)} linear layers in {format}, {low_bit} of"
-            f" {len(tensors)} saved tensors in low bits, {bytes_text(self.saved_bytes)} kept"
+            f" {len(tensors)} saved tensors in low bits, {bytes_text(self.saved_bytes)} saved"
             " for the backward"
             + (f" instead of {bytes_text(self.exact_bytes)}" if smaller else "")
-            + (f", {bytes_text(self.offload.bytes)} on the host" if self.offload else "")
+            + (f", {bytes_text(self.offload.bytes)} in host memory" if self.offload else "")
             + "; inference" * self.inference
             + (f"; {self.note}" if self.note else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON-ready data."""
+        """Return the plan as JSON-ready data."""
         totals = {"saved_bytes": self.saved_bytes, "exact_bytes": self.exact_bytes}
         return {**asdict(self), **totals, "host_bytes": self.offload.bytes if self.offload else 0}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8pass.config import Config
-from fp8pass.graph.classify import BATCHED
+from fp8pass.graph.classify import BATCHED_GEMMS
 from fp8pass.passes.joint.quantize_experts import quantize_experts
 from fp8pass.passes.joint.quantize_linears import quantize_linears
 from fp8pass.plan import Linear
@@ -123,6 +123,6 @@ def only_layer(
     joint = rewritten(model, *args, **options)
     (layer,) = joint.ctx.plan.linears
     assert bool(layer.fp8) == (not layer.reason)
-    left = any(n.target in BATCHED for n in joint.gm.graph.nodes)
+    left = any(n.target in BATCHED_GEMMS for n in joint.gm.graph.nodes)
     assert left == bool(layer.reason)
     return layer

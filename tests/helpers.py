@@ -20,7 +20,7 @@ from fp8pass import compat, explain
 from fp8pass.compilation import Compilation, CompiledGraph, Inputs
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
-from fp8pass.graph.nodes import copy_of
+from fp8pass.graph.nodes import copy_module
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
 from fp8pass.passes.runner import PassRecord
@@ -114,7 +114,7 @@ def capture_joints(
 
     class Capture(Partitioner):
         def __call__(self, gm, joint_inputs, **kwargs):  # type: ignore
-            copy = copy_of(gm)
+            copy = copy_module(gm)
             found.append(JointGraph(copy, self.context(copy, **kwargs)))
             return compat.stock_partition(gm, joint_inputs, **kwargs)
 

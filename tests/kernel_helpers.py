@@ -12,19 +12,23 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import compat, compilation, hardware
-from fp8pass.codegen.kernels import operator
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels import kernel_operator
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
-from fp8pass.codegen.program.reference import reference
+from fp8pass.codegen.program.program_batch import Batch
+from fp8pass.codegen.program.reference import compute_program
 from fp8pass.config import Config
-from fp8pass.graph.nodes import copy_of
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.graph.nodes import copy_module
 from fp8pass.passes import LOWERING_PASSES, Context
-from fp8pass.passes.counters.count_kernels import count_kernels
+from fp8pass.passes.lowering.describe_kernels import describe_kernels
 from fp8pass.passes.lowering.lower_dialect import lower_dialect
 from fp8pass.passes.runner import run_passes
 
 fp8 = torch.ops.fp8pass
 F8 = torch.float8_e4m3fn
+# Formats with packed planes, and the sizes of groups that kernels read.
+PACKED = ("e2m1", "e2m2", "e2m3")
+PACKED_GROUPS = [(format, size) for format in PACKED for size in (16, 128)]
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
@@ -66,7 +70,7 @@ def kernels_on_cpu(monkeypatch) -> list[fx.Graph]:
 
     def record(gm: fx.GraphModule, ctx: Context) -> None:
         gm.graph.lint()
-        found.append(copy_of(gm).graph)
+        found.append(copy_module(gm).graph)
 
     rest = LOWERING_PASSES[len(KERNEL_PASSES) :]
     monkeypatch.setattr(compilation, "LOWERING_PASSES", (*KERNEL_PASSES, record, *rest))
@@ -83,7 +87,7 @@ def counts(graphs: list[fx.Graph]) -> Counter[str]:
     found: Counter[str] = Counter()
     for g in graphs:
         ctx = Context(Config())
-        count_kernels(fx.GraphModule(nn.Module(), g), ctx)
+        describe_kernels(fx.GraphModule(nn.Module(), g), ctx)
         (use,) = ctx.plan.kernels
         found.update(use.programs)
         found["quantize"] += sum(use.generated.values())
@@ -100,7 +104,7 @@ def run_batch(module, batch: Batch, inputs: list[torch.Tensor]) -> list[torch.Te
     results = batch.empty_outputs(inputs)
     for x in results:
         x.view(torch.uint8).fill_(0x55)
-    operator.run(module.prepare, batch, inputs, results)
+    kernel_operator.run(module.prepare, batch, inputs, results)
     return results
 
 
@@ -111,11 +115,12 @@ def operands(program: Program, rows: int, columns: int, device: str, scale: floa
     for load in program.loads:
         width = load.width or columns
         if load.operand == "groups":
-            codes = (torch.randn(rows, width) * 100).clamp(-448, 448).to(F8)
-            if load.in_nibbles:
-                codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
+            planes = [(torch.randn(rows, width) * 100).clamp(-448, 448).to(F8)]
+            if load.packed:
+                sizes = [(rows, columns * bits // 8) for bits in FORMATS[load.format].planes]
+                planes = [torch.randint(256, size, dtype=torch.uint8) for size in sizes]
             scales = torch.rand(rows, width // load.group_size) * scale / 50 + 1e-3
-            inputs += [codes, scales.bfloat16()]
+            inputs += [*planes, scales.bfloat16()]
         elif load.operand == "scalar":
             inputs.append(torch.rand(()) * scale / 50 + 1e-3)
         elif load.operand == "row":
@@ -151,8 +156,8 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, *, exact: bool) -> None:
 
 
 def check(module, program: Program, inputs: list[torch.Tensor], *, exact: bool = False) -> None:
-    """Check that the kernel of a program agrees with its reference."""
-    wanted = reference(program, inputs)
+    """The kernel of a program computes what its reference does."""
+    wanted = compute_program(program, inputs)
     for got, want in zip(run(module, program, inputs), wanted, strict=True):
         assert_same(got, want, exact=exact)
 

@@ -1,13 +1,12 @@
-"""Bytes alive over time while the backward runs: kept values, recomputed values, gradients.
+"""Bytes alive during the backward: saved values, recomputed values and gradients.
 
-A budget for kept bytes says little about the peak. A recomputed value lives until its last use as a
-kept one does, often in more bytes, and weight gradients pile up until the end. Recomputing values
-of a model's first block, whose backward comes last, can raise the peak that it should lower.
+The peak is more than the saved bytes. A recomputed value lives until its last use like a saved
+value, often in more bytes, and weight gradients add up until the end. The backward of a model's
+first block comes last, so that recomputing its values can raise the peak instead of lowering it.
 
-Only values with a buffer count: results of GEMMs and attention, codes, sums of the residual stream.
-Pointwise operators are fused with their users. A time is the position of a node of the backward.
-Each stretch between two sums of gradients is represented by one time, that with the most bytes
-alive if all values are recomputed.
+Only values with a buffer count: results of GEMMs and attention, quantized data, sums of the
+residual stream. Pointwise operators are fused with their users. A time is the position of a node
+in the backward. The estimate only looks at some times (`_pick_times`).
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from fp8pass import graph
 from fp8pass.activation_memory.costs import can_run_again
-from fp8pass.activation_memory.decision import Decision, host_bytes, stored_bytes
+from fp8pass.activation_memory.decision import Decision, Decisions, host_bytes, stored_bytes
 from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.patterns import ADDITIONS, is_residual_sum
+from fp8pass.graph.patterns import ADDITIONS, is_residual_sum, transposes
 
 fp8 = torch.ops.fp8pass
 
@@ -34,15 +33,24 @@ LIBRARY_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 BUFFERED_KINDS = (*LIBRARY_KINDS, Kind.REDUCTION, Kind.QUANTIZE)
 
 
-@dataclass(frozen=True)
-class Lifetime:
+class Lifetime(NamedTuple):
     """When a forward value is alive in the backward, as positions of nodes, both ends included.
 
-    A kept value is alive from the start to `last`, a recomputed one from `first` to `last`.
+    A saved value is alive from the start to `last`, a recomputed value from `first` to `last`.
     """
 
     first: float = math.inf
     last: float = -math.inf
+
+    @classmethod
+    def union(cls, lifetimes: Iterable[Lifetime]) -> Lifetime:
+        """Return the shortest lifetime that includes all given ones."""
+        found = [cls(), *lifetimes]
+        return cls(min(x.first for x in found), max(x.last for x in found))
+
+
+# A range of indices into `BackwardMemory.times`, and the bytes that a value takes there.
+Span = tuple[range, float]
 
 
 class BackwardMemory:
@@ -50,7 +58,7 @@ class BackwardMemory:
 
     Attributes:
         backward: the nodes of the backward.
-        times: positions of the nodes that represent stretches of the backward.
+        times: the positions to look at, in order.
         gradients: bytes of gradients alive at each of the times, the same for every plan.
         lifetimes: lifetimes of the forward values that the backward needs or recomputes from.
     """
@@ -59,78 +67,75 @@ class BackwardMemory:
         self.choices = choices
         self.backward = [n for n in g.nodes if n in choices.rules.backward and n.op != "output"]
         self._position = {n: i for i, n in enumerate(self.backward)}
-        self._used = self._spans_of_use()
-        self.lifetimes = self._lifetimes(values)
-        gradients = _running_total(
-            ((start, self._used[n].last, graph.nbytes(n)) for n, start in self._starts().items()),
-            len(self.backward),
+        self._used = self._find_uses()
+        self.lifetimes = self._find_lifetimes(values)
+        gradients = self._total(
+            (start, self._used[n].last, graph.nbytes(n)) for n, start in self._starts().items()
         )
-        recomputed = _running_total(
-            (span for value in self.lifetimes for span in self._recomputed_spans(value)),
-            len(self.backward),
+        recomputed = self._total(
+            buffer for value in self.lifetimes for buffer in self._recomputed_buffers(value)
         )
-        alive = [a + b for a, b in zip(gradients, recomputed, strict=True)]
-        self.times = self._representative_times(alive)
+        self.times = self._pick_times([a + b for a, b in zip(gradients, recomputed, strict=True)])
         self.gradients = [gradients[t] for t in self.times]
 
-    def peak(self, decisions: Mapping[fx.Node, Decision]) -> float:
-        """The most bytes alive at any time under a plan, gradients included."""
+    def peak(self, decisions: Decisions) -> float:
+        """Return the most bytes alive at any time under a plan, including gradients."""
         alive = list(self.gradients)
         for value, decision in decisions.items():
-            if value not in self.lifetimes or self.choices.facts.is_free(value):
-                continue
-            if decision.recomputed:
-                spans = self.alive_recomputed(value)
-            else:
-                away = host_bytes(value, decision)
-                spans = [(self.alive_kept(value), stored_bytes(value, decision) - away)]
-                if away:
-                    spans.append((self.alive_fetched(value), away))
-            for indices, bytes_ in spans:
-                for index in indices:
-                    alive[index] += bytes_
+            if value in self.lifetimes and not self.choices.facts.is_free(value):
+                for times, bytes_ in self._alive(value, decision):
+                    for time in times:
+                        alive[time] += bytes_
         return max(alive, default=0.0)
 
-    def alive_kept(self, value: fx.Node) -> range:
-        """Indices into `times` at which a value is alive if it is kept."""
+    def _alive(self, value: fx.Node, decision: Decision) -> list[Span]:
+        if decision.recomputed:
+            return self.alive_recomputed(value)
+        on_host = host_bytes(value, decision)
+        spans = [(self.alive_saved(value), stored_bytes(value, decision) - on_host)]
+        return [*spans, (self.alive_fetched(value), on_host)] if on_host else spans
+
+    def alive_saved(self, value: fx.Node) -> range:
+        """Return when a value is alive if it is saved on the device."""
         return self._times_between(-math.inf, self.lifetimes[value].last)
 
     def alive_fetched(self, value: fx.Node) -> range:
-        """Indices into `times` at which a value is alive if it comes back from the host.
+        """Return when a value is alive on the device if it is saved in host memory.
 
-        It is on its way for some time before it is used.
+        The copy back takes memory for some time before the value is used.
         """
-        used = self._times_between(self.lifetimes[value].first, self.lifetimes[value].last)
+        used = self._times_between(*self.lifetimes[value])
         return range(max(used.start - 1, 0), used.stop)
 
-    def alive_recomputed(self, value: fx.Node) -> list[tuple[range, float]]:
-        """Indices into `times`, and the bytes alive there, of a value if it is recomputed."""
-        spans = self._recomputed_spans(value)
-        return [(self._times_between(first, last), bytes_) for first, last, bytes_ in spans]
+    def alive_recomputed(self, value: fx.Node) -> list[Span]:
+        """Return when the buffers of a value are alive if it is recomputed."""
+        buffers = self._recomputed_buffers(value)
+        return [(self._times_between(first, last), bytes_) for first, last, bytes_ in buffers]
 
     def _times_between(self, first: float, last: float) -> range:
         return range(bisect_left(self.times, first), bisect_right(self.times, last))
 
-    def _recomputed_spans(self, value: fx.Node) -> list[tuple[float, float, float]]:
-        """First position, last position and bytes of the buffers of a recomputed value.
+    def _recomputed_buffers(self, value: fx.Node) -> list[tuple[float, float, float]]:
+        """Return first position, last position and bytes of the buffers of a recomputed value.
 
         The kernel that quantizes the operands of a recomputed GEMM also writes their transposes,
         which the GEMMs of the backward read.
         """
-        first, last = self.lifetimes[value].first, self.lifetimes[value].last
-        spans = [(first, last, recomputed_bytes(value))]
+        first, last = self.lifetimes[value]
+        buffers = [(first, last, _recomputed_bytes(value))]
         if value.target is fp8.scaled_mm.default:
-            for codes in (value.args[0], value.args[2]):
-                for user in codes.users:  # type: ignore[union-attr]
-                    if user.target is fp8.transpose.default and user in self.lifetimes:
-                        spans.append((first, self.lifetimes[user].first - 1, graph.nbytes(user)))
-        return [span for span in spans if span[2]]
+            for operand in (value.args[0], value.args[2]):
+                for transpose in transposes(operand):  # type: ignore[arg-type]
+                    if transpose in self.lifetimes:
+                        end = self.lifetimes[transpose].first - 1
+                        buffers.append((first, end, graph.nbytes(transpose)))
+        return [buffer for buffer in buffers if buffer[2]]
 
-    def _spans_of_use(self) -> dict[fx.Node, Lifetime]:
-        """First and last position at which a buffer is computed from each node of the backward."""
+    def _find_uses(self) -> dict[fx.Node, Lifetime]:
+        """Return the span of the buffers that are computed from each node of the backward."""
         found: dict[fx.Node, Lifetime] = {}
         for node in reversed(self.backward):
-            found[node] = _span(self._use(user, found) for user in node.users)
+            found[node] = Lifetime.union(self._use(user, found) for user in node.users)
         return found
 
     def _use(self, user: fx.Node, uses: Mapping[fx.Node, Lifetime]) -> Lifetime:
@@ -140,9 +145,9 @@ class BackwardMemory:
         return Lifetime(position, position) if is_buffered(user) else uses[user]
 
     def _starts(self) -> dict[fx.Node, int]:
-        """Positions at which buffers of gradients are allocated.
+        """Return the positions at which buffers of gradients are allocated.
 
-        Codes of one region come from one kernel, hence at the same position.
+        One kernel writes all quantized data of a region, hence at the same position.
         """
         region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
         starts: dict[fx.Node, int] = {}
@@ -150,14 +155,14 @@ class BackwardMemory:
         for node in self.backward:
             if is_buffered(node):
                 position = self._position[node]
-                region = region_of.get(_quantized(node))
+                region = region_of.get(_unquantized(node))
                 starts[node] = position if region is None else kernels.setdefault(region, position)
         return starts
 
-    def _lifetimes(self, values: list[fx.Node]) -> dict[fx.Node, Lifetime]:
-        """Lifetimes of values if everything may be recomputed.
+    def _find_lifetimes(self, values: list[fx.Node]) -> dict[fx.Node, Lifetime]:
+        """Return the lifetimes of values if everything may be recomputed.
 
-        Of two consecutive sums of the residual stream one is kept (`budget.py`), so that at most
+        One of two consecutive sums of the residual stream is saved (`budget.py`), so that at most
         one sum lies between a value and the uses that it is recomputed for. `within` is the first
         use before that sum.
         """
@@ -165,7 +170,8 @@ class BackwardMemory:
         within: dict[fx.Node, float] = {}
         members = set(values)
         for value in reversed(values):
-            direct = _span(self._use(u, self._used) for u in value.users if u in self._position)
+            used = (self._use(u, self._used) for u in value.users if u in self._position)
+            direct = Lifetime.union(used)
             users = [u for u in value.users if u in members and can_run_again(u)]
             others = [u for u in users if u.target not in ADDITIONS]
             within[value] = min([direct.first, *(within[u] for u in others)])
@@ -176,15 +182,29 @@ class BackwardMemory:
             lifetimes[value] = Lifetime(first, last)
         return lifetimes
 
-    def _representative_times(self, alive: list[float]) -> list[int]:
-        """The position with the most bytes alive of each stretch between two sums of gradients."""
+    def _pick_times(self, alive: list[float]) -> list[int]:
+        """Return one position for each block: the position with the most bytes in `alive`.
+
+        Blocks end at sums of gradients in the residual stream. If the backward has 100 nodes and
+        such sums at positions 29 and 69, this returns the maxima of 0-29, 30-69 and 70-99.
+        """
         ends = [self._position[n] for n in self.backward if is_residual_sum(n)]
-        stretches = pairwise([0, *(e + 1 for e in ends), len(self.backward)])
-        return [max(range(a, b), key=alive.__getitem__) for a, b in stretches if a < b]
+        blocks = pairwise([0, *(e + 1 for e in ends), len(self.backward)])
+        return [max(range(a, b), key=alive.__getitem__) for a, b in blocks if a < b]
+
+    def _total(self, buffers: Iterable[tuple[float, float, float]]) -> list[float]:
+        """Return the bytes alive at each position, from (first, last, bytes) of buffers."""
+        length = len(self.backward)
+        change = [0.0] * (length + 1)
+        for first, last, bytes_ in buffers:
+            if first <= last:
+                change[int(min(first, length))] += bytes_
+                change[int(min(last + 1, length))] -= bytes_
+        return list(accumulate(change[:length]))
 
 
 def is_buffered(node: fx.Node) -> bool:
-    """Whether a node's result is held in memory of its own."""
+    """Whether a node's result has a buffer of its own."""
     if is_residual_sum(node) or node.op == "placeholder":
         return True
     if node.target is fp8.quantize.default:  # its transpose is computed in the same kernel
@@ -195,38 +215,21 @@ def is_buffered(node: fx.Node) -> bool:
 
 
 def reads_memory(user: fx.Node) -> bool:
-    """Whether an operator is a library call, so that its operands have to be in memory."""
+    """Whether an operator is a library call, which reads its operands from buffers."""
     if kind(user) is Kind.VIEW:
         return any(reads_memory(u) for u in user.users)
     return kind(user) in LIBRARY_KINDS and not graph.is_getitem(user)
 
 
-def _quantized(node: fx.Node) -> fx.Node:
-    """The value that codes are made from; for other nodes the node itself."""
+def _unquantized(node: fx.Node) -> fx.Node:
+    """Return the value that quantized data are computed from; other nodes unchanged."""
     while node.target in (fp8.transpose.default, fp8.quantize.default):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def recomputed_bytes(value: fx.Node) -> float:
-    """Bytes of a recomputed value's buffer."""
+def _recomputed_bytes(value: fx.Node) -> float:
+    """Return the bytes of a recomputed value's buffer."""
     if value.target is fp8.quantize.default and len(value.users) > 1:
-        return 0.0  # only the transpose is kept: the forward's GEMM reads the codes
+        return 0.0  # the backward reads the transpose; only the GEMM of the forward reads this
     return graph.nbytes(value) if is_buffered(value) else 0.0
-
-
-def _span(lifetimes: Iterable[Lifetime]) -> Lifetime:
-    first, last = math.inf, -math.inf
-    for lifetime in lifetimes:
-        first, last = min(first, lifetime.first), max(last, lifetime.last)
-    return Lifetime(first, last)
-
-
-def _running_total(spans: Iterable[tuple[float, float, float]], length: int) -> list[float]:
-    """Bytes alive at each position, from spans (first, last, bytes)."""
-    change = [0.0] * (length + 1)
-    for first, last, bytes_ in spans:
-        if first <= last:
-            change[int(min(first, length))] += bytes_
-            change[int(min(last + 1, length))] -= bytes_
-    return list(accumulate(change[:length]))

@@ -1,37 +1,39 @@
-"""Keep no more than a memory budget, at the least extra time: a mixed-integer linear program.
+"""Plans within a memory budget that add the least time, by a mixed-integer linear program.
 
-The cuts of `cuts.py` recompute values that are nearly free. A budget below the bytes that they keep
-is met by recomputing anything whose result is the same again: GEMMs, attention, whole blocks.
-LLMQ's levels (non-GEMM, SwiGLU, norms, FFN, QKV, attention, block) are points on the curve that
-this traces. Each forward value v has four variables, 0 or 1, and two more where a link to the host
-is given, of which any_v is the sum:
+The cuts of `cuts.py` recompute only values that are nearly free. A smaller budget is met by
+recomputing any value that is the same again: results of GEMMs and attention, whole blocks. LLMQ's
+levels (non-GEMM, SwiGLU, norms, FFN, QKV, attention, block) are points on the curve that this
+traces. Each forward value v has four binary variables, and two more if it may be in host memory.
+any_v is the sum of all of them:
 
-    keep_exact_v     host_exact_v      recompute_exact_v      from exact values
-    keep_low_bit_v   host_low_bit_v    recompute_inexact_v    from any values
+    save_exact_v     host_exact_v      recompute_exact_v      from exact values
+    save_low_bit_v   host_low_bit_v    recompute_inexact_v    from any values
 
-Wherever keep_exact_v or keep_low_bit_v stands below without bytes, the host's variable is added.
+Wherever save_exact_v or save_low_bit_v stands below without bytes, the host's variable is added.
 
-    minimize    Σ seconds(v) (recompute_exact_v + recompute_inexact_v) + price(v) keep_low_bit_v
+    minimize    Σ seconds(v) (recompute_exact_v + recompute_inexact_v) + price(v) save_low_bit_v
                 + Σ slowdown(v) (host_exact_v + host_low_bit_v) + waits
-    such that   Σ bytes(v) keep_exact_v + low_bit_bytes(v) keep_low_bit_v ≤ budget
-                recompute_exact_v ≤ keep_exact_u + recompute_exact_u    for every operand u of v
+    such that   Σ bytes(v) save_exact_v + low_bit_bytes(v) save_low_bit_v ≤ budget
+                recompute_exact_v ≤ save_exact_u + recompute_exact_u    for every operand u of v
                 recompute_inexact_v ≤ any_u                             for every operand u of v
-                keep_exact_v + recompute_exact_v ≥ 1     if v is needed exactly
+                save_exact_v + recompute_exact_v ≥ 1     if v is needed exactly
                 any_v ≥ 1                                if v is needed in any form
-                Σ recompute_exact + recompute_inexact ≤ 1
+       (1)      Σ recompute_exact + recompute_inexact ≤ 1
                                    over any two consecutive sums of the residual stream
-                alive(t) - excess ≤ budget + allowance   at times t of the backward
-                Σ crossing(v) (host_exact_v + host_low_bit_v) - wait ≤ time for it
-                                   at times of the forward and of the backward (`link.py`)
+       (2)      alive(t) - excess ≤ budget + allowance   at times t of the backward
+       (3)      Σ copy_seconds(v) (host_exact_v + host_low_bit_v) - wait ≤ time for the copies
+                                   at times of the forward and of the backward
 
-The third from last limits recomputation to one block. Without it, the values that the backward of
-the last block needs would be recomputed from the first block's input, and all be alive at once.
+(1) limits recomputation to one block. Without it, the values that the backward of the last block
+needs would be recomputed from the first block's input, and all be alive at once.
 
-The last but one limits the peak of kept values, recomputed values and gradients
-(`backward_memory.py`). The allowance is how far the peak of the cuts' plan is above the bytes that
-it keeps, so that the peak falls with the budget. `excess` is a variable with a high price: for the
-smallest budgets recomputation holds more bytes than it saves. So are the waits, of the forward and
-of the backward, for copies that nothing is there to hide behind.
+(2) limits the peak of saved values, recomputed values and gradients (`backward_memory.py`). The
+allowance is the peak of the cuts' plan minus its saved bytes, so that the peak falls with the
+budget. `excess` is a variable with a high price. The smallest budgets need it, because there
+recomputation holds more bytes than it saves.
+
+(3) limits the copies to and from host memory that computation cannot hide (`host_transfer.py`). The
+waits of the forward and of the backward are variables, with their duration as price.
 
 Solved by HiGHS, through scipy.
 """
@@ -39,8 +41,10 @@ Solved by HiGHS, through scipy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
@@ -52,18 +56,20 @@ from fp8pass.activation_memory.backward_memory import BackwardMemory
 from fp8pass.activation_memory.costs import (
     UNITS_PER_BYTE,
     can_run_again,
-    keep_price,
     recompute_seconds,
+    save_price,
 )
 from fp8pass.activation_memory.decision import (
     Decision,
-    Needs,
-    choice_made,
-    free_decision,
+    Decisions,
+    decide_free,
     host_bytes,
+    stored_bytes,
 )
 from fp8pass.activation_memory.format_choices import FormatChoices
-from fp8pass.activation_memory.link import Link
+from fp8pass.activation_memory.host_transfer import HostTransfer
+from fp8pass.activation_memory.needs import Needs
+from fp8pass.activation_memory.reasons import Reason
 from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import ADDITIONS
@@ -74,33 +80,50 @@ RELATIVE_GAP = 0.03
 TIME_LIMIT_S = 15.0
 
 # The lowest price of recomputing a value, as a share of the highest: without a price the solver
-# would recompute values that nothing needs.
+# would recompute values that are not needed.
 NEGLIGIBLE_SHARE = 1e-6
 
-# The price of a byte of the peak above the limit, relative to the average price of a kept byte.
+# The price of a byte of the peak above the limit, relative to the average price of a saved byte.
 EXCESS_PRICE = 30
 
 INFEASIBLE = 2  # scipy's status
 
-# The variables of a value in their order. After those of all values come those of values that may
-# be on the host, and three that are no choices.
-KEEP_EXACT, KEEP_LOW_BIT, RECOMPUTE_EXACT, RECOMPUTE_INEXACT = range(4)
-VARIABLES = 4
+# The ways in which the backward can get a value. A value has a variable for each of the first four.
+SAVE_EXACT, SAVE_LOW_BIT, RECOMPUTE_EXACT, RECOMPUTE_INEXACT, HOST_EXACT, HOST_LOW_BIT = range(6)
+WAYS_WITHOUT_HOST = 4
+ALL_WAYS = range(6)
+EXACT_WAYS = (SAVE_EXACT, RECOMPUTE_EXACT, HOST_EXACT)
+RECOMPUTE_WAYS = (RECOMPUTE_EXACT, RECOMPUTE_INEXACT)
+ON_HOST = {SAVE_EXACT: HOST_EXACT, SAVE_LOW_BIT: HOST_LOW_BIT}
+
+# The last three columns: variables that are not binary.
 FORWARD_WAIT, BACKWARD_WAIT, EXCESS = -3, -2, -1
 CONTINUOUS = 3
 
 MEGA = 1e6  # bytes in the solver's unit, since its tolerances are absolute
 
 
+class _Variable(NamedTuple):
+    """A binary variable: whether it may be 1, its saved bytes, seconds and bytes on the host."""
+
+    allowed: bool
+    bytes: float
+    seconds: float
+    host_bytes: float = 0.0
+
+
+_Variables = dict[tuple[fx.Node, int], _Variable]  # by value and way
+
+
 class BudgetProblem:
     """The mixed-integer program of one joint graph, to be solved for one or several budgets.
 
     Args:
-        needs: the values that the backward needs, at least one.
-        choices: how values may be stored.
+        needs: the needed values, at least one.
+        choices: how values may be saved.
         memory: bytes alive in the backward; without it the peak is not limited.
-        allowance: bytes by which the peak may exceed the budget for free.
-        link: to the host; without it nothing is kept there. It needs `memory`.
+        allowance: bytes by which the peak may exceed the budget at no price.
+        transfer: copies to host memory; without it no value is saved there. It needs `memory`.
     """
 
     def __init__(
@@ -109,38 +132,33 @@ class BudgetProblem:
         choices: FormatChoices,
         memory: BackwardMemory | None = None,
         allowance: float = 0.0,
-        link: Link | None = None,
+        transfer: HostTransfer | None = None,
     ) -> None:
         self.needs, self.choices = needs, choices
-        self.memory, self.allowance, self.link = memory, allowance, link
-        self.values = relevant_values(needs)
-        self.index = {v: i for i, v in enumerate(self.values)}
-        self.of_values = VARIABLES * len(self.values)
-        sent = [(v, kind) for v in self.values for kind in (KEEP_EXACT, KEEP_LOW_BIT)]
-        away = {key: bytes_ for key in sent if (bytes_ := self._bytes_away(*key))}
-        self.away = {key: self.of_values + i for i, key in enumerate(away)}
-        count = self.of_values + len(away) + CONTINUOUS
-        self.bytes = np.zeros(count)
-        self.seconds = np.zeros(count)
-        self.upper = np.ones(count)
-        for value in self.values:
-            self._price(value)
-        recomputes = np.arange(self.of_values) % VARIABLES >= RECOMPUTE_EXACT
-        self.seconds[: self.of_values][recomputes] += NEGLIGIBLE_SHARE * self.seconds.max(initial=0)
-        self.crossing = self._price_away(away)
-        self.upper[-CONTINUOUS:] = np.inf if link else 0
+        self.memory, self.allowance, self.transfer = memory, allowance, transfer
+        self.values = needs.relevant_values()
+        self.variables = self._variables()
+        self.columns = {key: i for i, key in enumerate(self.variables)}
+        of_values = WAYS_WITHOUT_HOST * len(self.values)
+        self.bytes = self._vector("bytes")
+        self.seconds = self._vector("seconds")
+        self.upper = self._vector("allowed")
+        self.upper[[FORWARD_WAIT, BACKWARD_WAIT]] = np.inf if transfer else 0
         self.upper[EXCESS] = np.inf if memory else 0
-        self.seconds[EXCESS] = EXCESS_PRICE * MEGA * self._price_of_a_byte()
+        saved = self.bytes[SAVE_EXACT:of_values:WAYS_WITHOUT_HOST].sum()
+        recomputed = self.seconds[RECOMPUTE_EXACT:of_values:WAYS_WITHOUT_HOST].sum()
+        price_of_a_byte = float(recomputed / saved) if saved else 0.0
+        self.seconds[EXCESS] = EXCESS_PRICE * MEGA * price_of_a_byte
         self.availability = self._availability()
         self.alive = self._alive()
         self.waits = self._waits()
 
     def least(self) -> float:
-        """The smallest budget that can be met."""
+        """Return the smallest budget that can be met."""
         return float(self.bytes @ self._smallest)
 
-    def smallest(self) -> dict[fx.Node, Decision]:
-        """A plan that meets it, however long it takes."""
+    def smallest(self) -> Decisions:
+        """Return a plan that meets the smallest budget, however long it takes."""
         return self._plan(self._smallest)
 
     @cached_property
@@ -150,8 +168,8 @@ class BudgetProblem:
             raise ConfigError(_unsolved("the smallest memory_budget"))
         return np.round(result.x)
 
-    def within(self, budget: float) -> dict[fx.Node, Decision] | None:
-        """The fastest plan within `budget` bytes; None if there is none."""
+    def within(self, budget: float) -> Decisions | None:
+        """Return the fastest plan that saves at most `budget` bytes; None if no plan does."""
         result = self._solve(self.seconds, budget)
         if result.x is None and result.status != INFEASIBLE and self.memory:
             # Too many constraints to find a plan in time: a high peak is better than no plan.
@@ -183,189 +201,183 @@ class BudgetProblem:
             options={"mip_rel_gap": RELATIVE_GAP, "time_limit": TIME_LIMIT_S},
         )
 
-    def _price_of_a_byte(self) -> float:
-        """Seconds of recomputation that a kept byte saves, on average over all values."""
-        kept = self.bytes[KEEP_EXACT : self.of_values : VARIABLES].sum()
-        recomputed = self.seconds[RECOMPUTE_EXACT : self.of_values : VARIABLES].sum()
-        return float(recomputed / kept) if kept else 0.0
+    # --- variables ------------------------------------------------------------------------------
+
+    def _variables(self) -> _Variables:
+        """Return the variables by value and way, in the order of their columns."""
+        found = {
+            (value, way): variable
+            for value in self.values
+            for way, variable in enumerate(self._variables_of(value))
+        }
+        negligible = NEGLIGIBLE_SHARE * max((x.seconds for x in found.values()), default=0.0)
+        for (value, way), x in found.items():
+            if way in RECOMPUTE_WAYS:
+                found[value, way] = x._replace(seconds=x.seconds + negligible)
+        for value in self.values if self.transfer else ():
+            found |= self._host_variables(value, found)
+        return found
+
+    def _variables_of(self, value: fx.Node) -> tuple[_Variable, ...]:
+        """Return the variables of a value without host memory, in the order of ways."""
+        choices = self.choices
+        choice, free = choices.cheapest(value), choices.facts.is_free(value)
+        exact = 0.0 if free else save_price(value) / UNITS_PER_BYTE
+        low_bit = _Variable(False, 0.0, 0.0)
+        if choice.lossy:
+            seconds = choice.price / UNITS_PER_BYTE / hardware.BANDWIDTH
+            low_bit = _Variable(True, stored_bytes(value, choice), seconds)
+        again, seconds = can_run_again(value) and not free, recompute_seconds(value)
+        return (
+            _Variable(math.isfinite(exact), exact if math.isfinite(exact) else 0.0, 0.0),
+            low_bit,
+            _Variable(again, 0.0, seconds),
+            _Variable(again and choices.may_be_recomputed(value), 0.0, seconds),
+        )
+
+    def _host_variables(self, value: fx.Node, variables: _Variables) -> _Variables:
+        """Return the variables of a value in host memory, in low bits if these are allowed.
+
+        The GPU does not wait for the copies, but they slow down other work a little.
+        """
+        assert self.transfer is not None
+        low_bit = value not in self.needs.exact and variables[value, SAVE_LOW_BIT].allowed
+        found: _Variables = {}
+        for way, host_way in ON_HOST.items():
+            x = variables[value, way]
+            if not x.allowed or (way == SAVE_EXACT and low_bit):
+                continue
+            bytes_ = host_bytes(value, self._save(value, host_way))
+            if self.transfer.may_send(value, bytes_):
+                seconds = x.seconds + self.transfer.slowdown(bytes_)
+                found[value, host_way] = _Variable(True, x.bytes - bytes_, seconds, bytes_)
+        return found
+
+    def _vector(self, attribute: str) -> np.ndarray:
+        """Return an attribute of all variables by column; 0 for the continuous ones."""
+        values = [getattr(x, attribute) for x in self.variables.values()]
+        return np.array(values + CONTINUOUS * [0.0], dtype=float)
+
+    # --- constraints ----------------------------------------------------------------------------
+
+    def _columns(self, value: fx.Node, ways: Iterable[int]) -> dict[int, float]:
+        """Return a row with 1 in the columns of a value and some ways."""
+        return {self.columns[key]: 1 for way in ways if (key := (value, way)) in self.columns}
+
+    def _availability(self) -> LinearConstraint:
+        """Return a row for each operand that a value is recomputed from, and each needed value."""
+        rows: list[dict[int, float]] = []
+        lower: list[int] = []
+        for value in self.values:
+            if value in self.needs.exact:
+                rows.append(self._columns(value, EXACT_WAYS))
+                lower.append(1)
+            elif value in self.needs.all:
+                rows.append(self._columns(value, ALL_WAYS))
+                lower.append(1)
+            if not self.variables[value, RECOMPUTE_EXACT].allowed:
+                continue
+            for operand in value.all_input_nodes:
+                for way, ways in ((RECOMPUTE_EXACT, EXACT_WAYS), (RECOMPUTE_INEXACT, ALL_WAYS)):
+                    rows.append({**self._columns(operand, ways), self.columns[value, way]: -1})
+                    lower.append(0)
+        for pair in self._consecutive_sums():
+            recomputes = [self.columns[value, way] for value in pair for way in RECOMPUTE_WAYS]
+            rows.append(dict.fromkeys(recomputes, -1))
+            lower.append(-1)
+        return LinearConstraint(self._matrix(rows), np.array(lower), np.inf)
+
+    def _matrix(self, rows: list[dict[int, float]]) -> csr_matrix:
+        entries = [(r, c, x) for r, row in enumerate(rows) for c, x in row.items()]
+        row_index, column_index, values = zip(*entries, strict=True)
+        shape = len(rows), len(self.bytes)
+        return csr_matrix((values, (row_index, column_index)), shape=shape)
+
+    def _consecutive_sums(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield pairs of consecutive sums of the residual stream that can be saved."""
+        junctions = self.choices.rules.junctions
+        savable = (v for v in self.values if self.variables[v, SAVE_EXACT].allowed)
+        sums = dict.fromkeys(v for v in savable if v.target in ADDITIONS and v in junctions)
+        for later in sums:
+            for operand in later.all_input_nodes:
+                if graph.skip_views_and_casts(operand) in sums:
+                    yield graph.skip_views_and_casts(operand), later
 
     def _alive(self) -> csr_matrix:
-        """Megabytes that each variable holds (columns) at each time of the backward (rows)."""
+        """Return the megabytes that each variable (column) holds at each time (row)."""
         if self.memory is None:
             return csr_matrix((0, len(self.bytes)))
         alive = np.zeros((len(self.memory.times), len(self.bytes)))
-        for value, index in self.index.items():
-            at = VARIABLES * index
-            keeps = slice(at, at + RECOMPUTE_EXACT)
-            recomputes = slice(at + RECOMPUTE_EXACT, at + VARIABLES)
-            kept = self.memory.alive_kept(value)
-            alive[kept.start : kept.stop, keeps] = self.bytes[keeps] / MEGA
-            for times, bytes_ in self.memory.alive_recomputed(value):
-                alive[times.start : times.stop, recomputes] += bytes_ / MEGA
-        for (value, kind), column in self.away.items():
-            kept, back = self.memory.alive_kept(value), self.memory.alive_fetched(value)
-            alive[kept.start : kept.stop, column] = self.bytes[column] / MEGA
-            alive[back.start : back.stop, column] += self._bytes_away(value, kind) / MEGA
+        for (value, way), column in self.columns.items():
+            if way in RECOMPUTE_WAYS:
+                spans = self.memory.alive_recomputed(value)
+            else:
+                spans = [(self.memory.alive_saved(value), self.bytes[column])]
+            if way in ON_HOST.values():
+                bytes_ = self.variables[value, way].host_bytes
+                spans.append((self.memory.alive_fetched(value), bytes_))
+            for times, bytes_ in spans:
+                alive[times.start : times.stop, column] += bytes_ / MEGA
         alive[:, EXCESS] = -1
         return csr_matrix(alive)
 
-    def _price(self, value: fx.Node) -> None:
-        """Fill in the bytes, seconds and upper bounds of the variables of a value."""
-        at, choices = VARIABLES * self.index[value], self.choices
-        exact, choice = keep_price(value) / UNITS_PER_BYTE, choices.cheapest(value)
-        if choices.facts.is_free(value):
-            exact = 0.0
-        if math.isinf(exact):
-            self.upper[at + KEEP_EXACT] = 0
-        else:
-            self.bytes[at + KEEP_EXACT] = exact
-        if choice.group_size and not choice.format.lossless:
-            self.bytes[at + KEEP_LOW_BIT] = choice.bytes
-            self.seconds[at + KEEP_LOW_BIT] = choice.units / UNITS_PER_BYTE / hardware.BANDWIDTH
-        else:
-            self.upper[at + KEEP_LOW_BIT] = 0
-        again = can_run_again(value) and not choices.facts.is_free(value)
-        self.upper[at + RECOMPUTE_EXACT] = again
-        self.upper[at + RECOMPUTE_INEXACT] = again and choices.may_be_recomputed(value)
-        self.seconds[at + RECOMPUTE_EXACT : at + VARIABLES] = recompute_seconds(value)
-
-    def _bytes_away(self, value: fx.Node, kind: int) -> float:
-        """Bytes that would be on the host if a value were kept there; 0 if it may not be.
-
-        What may be in low bits crosses in these.
-        """
-        if self.link is None or not self._may_keep(value, kind):
-            return 0.0
-        in_low_bits = value not in self.needs.exact and self._may_keep(value, KEEP_LOW_BIT)
-        if kind == KEEP_EXACT and in_low_bits:
-            return 0.0
-        bytes_ = host_bytes(value, self._kept(value, kind, on_host=True))
-        return bytes_ if self.link.may_send(value, bytes_) else 0.0
-
-    def _may_keep(self, value: fx.Node, kind: int) -> bool:
-        if kind == KEEP_EXACT:
-            return math.isfinite(keep_price(value))
-        choice = self.choices.cheapest(value)
-        return bool(choice.group_size) and not choice.format.lossless
-
-    def _price_away(self, away: dict[tuple[fx.Node, int], float]) -> dict[int, float]:
-        """Fill in the bytes and seconds of what may be on the host; the seconds that each crosses.
-
-        A copy takes the GPU no time that others could use, but slows them down a little.
-        """
-        crossing = {}
-        for (value, kind), bytes_ in away.items():
-            assert self.link is not None
-            column, here = self.away[value, kind], VARIABLES * self.index[value] + kind
-            self.bytes[column] = self.bytes[here] - bytes_
-            self.seconds[column] = self.seconds[here] + self.link.slowdown(bytes_)
-            crossing[column] = self.link.seconds(bytes_)
-        return crossing
-
     def _waits(self) -> list[LinearConstraint]:
-        """A row for each instant by which some copies must have crossed, or are waited for."""
-        if self.link is None or not self.away:
+        """Return a row for each time: copies that are not done by then add to a wait."""
+        sent = {key: x.host_bytes for key, x in self.variables.items() if x.host_bytes}
+        if self.transfer is None or not sent:
             return []
-        columns: dict[fx.Node, list[int]] = {}
-        for (value, _), column in self.away.items():
-            columns.setdefault(value, []).append(column)
-        unit = max(self.crossing.values())
+        seconds = {key: self.transfer.seconds(bytes_) for key, bytes_ in sent.items()}
+        unit = max(seconds.values())
         self.seconds[[FORWARD_WAIT, BACKWARD_WAIT]] = unit
-        rows, most = [], []
+        values = {value for value, _ in sent}
+        rows: list[dict[int, float]] = []
+        most = []
         for wait, limits in (
-            (FORWARD_WAIT, self.link.leaving(columns)),
-            (BACKWARD_WAIT, self.link.returning(columns)),
+            (FORWARD_WAIT, self.transfer.limit_sending(values)),
+            (BACKWARD_WAIT, self.transfer.limit_fetching(values)),
         ):
-            for values, seconds in limits:
-                row = np.zeros(len(self.bytes))
-                crossing = [column for v in values for column in columns[v]]
-                row[crossing] = [self.crossing[column] / unit for column in crossing]
-                row[wait] = -1
-                rows.append(row)
-                most.append(seconds / unit)
-        return [LinearConstraint(csr_matrix(np.array(rows)), -np.inf, np.array(most))]
+            for copied, available in limits:
+                row = {
+                    self.columns[key]: s / unit for key, s in seconds.items() if key[0] in copied
+                }
+                rows.append({**row, len(self.bytes) + wait: -1})
+                most.append(available / unit)
+        return [LinearConstraint(self._matrix(rows), -np.inf, np.array(most))]
 
-    def _in_memory(self, value: fx.Node, *kinds: int) -> list[int]:
-        """The variables of a value, and of the same on the host."""
-        here = [VARIABLES * self.index[value] + kind for kind in kinds]
-        return here + [self.away[value, kind] for kind in kinds if (value, kind) in self.away]
+    # --- solutions ------------------------------------------------------------------------------
 
-    def _availability(self) -> LinearConstraint:
-        """A row for each operand that a value is recomputed from, and for each needed value."""
-        rows: list[dict[int, int]] = []
-        lower: list[int] = []
-        for value in self.values:
-            at = VARIABLES * self.index[value]
-            if value in self.needs.exact:
-                rows.append(dict.fromkeys(self._in_memory(value, KEEP_EXACT, RECOMPUTE_EXACT), 1))
-                lower.append(1)
-            elif value in self.needs.all:
-                rows.append(dict.fromkeys(self._in_memory(value, *range(VARIABLES)), 1))
-                lower.append(1)
-            if not self.upper[at + RECOMPUTE_EXACT]:
-                continue
-            for operand in value.all_input_nodes:
-                exact = dict.fromkeys(self._in_memory(operand, KEEP_EXACT, RECOMPUTE_EXACT), 1)
-                rows.append({**exact, at + RECOMPUTE_EXACT: -1})
-                any_form = dict.fromkeys(self._in_memory(operand, *range(VARIABLES)), 1)
-                rows.append({**any_form, at + RECOMPUTE_INEXACT: -1})
-                lower.extend((0, 0))
-        for pair in self._consecutive_sums():
-            recomputes = [
-                VARIABLES * self.index[v] + variable
-                for v in pair
-                for variable in (RECOMPUTE_EXACT, RECOMPUTE_INEXACT)
-            ]
-            rows.append(dict.fromkeys(recomputes, -1))
-            lower.append(-1)
-        entries = [(r, c, v) for r, row in enumerate(rows) for c, v in row.items()]
-        row_index, column_index, values = zip(*entries, strict=True)
-        shape = len(rows), len(self.bytes)
-        matrix = csr_matrix((values, (row_index, column_index)), shape=shape)
-        return LinearConstraint(matrix, np.array(lower), np.inf)
+    def _plan(self, chosen: np.ndarray) -> Decisions:
+        """Return the decisions about needed values and the values they are recomputed from.
 
-    def _consecutive_sums(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Pairs of consecutive sums of the residual stream, of those that may be kept."""
-        junctions = self.choices.rules.junctions
-        keepable = (v for v in self.values if self.upper[VARIABLES * self.index[v] + KEEP_EXACT])
-        sums = dict.fromkeys(v for v in keepable if v.target in ADDITIONS and v in junctions)
-        for later in sums:
-            for operand in later.all_input_nodes:
-                if graph.source(operand) in sums:
-                    yield graph.source(operand), later
-
-    def _plan(self, chosen: np.ndarray) -> dict[fx.Node, Decision]:
-        """Decisions about the values that the backward needs and those they are recomputed from.
-
-        The solver may choose more, where it costs nothing.
+        The solver may choose more variables that cost nothing.
         """
-        plan: dict[fx.Node, Decision] = {}
+        plan: Decisions = {}
         needed = set(self.needs.all)
         for value in reversed(self.values):
             if value in needed:
-                plan[value] = self._decision(value, chosen)
+                plan[value] = self._decide(value, chosen)
                 if plan[value].recomputed:
                     needed.update(value.all_input_nodes)
         return plan
 
-    def _decision(self, value: fx.Node, chosen: np.ndarray) -> Decision:
+    def _decide(self, value: fx.Node, chosen: np.ndarray) -> Decision:
         if self.choices.facts.is_free(value):
-            return free_decision(value, self.choices.facts)
-        at = VARIABLES * self.index[value]
-        for kind in (KEEP_EXACT, KEEP_LOW_BIT):
-            if chosen[at + kind] and not (kind == KEEP_LOW_BIT and chosen[at + RECOMPUTE_EXACT]):
-                return self._kept(value, kind)
-            if (value, kind) in self.away and chosen[self.away[value, kind]]:
-                return self._kept(value, kind, on_host=True)
-        return Decision(None, 0, "recomputed to meet the budget")
+            return decide_free(value, self.choices.facts)
+        ways = {way for way in ALL_WAYS if chosen[list(self._columns(value, (way,)))].any()}
+        if RECOMPUTE_EXACT in ways:
+            ways.discard(SAVE_LOW_BIT)
+        for way in (SAVE_EXACT, HOST_EXACT, SAVE_LOW_BIT, HOST_LOW_BIT):
+            if way in ways:
+                return self._save(value, way)
+        return Decision(None, 0, Reason.RECOMPUTED)
 
-    def _kept(self, value: fx.Node, kind: int, *, on_host: bool = False) -> Decision:
-        """The decision to keep a value exactly or in low bits."""
-        where = "on the host to meet the budget" if on_host else "the budget allows it"
-        if kind == KEEP_EXACT:
-            reason = self.needs.exact.get(value, where)
-            return Decision(EXACT, 0, reason, on_host=on_host)
-        return choice_made(self.choices.cheapest(value), on_host=on_host)
+    def _save(self, value: fx.Node, way: int) -> Decision:
+        """Return the decision to save a value in one of the ways that save it."""
+        on_host = way in ON_HOST.values()
+        if way in (SAVE_LOW_BIT, HOST_LOW_BIT):
+            return replace(self.choices.cheapest(value), on_host=on_host)
+        where = Reason.ON_HOST if on_host else Reason.WITHIN_BUDGET
+        return Decision(EXACT, 0, self.needs.exact.get(value, where), on_host=on_host)
 
 
 def _unsolved(wanted: str) -> str:
@@ -373,12 +385,3 @@ def _unsolved(wanted: str) -> str:
         f"No plan for {wanted} was found in {TIME_LIMIT_S:.0f} s. Compile the model's blocks one "
         "by one, which makes smaller graphs, or raise memory_budget."
     )
-
-
-def relevant_values(needs: Needs) -> list[fx.Node]:
-    """The needed values and all values that they may be recomputed from."""
-    found = set(needs.all)
-    for node in reversed(needs.values):
-        if node in found and can_run_again(node):
-            found.update(node.all_input_nodes)
-    return [n for n in needs.values if n in found]

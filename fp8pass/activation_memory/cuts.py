@@ -12,63 +12,103 @@ import networkx as nx
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.activation_memory.costs import keep_price, recompute_price
-from fp8pass.activation_memory.decision import Decision, Needs, choice_made, free_decision
+from fp8pass.activation_memory.costs import recompute_price, save_price
+from fp8pass.activation_memory.decision import Decision, Decisions, decide_free
 from fp8pass.activation_memory.format_choices import FormatChoices
-from fp8pass.activation_memory.residual_stream import chained_sums
+from fp8pass.activation_memory.needs import Needs
+from fp8pass.activation_memory.reasons import Reason
 from fp8pass.dialect.formats import EXACT
+from fp8pass.graph.patterns import is_same_shape_addition
 
-Cost = Callable[[fx.Node], float]
+Price = Callable[[fx.Node], float]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The nodes to keep and to recompute, so that the backward has the needed ones; the cost."""
+    """The nodes that are saved and recomputed to give the backward the needed nodes, and the cost.
 
-    kept: set[fx.Node]
+    The cost is infinite if no choice gives the backward all needed nodes.
+    """
+
+    saved: set[fx.Node]
     recomputed: set[fx.Node]
     cost: float
 
 
-def cheapest_plan(needs: Needs, choices: FormatChoices) -> dict[fx.Node, Decision]:
-    """The plan of the two cuts; it recomputes nothing expensive, and no chain of residual sums."""
-    decisions = {}
+def cheapest_plan(needs: Needs, choices: FormatChoices) -> Decisions:
+    """Return the plan of the two cuts. It recomputes nothing expensive, and no chains of sums."""
+    decisions: Decisions = {}
     for component in components(needs.values, needs.all, recompute_price):
-        exact, rest = plan_component(component, needs, choices)
+        exact, rest = _cut_component(component, needs, choices)
         for node in exact.recomputed | rest.recomputed:
-            decisions[node] = Decision(None, 0, "cheap to compute again")
-        for node in exact.kept | rest.kept:
-            decisions[node] = _decide(node, choices, needs, exactly=node in exact.kept)
+            decisions[node] = Decision(None, 0, Reason.CHEAP)
+        for node in exact.saved | rest.saved:
+            decisions[node] = _decide(node, choices, needs, exactly=node in exact.saved)
     return decisions
 
 
-def plan_component(
+def _cut_component(
     component: list[fx.Node], needs: Needs, choices: FormatChoices
 ) -> tuple[Cut, Cut]:
-    """The cut for the exact needs of a component, and the one for the rest."""
-    stored: set[fx.Node] = set()
+    """Return the cut for the exact needs of a component, and the cut for the other needs.
+
+    Recomputing a sum of a residual stream from the previous sum and its branch saves bytes under
+    autocast, where the stream is in FP32 and its branches are in 16 bits. But if all sums are
+    recomputed, each sum needs all previous sums. The backward, which starts at the last sum, would
+    then compute all sums at once and hold them until it reaches their layers. So this cuts again,
+    saving every second sum, until no sum is recomputed from another recomputed sum.
+    """
+    saved: set[fx.Node] = set()
     while True:
-        exact, rest = _ComponentCuts(component, needs, choices, stored).cheapest()
-        recomputed = exact.recomputed | rest.recomputed
-        chained = chained_sums(
-            component, recomputed, choices.rules.junctions, choices.facts.is_free
-        )
+        exact, rest = _ComponentCuts(component, needs, choices, saved).cheapest()
+        chained = _chained_sums(component, exact.recomputed | rest.recomputed, choices)
         if not chained:
             return exact, rest
-        stored |= chained
+        saved |= chained
+
+
+def _chained_sums(
+    values: list[fx.Node], recomputed: set[fx.Node], choices: FormatChoices
+) -> set[fx.Node]:
+    """Return every second of the sums that would be recomputed from one another.
+
+    `values` are in order. Norms and casts may lie between two sums, as in post-norm layers. A sum
+    may be recomputed if its branch is also computed from the previous sum, or from values that are
+    alive anyway, because that takes only time.
+    """
+    found: set[fx.Node] = set()
+    after_a_sum: set[fx.Node] = set()
+    free: set[fx.Node] = set()  # alive anyway, or computed from such values
+    for value in values:
+        operands = value.all_input_nodes
+        free.update(n for n in (value, *operands) if choices.facts.is_free(n))
+        if value not in recomputed:
+            continue
+        if operands and free.issuperset(operands):
+            free.add(value)
+        following = after_a_sum.intersection(operands)
+        # A norm and the next sum read each sum of a residual stream.
+        is_sum = value in choices.rules.junctions and is_same_shape_addition(value)
+        is_sum = is_sum and len(value.users) > 1
+        has_branch = not (following | free).issuperset(operands)
+        if following and has_branch and is_sum and math.isfinite(save_price(value)):
+            found.add(value)
+        elif following or is_sum:
+            after_a_sum.add(value)
+    return found
 
 
 @dataclass(frozen=True)
 class _ComponentCuts:
-    """The two cuts of one component; values of `stored` are not recomputed."""
+    """The two cuts of one component; values of `saved` are not recomputed."""
 
     component: list[fx.Node]
     needs: Needs
     choices: FormatChoices
-    stored: set[fx.Node]
+    saved: set[fx.Node]
 
     def cheapest(self) -> tuple[Cut, Cut]:
-        """The pair of cuts that costs least."""
+        """Return the cheapest pair of cuts."""
         exact = {n for n in self.component if n in self.needs.exact}
         everything = {n for n in self.component if n in self.needs.all}
         firsts: list[Cut] = []
@@ -79,27 +119,30 @@ class _ComponentCuts:
                     firsts.append(first)
         candidates = [(first, self._remaining_cut(everything, first)) for first in firsts]
         best = min(candidates, key=lambda cuts: cuts[0].cost + cuts[1].cost)
-        assert math.isfinite(best[0].cost + best[1].cost), "values that nothing gives the backward"
+        assert math.isfinite(best[0].cost + best[1].cost), "the backward cannot get all its values"
         return best
 
     def _exact_needs(self, exact: set[fx.Node], everything: set[fx.Node]) -> list[set[fx.Node]]:
-        """What the first cut may be for: `exact`, and with it what no low bits can give.
+        """Return the sets of nodes to try as needs of the first cut, `exact` first.
 
-        To keep exactly what a mask is computed from, for all its uses, may cost less than the mask
-        and low bits: hardswish has two, in 16 bits. And what a checkpointed region computes cannot
-        be kept instead, so that what it is computed from has to be exact. Where something is needed
-        exactly, or cannot share scales, it may follow from an input that is kept exactly in any
-        case.
+        The other sets also contain values that cannot be computed from low bits:
+
+        1. Masks. Saving exactly the value that a mask is computed from, for all its uses, may cost
+           less than the mask and the value in low bits. Hardswish has two masks, in 16 bits.
+        2. Values of a checkpointed region. They cannot be saved, so that the values that they are
+           recomputed from must be exact.
+        3. Values that low bits do not make smaller, if something is needed exactly or cannot share
+           scales. They may follow from an input that is saved exactly in any case.
         """
-        rigid: set[fx.Node] = set()  # and the masks that are computed from them
+        rigid: set[fx.Node] = set()  # cannot be computed from low bits; and masks of such values
         for node in self.component:
             if math.isinf(self._recompute_price(node)):
                 continue
-            follows = not _is_float(node) and not rigid.isdisjoint(node.all_input_nodes)
-            if follows or not self.choices.may_be_recomputed(node):
+            is_attention_mask = not _is_float(node) and not rigid.isdisjoint(node.all_input_nodes)
+            if is_attention_mask or not self.choices.may_be_recomputed(node):
                 rigid.add(node)
         masks = exact | (rigid & everything)
-        regions = masks | {n for n in rigid if math.isinf(keep_price(n))}
+        regions = masks | {n for n in rigid if math.isinf(save_price(n))}
         candidates = [masks, regions]
         if exact or any(map(self.choices.rules.why_ungrouped, everything)):
             candidates.append(regions | {n for n in everything if not self._takes_low_bits(n)})
@@ -110,56 +153,55 @@ class _ComponentCuts:
         return found
 
     def _takes_low_bits(self, node: fx.Node) -> bool:
-        exact = keep_price(node)
-        return math.isinf(exact) or self.choices.cheapest(node).units < exact
+        exact = save_price(node)
+        return math.isinf(exact) or self.choices.cheapest(node).price < exact
 
     def _recompute_price(self, node: fx.Node) -> float:
-        return math.inf if node in self.stored else recompute_price(node)
+        return math.inf if node in self.saved else recompute_price(node)
 
     def _exact_cut(self, needed: set[fx.Node], *, early: bool) -> Cut:
         facts = self.choices.facts
 
-        def bytes_(node: fx.Node) -> float:
-            return 0 if facts.is_free(node) else keep_price(node)
+        def save(node: fx.Node) -> float:
+            return 0 if facts.is_free(node) else save_price(node)
 
-        def price(node: fx.Node) -> float:
-            true_price = self._recompute_price(node)
-            return 0 if early and math.isfinite(true_price) else true_price
+        def recompute(node: fx.Node) -> float:
+            price = self._recompute_price(node)
+            return 0 if early and math.isfinite(price) else price
 
-        cut = min_cut(self.component, needed, bytes_, price, early=early)
-        cost = sum(map(bytes_, cut.kept)) + sum(map(recompute_price, cut.recomputed))
-        return Cut(cut.kept, cut.recomputed, cost)
+        cut = min_cut(self.component, needed, save, recompute, early=early)
+        cost = sum(map(save, cut.saved)) + sum(map(recompute_price, cut.recomputed))
+        return Cut(cut.saved, cut.recomputed, cost)
 
     def _remaining_cut(self, needed: set[fx.Node], first: Cut) -> Cut:
         choices = self.choices
         available = self._exactly_available(first)
 
-        def bytes_(node: fx.Node) -> float:
-            if node in first.kept or choices.facts.is_free(node):
+        def save(node: fx.Node) -> float:
+            if node in first.saved or choices.facts.is_free(node):
                 return 0
-            exact = keep_price(node)
+            exact = save_price(node)
             if node in available or math.isinf(exact):
                 return exact
-            return min(exact, choices.cheapest(node).units)
+            return min(exact, choices.cheapest(node).price)
 
-        def price(node: fx.Node) -> float:
+        def recompute(node: fx.Node) -> float:
             if node in first.recomputed:
                 return 0
-            inexact = node not in available
-            if inexact and not choices.may_be_recomputed(node):
+            if node not in available and not choices.may_be_recomputed(node):
                 return math.inf
             return self._recompute_price(node)
 
-        return min_cut(self.component, needed, bytes_, price)
+        return min_cut(self.component, needed, save, recompute)
 
     def _exactly_available(self, first: Cut) -> set[fx.Node]:
-        """The nodes that the backward can have exactly after the first cut, by recomputation too.
+        """Return the nodes that the backward can compute exactly after the first cut.
 
-        None of them may be stored in low bits, since an operator that tolerates no error may use
+        None of them may be saved in low bits, because an operator that tolerates no error may use
         them.
         """
         members, facts = set(self.component), self.choices.facts
-        given = first.kept | first.recomputed
+        given = first.saved | first.recomputed
         found = {n for n in self.component if n in given or facts.is_free(n)}
         for node in self.component:
             if math.isfinite(self._recompute_price(node)):
@@ -178,30 +220,31 @@ def _is_float(node: fx.Node) -> bool:
 
 def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: bool) -> Decision:
     if choices.facts.is_free(node):
-        return free_decision(node, choices.facts)
+        return decide_free(node, choices.facts)
     if exactly:
         return Decision(EXACT, 0, _why_exact(node, needs))
     choice = choices.cheapest(node)
-    if choice.format.lossless or choice.units < keep_price(node):
-        return choice_made(choice)
+    assert choice.format is not None
+    if choice.format.lossless or choice.price < save_price(node):
+        return choice
     return Decision(EXACT, 0, choice.reason)
 
 
 def _why_exact(node: fx.Node, needs: Needs) -> str:
-    """Why a value is kept exactly: it, or the nearest value computed from it, is needed exactly."""
+    """Return why a value is saved exactly: the exact need of it, or of the nearest user."""
     pending, seen = [node], {node}
     for value in pending:
         if value in needs.exact:
-            through = "" if value is node else "what is computed from it must be exact: "
-            return f"{through}{needs.exact[value]}"
+            reason = needs.exact[value]
+            return reason if value is node else Reason.NEEDED_FOR.format(reason=reason)
         users = [n for n in value.users if n not in seen]
         seen.update(users)
         pending.extend(users)
-    return "exact values follow from it"
+    return Reason.EXACT_VALUES_FOLLOW
 
 
-def components(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[list[fx.Node]]:
-    """Independent sets of needed values and values they can be recomputed from, in order."""
+def components(values: list[fx.Node], needed: set[fx.Node], price: Price) -> list[list[fx.Node]]:
+    """Split the needed values and the values they can be recomputed from into independent sets."""
     order = _relevant(values, needed, price)
     connected = nx.utils.UnionFind(order)
     for node in order:
@@ -213,7 +256,7 @@ def components(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list
     return list(grouped.values())
 
 
-def _relevant(values: list[fx.Node], needed: set[fx.Node], price: Cost) -> list[fx.Node]:
+def _relevant(values: list[fx.Node], needed: set[fx.Node], price: Price) -> list[fx.Node]:
     found = set(needed)
     for node in reversed(values):
         if node in found and math.isfinite(price(node)):
@@ -227,45 +270,45 @@ _SOURCE, _SINK = "source", "sink"
 def min_cut(
     component: list[fx.Node],
     needed: set[fx.Node],
-    keep_price: Cost,
-    price: Cost,
+    save_price: Price,
+    recompute_price: Price,
     *,
     early: bool = False,
 ) -> Cut:
-    """The cheapest cut that gives the backward all nodes of `needed`.
+    """Return the cheapest cut that gives the backward all nodes of `needed`.
 
-    Of several cheapest cuts the one closest to the backward, or with `early` to the inputs. Of
-    infinite cost if there is none.
+    Among equally cheap cuts, returns the cut closest to the backward, or with `early` the cut
+    closest to the inputs.
     """
     if not needed:
         return Cut(set(), set(), 0)
-    component = _relevant(component, needed, price)
+    component = _relevant(component, needed, recompute_price)
     index = {node: i for i, node in enumerate(component)}
     values = tuple(
         _Value(
-            keep_price(node),
-            price(node),
+            save_price(node),
+            recompute_price(node),
             node in needed,
             tuple(index[n] for n in node.all_input_nodes if n in index),
         )
         for node in component
     )
-    kept, recomputed, cost = _solved(values, early)
-    return Cut({component[i] for i in kept}, {component[i] for i in recomputed}, cost)
+    saved, recomputed, cost = _solve(values, early)
+    return Cut({component[i] for i in saved}, {component[i] for i in recomputed}, cost)
 
 
 class _Value(NamedTuple):
     """A node of a component: its prices, whether it is needed, and its operands, by index."""
 
-    keep_price: float
+    save_price: float
     recompute_price: float
     needed: bool
     operands: tuple[int, ...]
 
 
-@lru_cache(maxsize=1024)  # the layers of a model ask for the same
-def _solved(values: tuple[_Value, ...], early: bool) -> tuple[set[int], set[int], float]:
-    """Which values are kept and which recomputed, by index, and the cost."""
+@lru_cache(maxsize=1024)  # the layers of a model have equal components
+def _solve(values: tuple[_Value, ...], early: bool) -> tuple[set[int], set[int], float]:
+    """Return the indices of saved values, the indices of recomputed values, and the cost."""
     network = _network(values)
     flow = nx.algorithms.flow.boykov_kolmogorov
     ends = (network.reverse(), _SINK, _SOURCE) if early else (network, _SOURCE, _SINK)
@@ -275,25 +318,25 @@ def _solved(values: tuple[_Value, ...], early: bool) -> tuple[set[int], set[int]
         return set(), set(), math.inf
     sink_side = sides[0] if early else sides[1]
     recomputed = {i for i in range(len(values)) if (i, "in") in sink_side}
-    kept = {i for i in range(len(values)) if (i, "out") in sink_side} - recomputed
-    return kept, recomputed, cost
+    saved = {i for i in range(len(values)) if (i, "out") in sink_side} - recomputed
+    return saved, recomputed, cost
 
 
 def _network(values: tuple[_Value, ...]) -> nx.DiGraph:
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
     for i, value in enumerate(values):
-        _arc(network, _SOURCE, (i, "in"), value.recompute_price)
-        _arc(network, (i, "in"), (i, "out"), value.keep_price)
+        _add_arc(network, _SOURCE, (i, "in"), value.recompute_price)
+        _add_arc(network, (i, "in"), (i, "out"), value.save_price)
         if value.needed:
-            _arc(network, (i, "out"), _SINK, math.inf)
+            _add_arc(network, (i, "out"), _SINK, math.inf)
         if math.isfinite(value.recompute_price):
             for operand in value.operands:
-                _arc(network, (operand, "out"), (i, "in"), math.inf)
+                _add_arc(network, (operand, "out"), (i, "in"), math.inf)
     return network
 
 
-def _arc(network: nx.DiGraph, tail: object, head: object, capacity: float) -> None:
+def _add_arc(network: nx.DiGraph, tail: object, head: object, capacity: float) -> None:
     if math.isinf(capacity):
         network.add_edge(tail, head)  # networkx: no capacity means infinite
     elif capacity > 0:

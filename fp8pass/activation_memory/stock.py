@@ -35,12 +35,12 @@ def partition_stock(
     """Partition a copy of a joint graph like stock `torch.compile`."""
     primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
     forward, backward = compat.stock_partition(
-        graph.copy_of(gm),
+        graph.copy_module(gm),
         joint_inputs,
         num_fwd_outputs=facts.num_fwd_outputs,
         static_lifetime_input_indices=[i for i, n in enumerate(primals) if n in facts.parameters],
     )
-    free = {n.name for n in facts.parameters | facts.held}
+    free = {n.name for n in facts.parameters | facts.leaves}
     saved = graph.outputs(forward.graph)[facts.num_fwd_outputs :]
     sizes = {n.name: graph.nbytes(n) for n in saved if isinstance(n, fx.Node)}
     counted = {name: size for name, size in sizes.items() if name not in free}

@@ -1,19 +1,18 @@
-"""Values that get a buffer of their own, in a layout of their own.
+"""Values in their own memory, in a given layout or order.
 
-`fp8pass_codegen::buffer(x, order)` is `x` in memory; `order` lists its dimensions from outermost to
-innermost. Inductor's own operator for this takes strides instead. It cannot order strides of
-varying size, and ranks given in their place would pass for the strides of a value that is saved.
+`fp8pass_codegen::buffer(x, order)` stores `x` in memory; `order` lists its dimensions from
+outermost to innermost. Inductor's own operator expects strides, and cannot order symbolic strides.
 
-Inductor inlines a pointwise operator into all kernels that use it until its expression is long. A
-residual stream consists of such operators: each block would add up its sum again from all terms
-before it, which would all be held in memory until then, gradients in fp32 because their casts would
-be inlined, too.
+Inductor inlines a pointwise operator into every kernel that uses it until its expression is long. A
+residual stream consists of such operators. Without buffers, each block would recompute its sum from
+all terms before it. All terms would stay in memory until then, gradients in fp32, because their
+casts would be inlined, too.
 
-`fp8pass_codegen::side_by_side(parts, dim)` is `cat`, with each part computed for itself and stored
-in its place.
+`fp8pass_codegen::side_by_side(parts, dim)` is `cat`, but each part is computed separately and
+stored at its place in the result.
 
-`fp8pass_codegen::after(x, done)` is a copy of `x` that is made when there is all of `done`: no
-kernel that reads it runs earlier, and none that computes one of `done` can wait for later ones.
+`fp8pass_codegen::after(x, done)` copies `x` after all tensors in `done` are computed. Kernels that
+read the copy run after them, and so Inductor cannot delay the kernels that compute `done`.
 """
 
 from __future__ import annotations
@@ -55,18 +54,21 @@ after = torch.ops.fp8pass_codegen.after.default
 
 
 def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:
-    """Add a buffer for `x` at the insertion point."""
+    """Store `x` in a buffer, at the insertion point."""
     return graph.emit(x.graph, buffer, x, order, like=x)
 
 
-def hold(node: fx.Node, order: list[int] | None = None) -> fx.Node:
-    """Have all users of a node read it from a buffer; as it was traced, unless `order` is given."""
+def store_in_buffer(node: fx.Node, order: list[int] | None = None) -> fx.Node:
+    """Make all users of a node read it from a buffer.
+
+    `order` is the layout of the buffer, by default the layout that the node was traced with.
+    """
     with node.graph.inserting_after(node):
-        held = emit_buffer(node, order or graph.stride_order(graph.tensor(node)))
-    node.replace_all_uses_with(held, delete_user_cb=lambda user: user is not held)
-    return held
+        stored = emit_buffer(node, order or graph.stride_order(graph.tensor(node)))
+    node.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
+    return stored
 
 
 def is_buffer(node: fx.Node, order: list[int]) -> bool:
-    """Whether a node is the buffer of its operand in a layout."""
+    """Whether a node stores its operand in a buffer with this layout."""
     return graph.is_call(node, buffer) and node.args[1] == order

@@ -9,6 +9,7 @@ joint.py          joint graphs: inputs, checkpointing tags, partitioning
 symbols.py        properties of tensors, sizes and operators
 launching.py      kernels and buffers of fp8pass in Inductor's generated code
 fakes.py          running a model without memory
+tracing.py        tracing a function into operators that Inductor lowers
 frames.py         the function that Dynamo traces
 loading.py        loads of distributed checkpoints
 pipelining.py     schedules of pipelines
@@ -43,3 +44,4 @@ from fp8pass.compat.launching import *  # noqa: E402, F403
 from fp8pass.compat.loading import *  # noqa: E402, F403
 from fp8pass.compat.pipelining import *  # noqa: E402, F403
 from fp8pass.compat.symbols import *  # noqa: E402, F403
+from fp8pass.compat.tracing import *  # noqa: E402, F403

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import CodeType
 from typing import Any
 from weakref import ref
@@ -24,17 +25,19 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._logging import trace_structured
 
 __all__ = [
-    "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of", "box",
-    "captures_backward", "compile_fx", "compile_fx_inner", "compiled_in_vain", "compiles_backward",
-    "copy_captured", "disable_gradient_hooks", "find_replayed_memory", "fresh_compilation",
-    "get_cpp_compiler", "half_of", "has_cpp_compiler", "interpret", "is_checkpointing",
-    "is_of_fsdp", "is_region", "list_mode_options", "list_options", "match_generated_code",
-    "multiplies_bf16_on_cpu", "original_of", "recompile", "run_uncompiled", "running_backward",
-    "seeded_random_ops", "source_of", "static_inputs", "trace_structured", "type_of_option",
-    "uncached", "uses_cuda_graphs",
+    "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of",
+    "box", "cache_folder", "captures_backward", "compile_fx", "compile_fx_inner",
+    "compiled_in_vain", "compiles_backward", "copy_captured", "disable_gradient_hooks",
+    "find_replayed_memory", "fresh_compilation", "get_cpp_compiler", "half_of",
+    "has_cpp_compiler", "interpret", "is_checkpointing", "is_of_fsdp", "is_region",
+    "list_mode_options", "list_options", "match_generated_code", "multiplies_bf16_on_cpu",
+    "original_of", "recompile", "run_uncompiled", "running_backward", "seeded_random_ops",
+    "source_of", "static_inputs", "trace_structured", "type_of_option", "uncached",
+    "uses_cuda_graphs",
 ]  # fmt: skip
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -177,13 +180,29 @@ def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
 def compiled_in_vain(module: nn.Module) -> bool:
     """Whether `module.compile()` has no effect, because Dynamo does not trace its class.
 
-    Dynamo traces the forward of a `torch.nn` class only inside of other code. It does trace the
-    module that a DistributedDataParallel calls.
+    Before PyTorch 2.14 Dynamo traces the forward of a `torch.nn` class only inside of other code.
+    It does trace the module that a DistributedDataParallel calls.
     """
     if module._compiled_call_impl is None:
         return False
     called = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    return trace_rules.check(called.forward)
+    return trace_rules.check(called.forward) and not _compiles_torch_classes_in_place()
+
+
+@cache
+def _compiles_torch_classes_in_place() -> bool:
+    """Compile a `torch.nn.Sequential` in place, and return whether Dynamo traces it."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    probe = nn.Sequential(nn.ReLU())
+    probe.compile(backend=backend)
+    with fresh_compilation(), torch.compiler.set_stance("default"):
+        probe(torch.ones(1))
+    return bool(graphs)
 
 
 def original_of(model: nn.Module) -> nn.Module:
@@ -278,6 +297,12 @@ def is_of_fsdp(node: fx.Node) -> bool:
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
     """Whether Inductor makes CUDA graphs, with these options of a compilation."""
     return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def cache_folder() -> str | None:
+    """Return the folder of Inductor's caches, or None if compiled graphs are not cached."""
+    is_enabled = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
+    return cache_dir() if is_enabled and not inductor_config.force_disable_caches else None
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
-    "NEEDS_VALUES", "OperatorObserver", "RealPositions", "WeakIdKeyDictionary", "autocast_for_cpu",
-    "use_fake_tensors",
+    "NEEDS_VALUES", "FakeTensor", "OperatorObserver", "RealPositions", "WeakIdKeyDictionary",
+    "autocast_for_cpu", "use_fake_tensors",
 ]  # fmt: skip
 
 # Errors of operators with a result or shape that depends on values. `func` is the operator.

@@ -1,12 +1,12 @@
 """The vocabulary of rewritten graphs: formats, quantizations, scales, operators.
 
-formats.py           how an element is coded
-quantization.py      which elements share a scale, and how scales are stored
-scaling.py           scales from largest magnitudes
-coding.py            codes from values, and back
-masking.py           numbers masked to a format, as in simulations
-segments.py          the rows of a matrix that one expert takes
-accumulation.py      how tensor cores add up the products of FP8 numbers
-ops.py               the `fp8pass::` operators
-triton_functions.py  Triton functions that kernels share: scales, and the larger of two numbers
+formats.py         how an element is quantized
+quantization.py    which elements share a scale, and how scales are stored
+scaling.py         scales from largest magnitudes
+encoding.py        fp32 numbers to a format and back, and packing
+masking.py         numbers masked to a simulated format
+expert_groups.py   the rows of a matrix that belong to each expert
+accumulation.py    how tensor cores accumulate the products of FP8 numbers
+ops.py             the `fp8pass::` operators
+triton_scaling.py  Triton functions of scales that several kernels call
 """

@@ -1,16 +1,16 @@
-"""How FP8 tensor cores accumulate, bit by bit, in plain PyTorch.
+"""Emulate the accumulation of FP8 tensor cores, bit by bit, in plain PyTorch.
 
-Hopper multiplies 32 pairs of FP8 numbers in one instruction and adds the products to a running sum.
-All addends, the running sum included, are aligned to the largest exponent among them, and their
-fractions are truncated after 13 bits. The exact sum of the truncated addends is truncated to 13
-fraction bits again. *Fast* accumulation keeps one running sum over the whole contraction. *Precise*
-accumulation starts a new running sum after 128 products and adds the old one to an FP32 sum.
+A Hopper instruction multiplies 32 pairs of FP8 numbers and adds the products to a running sum. All
+addends, including the running sum, are aligned to their largest exponent, and their fractions are
+truncated after 13 bits. The exact sum of the truncated addends is again truncated to 13 fraction
+bits. *Fast* accumulation has one running sum for the whole contraction. *Precise* accumulation
+starts a new running sum after 128 products and adds the previous one to an FP32 sum.
 
 Truncation has a bias towards zero, which grows with the length of the contraction: sums of 16,384
-products of correlated operands lose 4% (`benchmarks/accumulation.py`). Compared on an
-H100, fast sums are bit-equal to cuBLASLt, CUTLASS and Triton for up to 16,384 products, precise
-ones to cuBLASLt and CUTLASS for up to 4,096 (`tests/codegen/test_gemm_accumulation.py`). A
-GEMM that a library splits along its contraction is more precise.
+products of correlated operands lose 4% (`benchmarks/accumulation.py`). On an H100, fast sums of up
+to 16,384 products equal cuBLASLt, CUTLASS and Triton bit for bit, and precise sums of up to 4,096
+products equal cuBLASLt and CUTLASS (`tests/codegen/test_gemm_accumulation.py`). A GEMM that a
+library splits along its contraction is more precise.
 
 References of the dialect's GEMMs sum in FP32, which is fast and independent of the device. Inside
 `hardware_accumulation` they accumulate like hardware.
@@ -31,15 +31,15 @@ INSTRUCTION = 32  # products that one instruction adds
 FRACTION_BITS = 13
 PROMOTION = 128  # products after which precise accumulation adds to an FP32 sum
 
-_NO_EXPONENT = -(2**10)  # of zero, below all exponents
+_ZERO_EXPONENT = -(2**10)  # of zero: below all other exponents
 _SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
-_MULTIPLE = 16  # that the sizes which `_scaled_mm` checks are divisible by
-_BLOCK = 2**23  # products that are in memory at once
+_MULTIPLE = 16  # `_scaled_mm` needs sizes that are divisible by this
+_BLOCK = 2**23  # products in memory at a time
 
 
 @dataclass(frozen=True)
 class _Mode:
-    """How references of GEMMs accumulate: on tensor cores, emulated, or in FP32 if neither."""
+    """How references of GEMMs accumulate: on tensor cores, emulated, or else in FP32."""
 
     on_tensor_cores: bool = False
     emulated: bool = False
@@ -50,11 +50,11 @@ _mode = _Mode()
 
 @contextlib.contextmanager
 def hardware_accumulation(*, emulate: bool = True) -> Iterator[None]:
-    """Have the references of GEMMs accumulate like hardware, in all threads.
+    """Make the references of GEMMs accumulate like hardware, in all threads.
 
-    A GPU with FP8 tensor cores multiplies with them. Elsewhere, with `emulate`, products are
-    emulated, at some 10 elementwise operations for each pair of numbers. Only graphs that run
-    operator by operator call references: those of `compiler="eager"` and of `diagnose`.
+    A GPU with FP8 tensor cores uses them. Elsewhere, if `emulate`, products are emulated with about
+    10 elementwise operations for each pair of numbers. Only graphs that run operator by operator
+    call references, as with `compiler="eager"` and in `diagnose`. Compiled graphs do not change.
     """
     global _mode
     before, _mode = _mode, _Mode(True, emulate or _mode.emulated)
@@ -65,11 +65,12 @@ def hardware_accumulation(*, emulate: bool = True) -> Iterator[None]:
 
 
 def product(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-    """`a @ b.T` of FP8 matrices [M, K] and [N, K], as FP32 [M, N]."""
-    if _mode.on_tensor_cores and _fits_tensor_cores(a, b):
+    """Return `a @ b.T` of FP8 matrices [M, K] and [N, K], as FP32 [M, N]."""
+    is_traced = isinstance(a, compat.FakeTensor)
+    if _mode.on_tensor_cores and not is_traced and _fits_tensor_cores(a, b):
         one = torch.ones((), device=a.device)
         return compat.scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
-    if _mode.emulated:
+    if _mode.emulated and not is_traced:
         return accumulate(a, b, fast=fast)
     return a.float() @ b.float().t()
 
@@ -81,7 +82,7 @@ def _fits_tensor_cores(a: Tensor, b: Tensor) -> bool:
 
 
 def accumulate(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-    """`a @ b.T` of FP8 matrices [M, K] and [N, K] as Hopper computes it, as FP32 [M, N]."""
+    """Return `a @ b.T` of FP8 matrices [M, K] and [N, K] as Hopper computes it, FP32 [M, N]."""
     rows = max(1, _BLOCK // (INSTRUCTION * max(len(b), 1)))
     return torch.cat([_accumulate_rows(some, b, fast=fast) for some in a.split(rows)])
 
@@ -101,23 +102,23 @@ def _accumulate_rows(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
 
 
 def _add(running: Tensor, products: Tensor, exponent: Tensor) -> Tensor:
-    """The running sums [M, N] after one instruction, which adds products [M, N, K].
+    """Return the running sums [M, N] after one instruction, which adds products [M, N, K].
 
-    `exponent` [M, N] is the largest one of the products.
+    `exponent` [M, N] is the largest exponent of the products.
     """
-    exponent = torch.maximum(exponent, _exponents(running, _NO_EXPONENT)).clamp_min(-100)
+    exponent = torch.maximum(exponent, _exponents(running, _ZERO_EXPONENT)).clamp_min(-100)
     steps = torch.exp2((FRACTION_BITS - exponent).float())
     added = (products * steps.unsqueeze(-1)).trunc().sum(-1) + (running * steps).trunc()
-    return _truncated(added / steps)
+    return _truncate(added / steps)
 
 
 def _exponents(x: Tensor, smallest: int) -> Tensor:
-    """The exponents of `x`, those of denormal numbers `smallest`, that of zero below all others."""
+    """Return the exponents of `x`: `smallest` for denormal numbers, `_ZERO_EXPONENT` for zero."""
     exponents = (torch.frexp(x)[1] - 1).clamp_min(smallest)
-    return torch.where(x == 0, _NO_EXPONENT, exponents)
+    return torch.where(x == 0, _ZERO_EXPONENT, exponents)
 
 
-def _truncated(x: Tensor) -> Tensor:
-    """`x` in FP32 without the fraction bits that a running sum does not have."""
+def _truncate(x: Tensor) -> Tensor:
+    """Clear the fraction bits of FP32 `x` that a running sum does not have."""
     dropped = torch.finfo(torch.float32).bits - 9 - FRACTION_BITS
     return (x.view(torch.int32) & -(1 << dropped)).view(torch.float32)

@@ -1,9 +1,10 @@
-"""Number formats: how one element is coded, and the bytes that this takes.
+"""Number formats: how one element is quantized, and how many bytes it needs.
 
-A *format* says how an element is coded (`E4M3`, `E5M2`, ...), a *quantization* (`quantization.py`)
-which elements share a scale. Everywhere `x ≈ data * scale` (`scaling.py`).
+A *format* (`E4M3`, `E5M2`, ...) defines the bits of an element. A *quantization*
+(`quantization.py`) defines which elements share a scale. Everywhere `x ≈ data * scale`
+(`scaling.py`).
 
-Nothing here waits for PyTorch, so that options can be named without loading it.
+This module does not import PyTorch, so that options can be parsed without loading it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Group scales are a 1/G share of the bytes: bf16 has the range of fp32 and 0.2% of rounding error,
-# far below the format's own.
+# bf16 has the range of fp32 and a rounding error of 0.2%, far below the error of any format.
 GROUP_SCALE_BYTES = 2
 
-# The exponent bits that a simulated format may have, and its mantissa bits: at most fp32's.
+# Least and most exponent and mantissa bits of a simulated format. fp32 has the most.
 EXPONENT_BITS, MANTISSA_BITS = (1, 8), (0, 23)
 
 
@@ -30,19 +30,19 @@ class Format:
     """One element format.
 
     Attributes:
-        stored_as: name of the dtype of a stored tensor, '' where it keeps its own: `exact`, and
-            formats that are simulated alone.
+        stored_as: name of the dtype of a stored tensor; '' if a tensor keeps its dtype, as in
+            `exact` and in formats that are only simulated.
         max: the largest finite value.
         mantissa: stored mantissa bits.
-        min_exponent: exponent of the least normal number; below it are denormals.
-        planes: widths of the tensors that hold a code, lowest bits first. Below 8 bits a plane is
-            packed: several elements share a byte (`ops.quantize`).
-        emulated: coded with integer arithmetic, which any GPU has: codes narrower than a byte,
-            and E4M3 where Triton cannot convert to it.
-        nan: code of NaN in an emulated format. Where it is 0 the format has none: that a group
-            holds a NaN or an infinity is seen from its scale alone.
-        multiplies: whether GEMMs take codes of it.
-        saves: whether users may choose it for saved values.
+        min_exponent: exponent of the smallest normal number; smaller numbers are denormals.
+        planes: bits of an element in each of its tensors, lowest bits first. A plane of less than
+            8 bits is packed: several elements share a byte (`ops.quantize`).
+        emulated: whether elements are converted with integer arithmetic, which any GPU supports:
+            packed formats, and E4M3 if Triton has no cast.
+        nan: bits of NaN in an emulated format. 0 if the format has no NaN: the scale of a group
+            with NaN or Inf is not finite.
+        multiplies: whether GEMMs support the format.
+        saves: whether users can choose the format for saved tensors.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Format:
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """Of a stored tensor, None where the format keeps the tensor's own."""
+        """Dtype of a stored tensor; None if a tensor keeps its dtype."""
         import torch
 
         return getattr(torch, self.stored_as) if self.stored_as else None
 
     @property
     def lossless(self) -> bool:
-        """Whether storing in this format returns the very same tensor."""
+        """Whether a tensor is stored unchanged."""
         return math.isinf(self.max)
 
     @property
@@ -74,13 +74,8 @@ class Format:
         return self.planes != (8,)
 
     @property
-    def in_nibbles(self) -> bool:
-        """Whether two elements share each byte."""
-        return self.planes == (4,)
-
-    @property
     def bits(self) -> int:
-        """Bits of a code, sign included."""
+        """Bits of an element, including the sign."""
         return sum(self.planes)
 
     @property
@@ -92,8 +87,8 @@ class Format:
     def relative_error(self) -> float:
         """Root-mean-square relative rounding error of a value in the format's normal range.
 
-        Rounding to nearest is off by a uniform share of the step 2^-m of the binade [1, 2): an
-        absolute error of 2^-m / √12, divided by a value whose logarithm is uniform.
+        In the binade [1, 2), the error is uniform in a step of 2^-m, so that its root mean square
+        is 2^-m / √12. It is divided by a value whose logarithm is uniform.
         """
         if self.lossless:
             return 0.0
@@ -102,7 +97,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """A divisor of every group's size, so that each plane fills whole bytes."""
+        """Group sizes are multiples of this, so that each plane fills whole bytes."""
         return 8 // min(self.planes)
 
     @property
@@ -112,18 +107,18 @@ class Format:
 
     @property
     def keeps_signs(self) -> bool:
-        """Whether hardly a value of a group is so small that it becomes zero."""
+        """Whether very few values of a group are rounded to zero."""
         return self.flushed_share < 2.0**-11
 
     @property
     def flushed_share(self) -> float:
-        """Largest share of a group's largest magnitude that is rounded to zero."""
+        """Magnitudes up to this share of a group's largest magnitude are rounded to zero."""
         return 0.0 if self.lossless else 2.0 ** (self.min_exponent - self.mantissa - 1) / self.max
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
-        """Bytes of `elements` in groups of `group_size`, with their scales.
+        """Return the bytes of `elements` in groups of `group_size`, with their scales.
 
-        Infinite where the parts of a group that share bytes would not be of one size.
+        Infinite if the elements of a group do not fill whole bytes.
         """
         if group_size % (8 // min(self.planes)):
             return math.inf
@@ -133,13 +128,13 @@ class Format:
 E4M3 = Format("e4m3", "float8_e4m3fn", 448.0, 3, -6, multiplies=True, saves=True)
 E5M2 = Format("e5m2", "float8_e5m2", 57344.0, 2, -14, multiplies=True)
 EXACT = Format("exact", "", math.inf, 0, 0)
-# The same code points as E4M3, held in bytes: Triton has no E4M3 conversion before Ada (sm89).
+# The same bits as E4M3, stored in bytes: Triton has no cast to E4M3 before Ada (sm89).
 E4M3_BYTES = Format("e4m3_bytes", "uint8", 448.0, 3, -6, emulated=True, nan=0x7F)
-# Every code is a finite number, as in OCP's FP4 and FP6.
+# All bit patterns are finite numbers, as in OCP's FP4 and FP6.
 E2M1 = Format("e2m1", "uint8", 6.0, 1, 0, (4,), emulated=True, saves=True)
 E2M2 = Format("e2m2", "uint8", 7.0, 2, 0, (4, 1), emulated=True, saves=True)
 E2M3 = Format("e2m3", "uint8", 7.5, 3, 0, (4, 2), emulated=True, saves=True)
-# As many bits as E4M3, two of them moved from the exponent: a quarter of the error, less range.
+# 8 bits like E4M3, but two more for the mantissa: a quarter of the error, and less range.
 E2M5 = Format("e2m5", "uint8", 7.875, 5, 0, emulated=True)
 
 FORMATS: dict[str, Format] = {
@@ -152,18 +147,18 @@ SAVED_FORMATS = tuple(sorted((f for f in FORMATS.values() if f.saves), key=lambd
 
 @cache
 def simulated_format(name: str) -> Format:
-    """The format `ExMy`, such as `e8m3`: one of `FORMATS`, or one that no dtype has.
+    """Return the format `ExMy`, such as `e8m3`: one of `FORMATS`, or a format without a dtype.
 
-    The latter are as IEEE's are: of 2^x exponents the first is that of denormals, the last that of
-    Inf and NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. One exponent bit leaves a
-    single binade, [2, 4).
+    The latter follow IEEE: of 2^x exponents, the first is for denormals, and the last for Inf and
+    NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. One exponent bit leaves a single
+    binade, [2, 4).
 
     Raises:
-        ValueError: it has another name, or more bits than float32.
+        ValueError: the name does not match, or has more bits than float32.
     """
     match = re.fullmatch(r"e(\d+)m(\d+)", name)
     exponent, mantissa = map(int, match.groups()) if match else (0, 0)
-    in_range = _within(exponent, EXPONENT_BITS) and _within(mantissa, MANTISSA_BITS)
+    in_range = _is_within(exponent, EXPONENT_BITS) and _is_within(mantissa, MANTISSA_BITS)
     if not match or not in_range:
         raise ValueError(
             f"{name!r} is no format such as 'e4m3': e and 1 to 8 exponent bits, m and 0 to 23 "
@@ -176,17 +171,17 @@ def simulated_format(name: str) -> Format:
     return Format(name, "", largest, mantissa, 1 - bias, (1 + exponent + mantissa,))
 
 
-def _within(count: int, limits: tuple[int, int]) -> bool:
+def _is_within(count: int, limits: tuple[int, int]) -> bool:
     return limits[0] <= count <= limits[1]
 
 
 def divisor_group(
     length: int, group_size: int, smallest: int = 16, multiple: int = 1
 ) -> int | None:
-    """The largest group that divides a row of `length` elements evenly.
+    """Return the largest group size that divides a row of `length` elements.
 
-    Returns a multiple of `multiple` in [`smallest`, `group_size`], or None where the row has no
-    such divisor.
+    It is a multiple of `multiple` in [`smallest`, `group_size`]; None if the row has no such
+    divisor.
     """
     for size in range(min(group_size, length), smallest - 1, -1):
         if length % size == 0 and size % multiple == 0:

@@ -1,13 +1,14 @@
-"""The fp8pass:: dialect: the few operators that rewritten graphs speak besides aten.
+"""The fp8pass:: dialect: the operators of rewritten graphs besides aten.
 
-Every operator is functional and has one exact meaning, stated in its docstring and implemented
-here in plain PyTorch, in fp32, for any device. These reference kernels run when a rewritten graph
-is interpreted (`compiler="eager"`), and generated code is tested against them. For speed,
-`codegen/lowering.py` says the same in terms that Inductor fuses.
+Every operator is functional and has one exact meaning: its reference in plain PyTorch, which
+computes in fp32 on any device. Rewritten graphs call the reference if they run op by op
+(`compiler="eager"`). `codegen/lowering.py` traces it into the graphs that Inductor compiles.
+References may return views of their operands, in any layout; the operator's kernel returns a new
+tensor in the layout of the shape rule.
 
 Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, no less than fp32's smallest
-normal number, stored as the quantization says (`quantization.py`). NaN and Inf reach the output: an
-infinite amax gives an infinite scale, and whatever is multiplied by it is not finite.
+normal number, stored in the form that the quantization defines (`quantization.py`). NaN and Inf
+reach the output: an infinite amax gives an infinite scale, and every product with it is not finite.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.dialect import accumulation
-from fp8pass.dialect.coding import decode, encode, is_fp8, pack, padded, unpack
+from fp8pass import compat
+from fp8pass.dialect import accumulation, expert_groups
+from fp8pass.dialect.encoding import (
+    decode,
+    encode,
+    is_fp8,
+    pack,
+    padded_size,
+    split_groups,
+    unpack,
+)
 from fp8pass.dialect.formats import EXACT, FORMATS, simulated_format
-from fp8pass.dialect.masking import masked
+from fp8pass.dialect.masking import mask
 from fp8pass.dialect.quantization import Quantization, parse, parse_block
-from fp8pass.dialect.segments import ends_of_padded, padded_length, slices_of
 
 _library = torch.library.Library("fp8pass", "DEF")
 
@@ -34,11 +43,11 @@ class Operator:
     """One operator of the dialect.
 
     Attributes:
-        reference: its kernel, in plain PyTorch, for any device.
-        fake: the shape and dtype of its result. It must not branch on sizes, which would
-            specialize a graph of varying shape.
+        reference: what it computes, in plain PyTorch, for any device.
+        fake: its shape rule: an uninitialized result, given the operands. It must not branch on
+            sizes, because guards would specialize graphs with dynamic shapes.
         multiplies: whether it is a GEMM.
-        reduces: whether it reads a tensor, row or group for one number.
+        reduces: whether it reduces a tensor, row or group to one number.
     """
 
     reference: Callable[..., Tensor]
@@ -46,38 +55,58 @@ class Operator:
     multiplies: bool = False
     reduces: bool = False
 
+    def run(self, *args: Any) -> Tensor:
+        """Compute the reference. The result is a new tensor, in the layout of the shape rule."""
+        result, empty = self.reference(*args), self.fake(*args)
+        storage = compat.weak_storage(result)
+        operands = (x for x in compat.tree_leaves(args) if isinstance(x, Tensor))
+        is_alias = any(storage == compat.weak_storage(x) for x in operands)
+        if is_alias or result.stride() != empty.stride():
+            return empty.copy_(result)
+        return result
 
-# All there are; tests compare every other table of operators with this one.
+
+# All operators; tests compare every other table of operators with this one.
 OPERATORS: dict[Any, Operator] = {}
 
 
-def _dialect(
-    schema: str, fake: Callable[..., Tensor], *, multiplies: bool = False, reduces: bool = False
+def _operator(
+    fake: Callable[..., Tensor], *, multiplies: bool = False, reduces: bool = False
 ) -> Callable[[Callable], Callable]:
-    """Define `fp8pass::<schema>`; the function decorated is its reference."""
+    """Define the operator `fp8pass::<name of the decorated reference>`."""
 
     def register(reference: Callable) -> Callable:
-        _library.define(schema)
-        name = schema.split("(")[0]
-        _library.impl(name, reference, "CompositeExplicitAutograd")
+        operator, name = Operator(reference, fake, multiplies, reduces), reference.__name__
+        _library.define(name + torch.library.infer_schema(reference, mutates_args=()))
+        _library.impl(name, operator.run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fp8pass::{name}", fake, lib=_library)
-        operator = getattr(torch.ops.fp8pass, name).default
-        OPERATORS[operator] = Operator(reference, fake, multiplies, reduces)
+        OPERATORS[getattr(torch.ops.fp8pass, name).default] = operator
         return reference
 
     return register
 
 
-def _fake_mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tensor:
-    return torch.empty_like(x)
+@_operator(
+    lambda x, block: x.new_empty(_quantization_of(block).scale_shape(x.shape), dtype=torch.float32),
+    reduces=True,
+)
+def amax(x: Tensor, block: str) -> Tensor:
+    """Return the largest magnitude in each block of `x`, fp32 (COAT 5.2, Group Scaling).
+
+    `block` is `tensor`, which gives [], `row`, [M, 1] of a matrix [M, K], or `1×G`, [..., K / G].
+    NaN where a block contains NaN.
+    """
+    return _quantization_of(block).amax(x)
 
 
-def _fake_amax(x: Tensor, block: str) -> Tensor:
-    return x.new_empty(_of_block(block).scale_shape(x.shape), dtype=torch.float32)
+def _quantization_of(block: str) -> Quantization:
+    return Quantization(EXACT, parse_block(block))
 
 
-def _fake_scale(amax: Tensor, quantization: str) -> Tensor:
-    return torch.empty_like(amax, dtype=parse(quantization).scale_dtype)
+@_operator(lambda amax, text: torch.empty_like(amax, dtype=parse(text).scale_dtype))
+def scale(amax: Tensor, quantization: str) -> Tensor:
+    """Return the scales that map the `amax` of blocks to the format's largest value (LLMQ 3)."""
+    return parse(quantization).scale(amax)
 
 
 def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
@@ -92,6 +121,29 @@ def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) 
     return torch.empty_like(x, dtype=fmt.dtype, memory_format=layout)
 
 
+@_operator(_fake_quantize)
+def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
+    """Quantize `x` with the scales of its blocks; return one plane. Copy `x` if lossless.
+
+    8-bit data have the shape of `x`: contiguous, or in groups within rows the layout of `x`. A
+    packed plane of `w` bits is uint8 [..., K·w/8], contiguous. The elements of a group lie in 8/w
+    parts, one after the other, and byte `i` of the group holds the i-th element of each part, the
+    first part in its lowest bits: neighboring threads read and write neighboring elements.
+    """
+    how = parse(quantization)
+    fmt = how.format
+    if fmt.lossless:
+        return x.clone() if how.is_in_groups else x
+    factor = how.spread(scale).reciprocal()
+    if not how.is_within_rows:
+        data = how.merge(encode(how.split(x.float()) * factor, fmt), x.shape)
+        return data.to(fmt.dtype) if fmt.emulated else data
+    groups = split_groups(x.float(), how.block[1], 8 // fmt.planes[plane])
+    parts = [encode(part * factor, fmt) for part in groups]
+    data = pack(parts, fmt, plane) if fmt.emulated else parts[0]
+    return data.flatten(-2)
+
+
 def _fake_dequantize(
     planes: list[Tensor], scale: Tensor, quantization: str, dtype: torch.dtype
 ) -> Tensor:
@@ -102,185 +154,71 @@ def _fake_dequantize(
     return first.new_empty((*first.shape[:-1], length), dtype=dtype)
 
 
-def _fake_transpose(data: Tensor) -> Tensor:
-    if not is_fp8(data.dtype):
-        return torch.empty_like(data.t())
-    rows, columns = data.shape
-    return data.new_empty((columns, padded(rows)))
-
-
-def _fake_joined(parts: list[Tensor]) -> Tensor:
-    return parts[0].new_empty((parts[0].shape[0], sum(part.shape[1] for part in parts)))
-
-
-def _fake_as_bytes(data: Tensor) -> Tensor:
-    return torch.empty_like(data, dtype=torch.uint8)
-
-
-def _fake_as_codes(data: Tensor, format: str) -> Tensor:
-    return torch.empty_like(data, dtype=FORMATS[format].dtype)
-
-
-def _fake_scaled_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
-    a_quantization: str,
-    b_quantization: str,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _fake_padded_ends(offsets: Tensor) -> Tensor:
-    return torch.empty_like(offsets)
-
-
-def _fake_segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
-    return amaxes.new_empty((offsets.shape[0], 1))
-
-
-def _fake_transpose_segments(
-    x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
-) -> Tensor:
-    count = (x if rows is None else rows).shape[0]
-    length = padded_length(count, offsets.shape[0])
-    return x.new_empty((x.shape[1], length), dtype=FORMATS[format].dtype)
-
-
-def _fake_scaled_grouped_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool = False,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0] // offsets.shape[0]), dtype=out_dtype)
-
-
-def _fake_scaled_grouped_outer(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool = False,
-) -> Tensor:
-    return a.new_empty((ends.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _of_block(text: str) -> Quantization:
-    return Quantization(EXACT, parse_block(text))
-
-
-@_dialect("amax(Tensor x, str block) -> Tensor", _fake_amax, reduces=True)
-def amax(x: Tensor, block: str) -> Tensor:
-    """The largest magnitude in each block of `x`, fp32 (COAT 5.2, Group Scaling).
-
-    `block` is `tensor`, which gives [], `row`, [M, 1] of a matrix [M, K], or `1×G`, [..., K / G].
-    That of a tensor is computed in two stages, over rows and then over their maxima, so that the
-    first can be fused into whatever produces `x`. NaN where a block holds a NaN.
-    """
-    return _of_block(block).amax(x)
-
-
-@_dialect("scale(Tensor amax, str quantization) -> Tensor", _fake_scale)
-def scale(amax: Tensor, quantization: str) -> Tensor:
-    """The scales that map the `amax` of blocks to the largest value of the format (LLMQ 3)."""
-    return parse(quantization).scale(amax)
-
-
-@_dialect(
-    "quantize(Tensor x, Tensor scale, str quantization, int plane=0) -> Tensor", _fake_quantize
-)
-def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
-    """One plane of `x` quantized with the scales of its blocks; a copy in a lossless format.
-
-    Data of 8 bits have the shape of `x`: contiguous, or in groups within rows the layout of `x`. A
-    packed plane of `w` bits is uint8 [..., K·w/8], contiguous. The elements of a group lie in 8/w
-    parts, one after the other, and byte `i` of the group holds the i-th element of each, the first
-    part in its lowest bits: neighbouring threads read and write neighbouring elements.
-    """
-    how = parse(quantization)
-    fmt = how.format
-    if fmt.lossless:
-        return x.clone()
-    codes = encode(how.split(x.float()) * how.spread(scale).reciprocal(), fmt)
-    if fmt.packed:
-        return pack(codes, fmt, plane)
-    codes = codes.reshape(x.shape)
-    if not how.is_in_groups:
-        return codes.contiguous()
-    return torch.empty_like(x, dtype=fmt.dtype).copy_(codes)
-
-
-@_dialect(
-    "dequantize(Tensor[] planes, Tensor scale, str quantization, ScalarType dtype) -> Tensor",
-    _fake_dequantize,
-)
+@_operator(_fake_dequantize)
 def dequantize(
     planes: list[Tensor], scale: Tensor, quantization: str, dtype: torch.dtype
 ) -> Tensor:
-    """The values of all planes of a tensor, in `dtype`; in the layout of data of 8 bits.
+    """Dequantize a tensor from all its planes, to `dtype`.
 
-    Contiguous if the planes are packed.
+    The result has the layout of 8-bit data, and is contiguous if the planes are packed.
     """
     how, first = parse(quantization), planes[0]
     fmt = how.format
     if fmt.lossless:
-        return first.clone()
-    codes = unpack(planes, fmt, how.block[1]) if fmt.packed else how.split(first)
-    values = decode(codes, fmt) * how.spread(scale)
-    if fmt.packed:
-        return values.flatten(-2).to(dtype)
-    return torch.empty_like(first, dtype=dtype).copy_(values.reshape(first.shape))
+        return first
+    data = unpack(planes, fmt, how.block[1]) if fmt.packed else how.split(first)
+    values = (decode(data, fmt) * how.spread(scale)).to(dtype)
+    return values.flatten(-2) if how.is_within_rows else how.merge(values, first.shape)
 
 
-@_dialect("transpose(Tensor data) -> Tensor", _fake_transpose)
+def _fake_transpose(data: Tensor) -> Tensor:
+    if not is_fp8(data.dtype):
+        return torch.empty_like(data.t())
+    rows, columns = data.shape
+    return data.new_empty((columns, padded_size(rows)))
+
+
+@_operator(_fake_transpose)
 def transpose(data: Tensor) -> Tensor:
-    """An FP8 matrix `data` [M, K] in the layout that contracts it over its rows (COAT G.3).
+    """Transpose an FP8 matrix [M, K] so that a GEMM can contract it over its rows (COAT G.3).
 
     Returns [K, M'], contiguous, where M' is M rounded up with zeros to a multiple of 16. Operands
-    in a lossless format, which GEMMs take in any layout, keep theirs: their [K, M] is column-major.
+    in a lossless format, which GEMMs support in any layout, keep theirs: their [K, M] is
+    column-major.
     """
     if not is_fp8(data.dtype):
-        return data.t().clone()
-    padding = padded(data.shape[0]) - data.shape[0]
-    codes = torch.nn.functional.pad(data.view(torch.uint8).t(), (0, padding))
-    return codes.contiguous().view(data.dtype)
+        return data.t()
+    rows = data.shape[0]
+    if not compat.statically_known_true(padded_size(rows) == rows):
+        raw = data.view(torch.uint8)  # FP8 has no fill kernel
+        padding = (0, 0, 0, padded_size(rows) - rows)
+        data = torch.nn.functional.pad(raw, padding).view(data.dtype)
+    return data.t().clone(memory_format=torch.contiguous_format)
 
 
-@_dialect("joined(Tensor[] parts) -> Tensor", _fake_joined)
+@_operator(lambda parts: parts[0].new_empty((parts[0].shape[0], sum(x.shape[1] for x in parts))))
 def joined(parts: list[Tensor]) -> Tensor:
-    """FP8 matrices [M, K₁], [M, K₂], ... side by side: [M, K₁ + K₂ + ...], contiguous."""
-    return torch.cat([part.view(torch.uint8) for part in parts], 1).view(parts[0].dtype)
+    """Concatenate FP8 matrices [M, K₁], [M, K₂], ... to [M, K₁ + K₂ + ...], contiguous."""
+    raw = [part.view(torch.uint8) for part in parts]  # FP8 has no copy kernel
+    return torch.cat(raw, 1).view(parts[0].dtype)
 
 
-@_dialect("as_bytes(Tensor data) -> Tensor", _fake_as_bytes)
+@_operator(lambda data: torch.empty_like(data, dtype=torch.uint8))
 def as_bytes(data: Tensor) -> Tensor:
-    """FP8 codes as the bytes that they are, which operators outside the dialect take."""
-    return data.view(torch.uint8).clone()
+    """Reinterpret FP8 data as bytes, which operators outside the dialect support."""
+    return data.view(torch.uint8)
 
 
-@_dialect("as_codes(Tensor data, str format) -> Tensor", _fake_as_codes)
+@_operator(lambda data, format: torch.empty_like(data, dtype=FORMATS[format].dtype))
 def as_codes(data: Tensor, format: str) -> Tensor:
-    """Bytes as the FP8 codes of `format` that they are: `as_bytes` undone."""
+    """Reinterpret bytes as FP8 data in `format`: the inverse of `as_bytes`."""
     dtype = FORMATS[format].dtype
     assert dtype is not None
-    return data.view(dtype).clone()
+    return data.view(dtype)
 
 
-@_dialect(
-    "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, "
-    "ScalarType out_dtype, bool fast_accumulation, str a_quantization, str b_quantization) "
-    "-> Tensor",
-    _fake_scaled_mm,
+@_operator(
+    lambda a, _a, b, _b, bias, dtype, *_: a.new_empty((a.shape[0], b.shape[0]), dtype=dtype),
     multiplies=True,
 )
 def scaled_mm(
@@ -297,8 +235,8 @@ def scaled_mm(
     """Return `dequantize(a) @ dequantize(b).T + bias`, rounded once to `out_dtype`.
 
     `a` [M, K] and `b` [N, K] are row-major, contracted over their last dimension; returns [M, N]
-    in `out_dtype`. Operands in a lossless format are multiplied as they are (`aten.mm`). With
-    `fast_accumulation` tensor cores may keep 14 bits of the running sum (`accumulation.py`).
+    in `out_dtype`. Operands in a lossless format are multiplied by `aten.mm`. With
+    `fast_accumulation` tensor cores may truncate the running sum to 14 bits (`accumulation.py`).
     """
     if not is_fp8(a.dtype):
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
@@ -311,52 +249,53 @@ def scaled_mm(
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
-@_dialect("padded_ends(Tensor offsets) -> Tensor", _fake_padded_ends)
+@_operator(lambda offsets: torch.empty_like(offsets))
 def padded_ends(offsets: Tensor) -> Tensor:
-    """Where the segments of experts end, int32 [E], in codes that `transpose_segments` gives."""
-    return ends_of_padded(offsets)
+    """Return the end of each expert group, int32 [E], in the result of `transpose_segments`."""
+    return expert_groups.padded_group_ends(offsets)
 
 
-@_dialect("segment_amax(Tensor amaxes, Tensor offsets) -> Tensor", _fake_segment_amax, reduces=True)
+@_operator(lambda amaxes, offsets: amaxes.new_empty((offsets.shape[0], 1)), reduces=True)
 def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
-    """The largest of the rows' amaxes [T, 1] in each segment, as fp32 [E, 1]; 0 of no rows.
+    """Return the largest of the rows' amaxes [T, 1] in each expert group, as fp32 [E, 1].
 
-    NaN where one of the segment's is.
+    0 for an empty group; NaN if an amax of the group is NaN. Every row is compared with the bounds
+    of every group, so that there is one reduction and nothing waits for the offsets.
     """
-    none = amaxes.new_zeros(1, 1)
-    segments = (torch.cat([none, amaxes[rows]]) for rows in slices_of(offsets))
-    return torch.stack([segment.amax(0) for segment in segments])
+    row = torch.arange(amaxes.shape[0], dtype=torch.int32, device=amaxes.device)
+    starts, ends = expert_groups.group_starts(offsets).unsqueeze(-1), offsets.unsqueeze(-1)
+    inside = (row >= starts) & (row < ends)
+    return torch.where(inside, amaxes.t(), 0.0).amax(-1, keepdim=True)
 
 
-@_dialect(
-    "transpose_segments(Tensor x, Tensor scales, Tensor offsets, str format, Tensor? rows=None) "
-    "-> Tensor",
-    _fake_transpose_segments,
-)
+def _fake_transpose_segments(
+    x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
+) -> Tensor:
+    count = (x if rows is None else rows).shape[0]
+    length = expert_groups.padded_length(count, offsets.shape[0])
+    return x.new_empty((x.shape[1], length), dtype=FORMATS[format].dtype)
+
+
+@_operator(_fake_transpose_segments)
 def transpose_segments(
     x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
 ) -> Tensor:
-    """`x` [T, K] coded with one scale for each segment [E, 1], to be contracted over its rows.
+    """Quantize `x` [T, K] with one scale for each expert group [E, 1], transposed and padded.
 
-    With `rows` [T] it is these rows of `x`, which may have any number. Returns [K, T'], contiguous,
-    with zeros behind each segment (`padded_ends`) and behind them all.
+    If `rows` [T] is given, quantize `x[rows]`, where `x` may have any number of rows. Returns
+    [K, T'], contiguous, with zeros after each group (`padded_ends`) and after the last one.
     """
-    fmt = FORMATS[format]
-    assert fmt.dtype is not None
-    x = x if rows is None else x[rows]
-    length = padded_length(len(x), len(offsets))
-    codes = x.new_zeros((x.shape[1], length), dtype=torch.uint8).view(fmt.dtype)
-    places = slices_of(ends_of_padded(offsets))
-    for own, place, scale in zip(slices_of(offsets), places, scales, strict=True):
-        coded = encode(x[own].float() * scale.reciprocal(), fmt)
-        codes[:, place.start : place.start + len(coded)] = coded.t()
-    return codes
+    count = (x if rows is None else rows).shape[0]
+    source, is_token, expert = expert_groups.padded_rows(count, offsets)
+    values = x[source if rows is None else rows[source]].float() * scales[expert].reciprocal()
+    padded = torch.where(is_token.unsqueeze(-1), values, 0.0)
+    return encode(padded, FORMATS[format]).t()
 
 
-@_dialect(
-    "scaled_grouped_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offsets, "
-    "ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
-    _fake_scaled_grouped_mm,
+@_operator(
+    lambda a, _a, b, _b, offsets, dtype, *_: a.new_empty(
+        (a.shape[0], b.shape[0] // offsets.shape[0]), dtype=dtype
+    ),
     multiplies=True,
 )
 def scaled_grouped_mm(
@@ -368,25 +307,25 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Each segment of rows times the matrix of its expert: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
+    """Multiply each expert group of rows by its expert: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` [T, K] and `b` [E·N, K], the experts' matrices one below the other, are row-major and have a
-    scale for each row, [T, 1] and [E·N, 1]. Accumulated as in `scaled_mm` and rounded once, to
-    [T, N] in `out_dtype`. Rows that are nobody's are zero here, and hold anything on a GPU.
+    `a` [T, K] and `b` [E·N, K], the stacked matrices of the experts, are row-major and have a scale
+    for each row, [T, 1] and [E·N, 1]. Accumulated as in `scaled_mm` and rounded once, to [T, N] in
+    `out_dtype`. Rows that belong to no expert are zero here, and undefined on a GPU.
     """
-    experts = len(offsets)
-    product = a.new_zeros((len(a), len(b) // experts), dtype=out_dtype)
-    matrices = zip(slices_of(offsets), b.chunk(experts), b_scale.chunk(experts), strict=True)
-    for rows, matrix, scale in matrices:
-        own = accumulation.product(a[rows], matrix, fast=fast_accumulation)
-        product[rows] = (own * (a_scale[rows] * scale.t())).to(out_dtype)
+    experts = offsets.shape[0]
+    product = a.new_zeros((a.shape[0], b.shape[0] // experts), dtype=out_dtype)
+    matrices = b.chunk(experts), b_scale.chunk(experts)
+    for rows, matrix, scale in zip(expert_groups.group_slices(offsets), *matrices, strict=True):
+        group = accumulation.product(a[rows], matrix, fast=fast_accumulation)
+        product[rows] = (group * (a_scale[rows] * scale.t())).to(out_dtype)
     return product
 
 
-@_dialect(
-    "scaled_grouped_outer(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, "
-    "ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
-    _fake_scaled_grouped_outer,
+@_operator(
+    lambda a, _a, b, _b, ends, dtype, *_: a.new_empty(
+        (ends.shape[0], a.shape[0], b.shape[0]), dtype=dtype
+    ),
     multiplies=True,
 )
 def scaled_grouped_outer(
@@ -398,19 +337,20 @@ def scaled_grouped_outer(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """A product for each segment, contracted over its rows: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
+    """Contract the rows of each expert group: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` [M, T'] and `b` [N, T'] are from `transpose_segments`, with a scale for each segment,
-    [E, 1]; `ends` are its `padded_ends`. Accumulated as in `scaled_mm` and rounded once, to
-    [E, M, N] in `out_dtype`.
+    `a` [M, T'] and `b` [N, T'] are from `transpose_segments`, with a scale for each group, [E, 1];
+    `ends` are its `padded_ends`. Accumulated as in `scaled_mm` and rounded once, to [E, M, N] in
+    `out_dtype`.
     """
     products = [
-        accumulation.product(a[:, s], b[:, s], fast=fast_accumulation) for s in slices_of(ends)
+        accumulation.product(a[:, group], b[:, group], fast=fast_accumulation)
+        for group in expert_groups.group_slices(ends)
     ]
     return (torch.stack(products) * (a_scale * b_scale).unsqueeze(-1)).to(out_dtype)
 
 
-@_dialect("mask_format(Tensor x, str format, bool inner, bool outer) -> Tensor", _fake_mask_format)
+@_operator(lambda x, *_: torch.empty_like(x))
 def mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tensor:
-    """`x` as numbers of a simulated format, in its own dtype and layout (FP8 and back 3.2)."""
-    return masked(x, simulated_format(format), inner, outer)
+    """Mask `x` to a simulated format, in its own dtype and layout (FP8 and back 3.2)."""
+    return mask(x, simulated_format(format), inner, outer)

@@ -1,6 +1,6 @@
 """Quantizations: a number format, the elements that share a scale, and how scales are stored.
 
-Operators of the dialect take a quantization as text, `e4m3 row` or `e2m2 1×128`, and `parse` it.
+Operators of the dialect receive a quantization as text, `e4m3 row` or `e2m2 1×128`, and `parse` it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from fp8pass.dialect.formats import E4M3, FORMATS, Format
-from fp8pass.dialect.scaling import power_of_two, quotient_of, truncated
+from fp8pass.dialect.scaling import amax_quotient, round_up_to_power_of_two, truncate_to_bf16
 
-# Rows and columns of the blocks that share a scale; 0 is all of a dimension (COAT section 5.2).
+# Rows and columns of the blocks that share a scale; 0 is the whole dimension (COAT section 5.2).
 Block = tuple[int, int]
 TENSOR: Block = (0, 0)
 ROW: Block = (1, 0)
-# The blocks of a GEMM's operands that users can choose.
+# The blocks that users can choose for the operands of GEMMs.
 OPERAND_BLOCKS: dict[str, Block] = {"row": ROW, "tensor": TENSOR}
 
-# Name of a scale's form: its dtype, and whether it is rounded up to a power of two.
+# Forms of scales: their dtype, and whether they are rounded up to powers of two.
 SCALE_FORMS = {
     "fp32": ("float32", True),
     "bf16": ("bfloat16", False),
@@ -33,18 +33,18 @@ SCALE_FORMS = {
 
 
 def group(size: int) -> Block:
-    """Groups of `size` elements along the last dimension."""
+    """Return the block of `size` elements along the last dimension."""
     return 1, size
 
 
 def block_text(block: Block) -> str:
-    """`tensor`, `row`, or rows × columns: `1×128`."""
+    """Return a block as `tensor`, `row`, or rows × columns: `1×128`."""
     names = {b: name for name, b in OPERAND_BLOCKS.items()}
     return names.get(block) or "×".join(map(str, block))
 
 
 def parse_block(text: str) -> Block:
-    """The block that `block_text` gives as text."""
+    """Return the block that a text from `block_text` names."""
     if text in OPERAND_BLOCKS:
         return OPERAND_BLOCKS[text]
     rows, columns = map(int, text.split("×"))
@@ -56,10 +56,10 @@ class Quantization:
     """How a tensor is quantized: `x ≈ data * scale`, one scale for each block.
 
     Attributes:
-        format: of an element.
+        format: the format of an element.
         block: the elements that share a scale.
-        scales: how scales are stored, a name in `SCALE_FORMS`; by default bf16 for blocks within
-            rows, as saved values have, and fp32 for operands.
+        scales: how scales are stored, a name in `SCALE_FORMS`. The default is bf16 for groups, as
+            saved tensors have them, and fp32 for operands.
     """
 
     format: Format
@@ -77,13 +77,13 @@ class Quantization:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """The dtype of scales."""
+        """Dtype of the scales."""
         dtype: torch.dtype = getattr(torch, SCALE_FORMS[self.scales][0])
         return dtype
 
     @property
     def is_for_operands(self) -> bool:
-        """Whether scales are powers of two, as those of GEMM operands are, unlike saved values'."""
+        """Whether scales are powers of two, as for GEMM operands but not for saved tensors."""
         return SCALE_FORMS[self.scales][1]
 
     @property
@@ -92,12 +92,17 @@ class Quantization:
         return self.block[1] > 0
 
     @property
+    def is_within_rows(self) -> bool:
+        """Whether each block is a part of one row."""
+        return self.block[0] == 1 and self.is_in_groups
+
+    @property
     def survives_transpose(self) -> bool:
-        """Whether the transposed data have the same blocks, and need no other scales."""
+        """Whether the transposed data have the same blocks, so that their scales stay valid."""
         return self.block[0] == self.block[1]
 
     def scale_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """The shape of the scales of a tensor: [], [M, 1], [..., K / G] or [M / m, K / n]."""
+        """Return the shape of a tensor's scales: [], [M, 1], [..., K / G] or [M / m, K / n]."""
         rows, columns = self.block
         if not columns:
             return (shape[0], 1) if rows else ()
@@ -105,7 +110,7 @@ class Quantization:
         return (*leading, shape[-1] // columns)
 
     def amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude in each block of `x`, fp32."""
+        """Return the largest magnitude in each block of `x`, fp32."""
         if self.block == TENSOR:
             return x.abs().amax(dim=-1).amax().float()
         if self.block == ROW:
@@ -114,21 +119,24 @@ class Quantization:
         return self.split(x.contiguous()).abs().amax(dim=dims).float()
 
     def scale(self, amax: Tensor) -> Tensor:
-        """The scales that map largest magnitudes to the largest value of the format (LLMQ 3)."""
+        """Return the scales that map magnitudes `amax` to the format's largest value (LLMQ 3)."""
         if self.format.lossless:
             return torch.ones_like(amax, dtype=self.scale_dtype)
-        scales = quotient_of(amax, self.format)
-        _, rounds_up = SCALE_FORMS[self.scales]
-        return (power_of_two(scales) if rounds_up else truncated(scales)).to(self.scale_dtype)
+        round_scale = round_up_to_power_of_two if self.is_for_operands else truncate_to_bf16
+        return round_scale(amax_quotient(amax, self.format)).to(self.scale_dtype)
 
     def split(self, x: Tensor) -> Tensor:
-        """`x` with the dimensions of blocks apart, so that `spread` scales broadcast to it."""
+        """Split the dimensions of `x` into blocks, so that `spread` scales broadcast to it."""
         rows, columns = self.block
         groups = x.unflatten(-1, (-1, columns)) if columns else x
         return groups.unflatten(-3, (-1, rows)) if rows > 1 else groups
 
+    def merge(self, blocks: Tensor, shape: Sequence[Any]) -> Tensor:
+        """Invert `split`."""
+        return blocks.reshape(shape) if self.is_in_groups else blocks
+
     def spread(self, scales: Tensor) -> Tensor:
-        """fp32 scales that broadcast to the `split` tensor."""
+        """Return fp32 scales that broadcast to the `split` tensor."""
         scales = scales.float()
         groups = scales.unsqueeze(-1) if self.block[1] else scales
         return groups.unsqueeze(-3) if self.block[0] > 1 else groups
@@ -136,7 +144,7 @@ class Quantization:
 
 @cache
 def parse(text: str) -> Quantization:
-    """The quantization that a text names.
+    """Return the quantization that a text names.
 
     Raises:
         ValueError: unknown format, block or form of scales, or a packed format without groups.
@@ -151,5 +159,5 @@ def parse(text: str) -> Quantization:
     return found
 
 
-# The quantization of weights outside of graphs, and of experts' operands.
+# The quantization of weights outside of graphs, and of the operands of expert GEMMs.
 BY_ROW = str(Quantization(E4M3, ROW))

@@ -4,7 +4,7 @@ A rank holds the saved tensors of several micro-batches, the first rank of the m
 4.2, DBCA-PP) gives every rank the memory that the first one needs with 4 bits: B_i = 4 · N_1 / N_i
 bits if rank i holds N_i micro-batches (Eq. 22). Here N_i is read from the schedule that PyTorch
 runs. Budgets are in bytes, and the planner chooses a format for each tensor
-(`activation_memory/more_bits.py`).
+(`activation_memory/raise_precision.py`).
 
     for stage, config in zip(stages, pipeline_configs("1F1B", len(stages), microbatches=8)):
         stage.compile(backend=fp8pass.backend(config))

@@ -31,10 +31,10 @@ from fp8pass.config import Pattern
 from fp8pass.distributed.gradient_sums import Traffic
 from fp8pass.distributed.wire import load_kernels
 from fp8pass.graph import dtype_text
-from fp8pass.graph.linear_layers import why_not_of_this_size
+from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import clean_path, first_reasons, warn_about_idle_patterns
-from fp8pass.graph.output_heads import is_exact, sizes_of_logits
-from fp8pass.weights.quantized_parameter import CodedWeight, coded, divided
+from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_precision
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, split_buffers
 
 log = logging.getLogger("fp8pass")
 
@@ -56,7 +56,7 @@ class PackedWeights:
         self.sizes = (*data, *scales)
         self.memory = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
         of_data, of_scales = self.memory.split([sum(data), sum(scales)])
-        self.views = divided(
+        self.views = split_buffers(
             of_data.view(torch.float8_e4m3fn), of_scales.view(torch.float32), shapes
         )
 
@@ -158,8 +158,8 @@ class WeightGather:
         if self._key is None:  # the shards were replaced
             self._key = ShardKey.of(shards)
         packed = self.buffers.get(self._key)
-        self.traffic.add(packed.views.codes.numel(), packed.memory.numel(), copies)
-        coded(shards, dtype, packed.views)
+        self.traffic.add(packed.views.data.numel(), packed.memory.numel(), copies)
+        quantize_rows(shards, dtype, packed.views)
         return (packed.memory,)
 
     def _make_post_all_gather(self, i: int) -> Any:
@@ -172,7 +172,7 @@ class WeightGather:
                 return None
             assert self.received is not None
             owned = (self.received.memory,) if i == 0 else ()
-            return CodedWeight(*self.received.views.parts[i], dtype), owned
+            return QuantizedWeight(*self.received.views.parts[i], dtype), owned
 
         return post_all_gather
 
@@ -271,11 +271,11 @@ def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dic
     modules = model.named_modules()
     linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
-    logits = sizes_of_logits(model)
+    logits = largest_embedding_size(model)
     found = dict.fromkeys(linears, "FSDP2 does not gather this weight")
     for module in model.modules():
         for parameter, layer in _linear_weights(module):
-            skipped = is_exact(linears[layer], layer, logits, skip)
+            skipped = stays_in_high_precision(linears[layer], layer, logits, skip)
             found[layer] = "it is an output head, or skipped" if skipped else _why_not(parameter)
     return found
 
@@ -291,7 +291,7 @@ def _why_not(parameter: GatheredParameter) -> str:
         )
     if parameter.resharded_to_fewer_ranks:
         return "reshard_after_forward is a number of ranks"
-    return why_not_of_this_size(*weight.shape) or _why_not_in_rows(weight)
+    return why_unsuitable_size(*weight.shape) or _why_not_in_rows(weight)
 
 
 def _why_not_in_rows(weight: DTensor) -> str:

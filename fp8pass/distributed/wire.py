@@ -19,7 +19,7 @@ from fp8pass import hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import Quantization, group
-from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, quotient_of, rounded_up
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, amax_quotient, round_up_to_bf16
 
 fp8 = torch.ops.fp8pass
 
@@ -47,7 +47,7 @@ def split_into_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     padded = pad(rows.float(), (0, -rows.shape[-1] % GROUP_SIZE))
     amax = padded.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1)
-    scales = torch.where(amax.isfinite(), rounded_up(quotient_of(amax, E4M3)), torch.nan)
+    scales = torch.where(amax.isfinite(), round_up_to_bf16(amax_quotient(amax, E4M3)), torch.nan)
     return padded, scales.to(GROUP_SCALE_DTYPE)
 
 

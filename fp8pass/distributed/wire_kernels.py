@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8pass.dialect.scaling import BF16_BITS
-from fp8pass.dialect.triton_functions import largest, quotient_of
+from fp8pass.dialect.triton_scaling import largest, quotient_of
 from fp8pass.runtime.triton_launcher import Launcher
 
 # Groups per program: 4 kB of fp32 in registers.

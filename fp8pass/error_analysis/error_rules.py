@@ -45,7 +45,7 @@ from fp8pass.graph.classify import FLEX_ATTENTION, Kind, attention_output, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
-from fp8pass.graph.tags import KEPT_BY_CHOICE
+from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE
 
 # Their gradients are linear in the value that is stored for them and have its relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
@@ -103,7 +103,7 @@ class Rules:
         outputs = {attention_output(n) for n in self.backward} - self.backward - {None}
         self.inexact_outputs = outputs if config.attention_output != "exact" else set()
         inputs = {n for n in g.nodes if n.op in ("placeholder", "get_attr")}
-        inexact = (facts.held | facts.activations) - facts.parameters
+        inexact = (facts.leaves | facts.activations) - facts.parameters
         splitter = Splitter(g, self.backward, inputs - self.backward - inexact)
         self.regions = splitter.split()
         self.junctions = splitter.junctions
@@ -281,7 +281,7 @@ class Rules:
 
     def _is_by_choice(self, user: fx.Node) -> bool:
         """Whether `user` belongs to a layer that stays in high precision by choice."""
-        return bool(user.meta.get(KEPT_BY_CHOICE)) and user in self.backward
+        return bool(user.meta.get(HIGH_PRECISION_BY_CHOICE)) and user in self.backward
 
     def _use_operand(self, user: fx.Node) -> Use:
         """Return the rule for an operand of attention, from the sizes of the first operand."""

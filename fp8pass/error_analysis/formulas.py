@@ -254,9 +254,8 @@ def _rename(equal: Region, summary: RuleSummary, region: Region) -> RuleSummary:
     forward = [n for n in region.nodes if n not in region.backward]
     return replace(
         summary,
-        module=graph.module_path(graph.source((forward or region.nodes)[0])),
+        module=graph.module_path(graph.skip_views_and_casts((forward or region.nodes)[0])),
         inputs=tuple(f"{n.name} ({_short_name(n)})" for n in region.values),
-        cached=tuple(f"{n.name} ({_short_name(n)})" for n in region.cached),
         operators=tuple(dict.fromkeys(map(_short_name, forward))),
         bound=bound,
     )
@@ -270,7 +269,7 @@ def _short_name(node: fx.Node) -> str:
 
 def _summarize(region: Region, facts: InputFacts, reason: str) -> RuleSummary:
     """Compute the bounds of the output with the largest one, in both cases."""
-    nothing = RuleSummary("", (), (), (), 0.0, 0.0, "", reason)
+    nothing = RuleSummary("", (), (), 0.0, 0.0, "", reason)
     if reason:
         return nothing
     try:

@@ -23,7 +23,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.error_analysis.differences import COPIES, Differences
 from fp8pass.error_analysis.signs import KnownSign, infer_signs
-from fp8pass.graph.classify import SELECTIONS, Kind, kind
+from fp8pass.graph.classify import PARTIAL_VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import ADDITIONS, filled_with
 from fp8pass.graph.pointwise import POINTWISE
@@ -111,7 +111,7 @@ class Region:
 
 def is_movement(node: fx.Node) -> bool:
     """Whether `node` only selects or moves elements of its operands."""
-    return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in SELECTIONS
+    return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in PARTIAL_VIEWS
 
 
 def _has_formula(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from sympy import Expr, Symbol
 from torch import Tensor
 
 from fp8pass.error_analysis.expressions import Definition, Expressions, Pointwise
-from fp8pass.graph.symbols import TORCH, Underivable
+from fp8pass.graph.symbols import TORCH_FUNCTIONS, Underivable
 
 ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # regardless of the defaults
 HUGE = 1e6  # larger than every sample, except for masks (`ranges.py`)
@@ -163,7 +163,7 @@ def evaluate(expression: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _compile(expression: Expr, operands: tuple[Symbol, ...]) -> Callable[..., Any]:
-    return sympy.lambdify(operands, expression, modules=[TORCH])
+    return sympy.lambdify(operands, expression, modules=[TORCH_FUNCTIONS])
 
 
 def rounding(x: Tensor, relative_error: float) -> Tensor:

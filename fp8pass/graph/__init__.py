@@ -1,104 +1,61 @@
-"""FX graphs: reading them, naming what is in them, and one way to change them.
+"""FX graphs: read nodes, name them, classify them, and create new ones.
 
-nodes.py           create a node, read its value, copy a graph
-tags.py            every key that fp8pass sets in `node.meta`
-names.py           names of modules, values and operators, and the patterns that match them
-patterns.py        looking through views, casts and transposes; sums of a residual stream
-order.py           which nodes come before which
-joint.py           what is known about a joint graph before any pass
+nodes.py           create a node, read its value, copy a graph module
+tags.py            the keys that fp8pass sets in `node.meta`
+names.py           names of modules, values and operators; patterns that match them
+patterns.py        skip views, casts and transposes; match slices, fills and residual additions
+order.py           ancestors and dependences; topological order
+joint.py           facts about a joint graph that are known before any pass
+symbols.py         the sympy functions that pointwise formulas use
 pointwise.py       pointwise operators: one row for each, in sympy and in Triton
-regions.py         inlines regions of nested_compile_region into Dynamo's graph
-symbols.py         the sympy that these rows are written in
-classify.py        the class of an operator: GEMM, view, reduction, ...
-collectives.py     what ranks send each other; gathers, and what they gather
-origins.py         which values depend on the data, which on parameters or constants alone
-output_heads.py    which layers compute logits, and which are routers
-called_graphs.py   linear layers in graphs that torch.cond and its like call
+classify.py        the kind of an operator: GEMM, view, reduction, ...
+regions.py         inline the regions of nested_compile_region into Dynamo's graph
+collectives.py     collectives; all-gathers and the tensors that they gather
+origins.py         values that depend on the data, on parameters or on constants
+output_heads.py    layers that compute logits; MoE routers
 linear_layers.py   the GEMMs of linear layers, forward and backward
-chunks.py          parts that run on some rows after others
-by_rows.py         such a part, written for any number of rows, operator by operator
-row_values.py      what has rows in it, its inputs, and shifts of rows
-multiples.py       which gradients are multiples of the one that a backward starts from
-flops.py           floating point operations
-spec.py            what a well-formed graph is
+chunks.py          subgraphs that run on chunks of rows
+row_graph.py       the graph of such a chunk, and its inputs
+row_writer.py      writes that graph, operator by operator
+multiples.py       gradients that are multiples of the incoming gradient
+flops.py           floating-point operations
+spec.py            checks that a graph is well formed
 
-The helpers of the first five are here: `graph.emit`, `graph.tensor`, `graph.source`, ...
+This package re-exports the most common helpers: `graph.emit`, `graph.tensor`, ...
 """
+# ruff: noqa: F401
 
 from __future__ import annotations
 
 from fp8pass.graph.names import clean_path, module_path, operator_name, value_names
 from fp8pass.graph.nodes import (
-    aten,
     bytes_of,
-    copy_of,
+    copy_module,
     dtype_text,
     emit,
     is_call,
     is_getitem,
-    is_no_tensor,
+    is_non_tensor,
     nbytes,
     numel,
     operator_of,
     output_node,
     outputs,
-    prims,
     shape_text,
     stride_order,
     tensor,
     value,
 )
-from fp8pass.graph.order import ancestors, behind, depends, settle, tangent_dependent
+from fp8pass.graph.order import ancestors, insertion_point_after, sort_and_prune, tangent_dependent
 from fp8pass.graph.patterns import (
     CASTS,
     RESHAPES,
+    is_batched_transpose,
     is_residual_sum,
-    part_of_rows,
-    root,
-    source,
-    swaps_matrices,
-    untransposed,
-    untransposed_matrices,
+    match_column_slice,
+    skip_batched_transposes,
+    skip_reshapes,
+    skip_transposes,
+    skip_views_and_casts,
 )
-from fp8pass.graph.tags import REPLACED, original_name
-
-__all__ = [
-    "CASTS",
-    "REPLACED",
-    "RESHAPES",
-    "ancestors",
-    "aten",
-    "behind",
-    "bytes_of",
-    "clean_path",
-    "copy_of",
-    "depends",
-    "dtype_text",
-    "emit",
-    "is_call",
-    "is_getitem",
-    "is_no_tensor",
-    "is_residual_sum",
-    "module_path",
-    "nbytes",
-    "numel",
-    "operator_name",
-    "operator_of",
-    "original_name",
-    "output_node",
-    "outputs",
-    "part_of_rows",
-    "prims",
-    "root",
-    "settle",
-    "shape_text",
-    "source",
-    "stride_order",
-    "swaps_matrices",
-    "tangent_dependent",
-    "tensor",
-    "untransposed",
-    "untransposed_matrices",
-    "value",
-    "value_names",
-]
+from fp8pass.graph.tags import ORIGINAL_OPERATOR, original_name

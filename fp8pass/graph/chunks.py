@@ -1,17 +1,17 @@
-"""Parts of a graph that run on some rows after others, so that no value of all rows exists.
+"""Subgraphs that run on one chunk of rows after another, so that no value has all rows.
 
     losses, dx, dw = in_chunks(body, 4, rows=[x, y, g], shared=[w], sums=1)
 
-`body` is a graph of its own, a submodule: it takes some rows of `rows`, all of `shared`, and
-returns values that have rows, which are put together, and `sums` over its rows, which are added up.
-The last chunk takes the rows that are left over. Passes see one operator; `unroll_chunks` writes
-the chunks out before Inductor compiles them.
+The submodule `body` takes a chunk of `rows` and all of `shared`. The results with rows are
+concatenated. The last `sums` results are sums over the rows of the chunk, and are added up.
+The last chunk also takes the remainder of the rows. Passes see one operator; `unroll_chunks`
+expands it before Inductor compiles the graph.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,23 +25,18 @@ from fp8pass.graph.joint import JointFacts
 def in_chunks(
     body: Any, count: int, rows: list[Tensor], shared: list[Tensor], sums: int
 ) -> tuple[Tensor, ...]:
-    """Run `body` on `count` chunks of `rows`; what unrolled chunks compute, op by op."""
-    results = [
-        body(*(x[start:end] for x in rows), *shared) for start, end in bounds(len(rows[0]), count)
-    ]
+    """Run `body` on `count` chunks of `rows`: the eager reference of unrolled chunks."""
+    bounds = chunk_bounds(len(rows[0]), count)
+    results = [body(*(x[start:end] for x in rows), *shared) for start, end in bounds]
     parts = list(zip(*results, strict=True))
     split = len(parts) - sums
-    together = [torch.cat(part) for part in parts[:split]]
-    totals = [_total(part) for part in parts[split:]]
-    return (*together, *totals)
+    whole = [torch.cat(part) for part in parts[:split]]
+    totals = [functools.reduce(torch.add, part) for part in parts[split:]]
+    return (*whole, *totals)
 
 
-def _total(terms: Sequence[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, terms)
-
-
-def bounds(rows: Any, count: int) -> Iterator[tuple[Any, Any]]:
-    """The first row of each chunk, and the one behind its last."""
+def chunk_bounds(rows: Any, count: int) -> Iterator[tuple[Any, Any]]:
+    """Yield the first and the past-the-end row of each chunk."""
     length = rows // count
     for i in range(count):
         yield i * length, (rows if i == count - 1 else (i + 1) * length)
@@ -65,17 +60,17 @@ class Chunks:
 
     @property
     def count(self) -> int:
-        """How many chunks there are."""
+        """The number of chunks."""
         return self.node.args[1]  # type: ignore[return-value]
 
     @property
     def rows(self) -> list[fx.Node]:
-        """The values that have rows."""
+        """The operands that are split by rows."""
         return list(self.node.args[2])  # type: ignore[arg-type]
 
     @property
     def shared(self) -> list[fx.Node]:
-        """The values that all rows share."""
+        """The operands that every chunk reads as a whole."""
         return list(self.node.args[3])  # type: ignore[arg-type]
 
     @property
@@ -84,20 +79,16 @@ class Chunks:
         return self.node.args[4]  # type: ignore[return-value]
 
     def inputs(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """The body's inputs, each with the value that it stands for."""
-        given = [*self.rows, *self.shared]
-        taken = [n for n in self.body.graph.nodes if n.op == "placeholder"]
-        return zip(taken, given, strict=True)
+        """Yield the body's inputs, each with the operand passed to it."""
+        placeholders = [n for n in self.body.graph.nodes if n.op == "placeholder"]
+        return zip(placeholders, [*self.rows, *self.shared], strict=True)
 
     def facts(self, facts: JointFacts) -> JointFacts:
-        """What is known of the body's inputs, by what is known of the graph's."""
-        sources = {taken: graph.source(given) for taken, given in self.inputs()}
-        return JointFacts(
-            parameters=frozenset(n for n, source in sources.items() if source in facts.parameters),
-            weights=frozenset(n for n, source in sources.items() if source in facts.weights),
-        )
+        """Return the facts about the body, from the facts about the graph."""
+        pairs = ((n, graph.skip_views_and_casts(operand)) for n, operand in self.inputs())
+        return facts.map_to_subgraph(pairs)
 
 
 def chunks_of(g: fx.Graph) -> list[Chunks]:
-    """All parts of a graph that run in chunks."""
+    """Return the calls of `in_chunks` in a graph."""
     return [Chunks(n) for n in g.nodes if graph.is_call(n, in_chunks)]

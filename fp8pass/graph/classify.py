@@ -1,6 +1,6 @@
-"""The role of every operator for a low-precision compiler, as data.
+"""Classify operators: a table of operators for each kind.
 
-`kind` is a pure function of a node, so passes may ask about nodes that other passes created.
+`kind` is a pure function of a node, so it also works on nodes that passes created.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fp8pass.graph.pointwise import POINTWISE
 
 
 class Kind(Enum):
-    """The roles that the passes tell apart."""
+    """The kinds of operators that passes treat differently."""
 
     INPUT = "input"
     VIEW = "view"
     POINTWISE = "pointwise"
     REDUCTION = "reduction"
-    MOVEMENT = "movement"  # copies elements about: gather, cat, pad
-    CREATION = "creation"  # depends on no tensor
-    SYMBOL = "symbol"  # a size, not a tensor
+    MOVEMENT = "movement"  # copies elements: gather, cat, pad
+    CREATION = "creation"  # reads no tensor
+    SYMBOL = "symbol"  # a symbolic number, not a tensor
     QUANTIZE = "quantize"
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -38,8 +38,8 @@ class Kind(Enum):
     OTHER = "other"
 
 
-# Views of some of the elements.
-SELECTIONS = {
+# Views of a part of the elements.
+PARTIAL_VIEWS = {
     aten.slice.Tensor,
     aten.select.int,
     aten.split.Tensor,
@@ -51,9 +51,10 @@ SELECTIONS = {
     aten.unfold.default,
 }
 
+# Not `OpOverload.is_view`, which includes `view.dtype` and views of complex numbers.
 VIEWS = (
     graph.RESHAPES
-    | SELECTIONS
+    | PARTIAL_VIEWS
     | {
         aten.permute.default,
         aten.transpose.int,
@@ -65,11 +66,11 @@ VIEWS = (
     }
 )
 
-# GEMMs over groups of rows, or of what they contract.
-GROUPED = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
+# GEMMs of groups of rows or, in a weight gradient, of groups of the contraction.
+GROUPED_GEMMS = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 
-# GEMMs over a batch, of matrix by matrix.
-BATCHED = {aten.bmm.default, aten.baddbmm.default}
+# GEMMs of a batch of matrices.
+BATCHED_GEMMS = {aten.bmm.default, aten.baddbmm.default}
 
 GEMMS = {
     aten.mm.default,
@@ -80,8 +81,8 @@ GEMMS = {
     aten.linear.default,
     aten.matmul.default,
     aten._scaled_mm.default,
-    *GROUPED,
-    *BATCHED,
+    *GROUPED_GEMMS,
+    *BATCHED_GEMMS,
     *(op for op, dialect in OPERATORS.items() if dialect.multiplies),
 }
 
@@ -89,8 +90,8 @@ FLEX_ATTENTION = set(compat.FLEX_ATTENTION)
 
 QUANTIZERS = {op for op, dialect in OPERATORS.items() if not dialect.multiplies}
 
-# Those of them that reduce a whole tensor, row or group to one number.
-STATISTICS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
+# Operators of the dialect that reduce a tensor, row or group to its amax.
+AMAX_OPERATORS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
 
 REDUCTIONS = {
     aten.sum.default,
@@ -129,7 +130,7 @@ MOVEMENTS = {
     aten.slice_scatter.default,
     aten.select_scatter.default,
     aten.flip.default,
-    prims.rev.default,  # what flip is decomposed into
+    prims.rev.default,  # the decomposition of flip
     aten.roll.default,
     aten.repeat.default,
     aten.tril.default,
@@ -154,23 +155,25 @@ CREATIONS = {
 
 
 def kind(node: fx.Node) -> Kind:
-    """The kind of a node, by its operator."""
-    if node.op in ("placeholder", "get_attr"):
-        return Kind.SYMBOL if compat.is_sym_node(node) else Kind.INPUT
-    target = node.target
+    """Return the kind of a node's operator. A getitem has the kind of its operator."""
     if compat.is_sym_node(node):
         return Kind.SYMBOL
+    if node.op in ("placeholder", "get_attr"):
+        return Kind.INPUT
+    target = node.target
     if target is operator.getitem:
         return kind(node.args[0])  # type: ignore[arg-type]
-    for members, name in _TABLE:
-        if target in members:
-            return name
+    for operators, kind_ in _KINDS:
+        if target in operators:
+            return kind_
     if not compat.is_operator(target):
         return Kind.OTHER
     schema = compat.schema_of(target)
     if target.namespace == "_c10d_functional":
         return Kind.COLLECTIVE
-    if torch.Tag.nondeterministic_seeded in target.tags and not _without_dropout(node):
+    # Attention is tagged as random, but draws no numbers without dropout.
+    has_zero_dropout = _argument(node, "dropout_p", missing=1.0) in (None, 0.0)
+    if torch.Tag.nondeterministic_seeded in target.tags and not has_zero_dropout:
         return Kind.RANDOM
     if "attention" in schema.name:
         return Kind.ATTENTION
@@ -181,16 +184,7 @@ def kind(node: fx.Node) -> Kind:
     return Kind.OTHER
 
 
-def _without_dropout(node: fx.Node) -> bool:
-    """Whether an operator that may draw random numbers, as attention does for dropout, does not."""
-    for position, argument in enumerate(compat.schema_of(node.target).arguments):
-        if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else None
-            return node.kwargs.get("dropout_p", given) in (None, 0.0)
-    return False
-
-
-_TABLE: tuple[tuple[Set[Any], Kind], ...] = (
+_KINDS: tuple[tuple[Set[Any], Kind], ...] = (
     (VIEWS, Kind.VIEW),
     (GEMMS, Kind.GEMM),
     (FLEX_ATTENTION, Kind.ATTENTION),
@@ -198,32 +192,33 @@ _TABLE: tuple[tuple[Set[Any], Kind], ...] = (
     (REDUCTIONS, Kind.REDUCTION),
     (MOVEMENTS, Kind.MOVEMENT),
     (CREATIONS, Kind.CREATION),
-    (POINTWISE.keys(), Kind.POINTWISE),  # others are tagged so by PyTorch
+    (POINTWISE.keys(), Kind.POINTWISE),  # `kind` also uses PyTorch's tag
 )
 
 
-def is_mask(node: fx.Node) -> bool:
-    """Whether a CUDA kernel of attention adds `node` to its scores."""
-    return any(u.args[i] is node for u in node.users for i in _masks_of(u))
+def is_attention_mask(node: fx.Node) -> bool:
+    """Whether `node` is the bias that a CUDA attention kernel adds to its scores."""
+    attention = (
+        u for u in node.users if kind(u) is Kind.ATTENTION and compat.is_operator(u.target)
+    )
+    return any(_argument(u, "attn_bias") is node for u in attention)
 
 
 def attention_output(backward: fx.Node) -> fx.Node | None:
-    """The output that the backward of an attention operator reads, [batch, heads, tokens, d].
+    """Return the output that an attention backward reads, [batch, heads, tokens, head dim].
 
-    None for other operators, and for those of sequences of varying lengths, in other layouts.
+    Return None for other operators, and for variable-length attention, which has other layouts.
     """
     if kind(backward) is not Kind.ATTENTION or not compat.is_operator(backward.target):
         return None
-    schema = compat.schema_of(backward.target)
-    names = [argument.name for argument in schema.arguments]
-    if "scaled_dot_product" not in schema.name or "out" not in names:
-        return None
-    return backward.args[names.index("out")]  # type: ignore[return-value]
+    has_layout = "scaled_dot_product" in compat.schema_of(backward.target).name
+    return _argument(backward, "out") if has_layout else None
 
 
-def _masks_of(attention: fx.Node) -> list[int]:
-    """The places of what CUDA kernels add to their scores, among an operator's arguments."""
-    if kind(attention) is not Kind.ATTENTION or not compat.is_operator(attention.target):
-        return []
-    names = [argument.name for argument in compat.schema_of(attention.target).arguments]
-    return [i for i, name in enumerate(names) if name == "attn_bias" and i < len(attention.args)]
+def _argument(node: fx.Node, name: str, missing: Any = None) -> Any:
+    """Return an argument; None if the call omits it, `missing` if the schema does not have it."""
+    for position, argument in enumerate(compat.schema_of(node.target).arguments):
+        if argument.name == name:
+            positional = node.args[position] if position < len(node.args) else None
+            return node.kwargs.get(name, positional)
+    return missing

@@ -1,7 +1,7 @@
-"""Collectives: what a rank sends, and what it was gathered into.
+"""Collectives: which nodes communicate, and which tensor an all-gather produces.
 
-A gather along a dimension other than the first is one along the first whose parts are put side by
-side afterwards: `cat(split(wait_tensor(all_gather_into_tensor(shard))), dim)`.
+DTensor gathers along another dimension than the first in two steps: it gathers along the first
+one, then concatenates the parts: `cat(split(wait_tensor(all_gather_into_tensor(shard))), dim)`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from fp8pass.graph.nodes import aten, tensor
 
 c10d = torch.ops._c10d_functional
 
-GATHER = c10d.all_gather_into_tensor.default
-WAIT = c10d.wait_tensor.default
+ALL_GATHER = c10d.all_gather_into_tensor.default
+WAIT_TENSOR = c10d.wait_tensor.default
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
 
 @dataclass(frozen=True)
 class Gather:
-    """The parts of a tensor that all ranks have, put together on all of them.
+    """An all-gather of a sharded tensor.
 
     Attributes:
         node: the collective.
-        wait: its result, parts of all ranks one after the other.
-        whole: the tensor, parts side by side along `dim`; `wait` where that is the first one.
+        wait: its result, the shards of all ranks concatenated along the first dimension.
+        whole: the tensor, sharded along `dim`; `wait` if that is the first dimension.
     """
 
     node: fx.Node
@@ -40,60 +40,61 @@ class Gather:
 
     @property
     def shard(self) -> fx.Node:
-        """This rank's part."""
+        """The shard of this rank."""
         return self.node.args[0]  # type: ignore[return-value]
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """The ranks, as arguments of the collective: their number, the name of their group."""
+        """The process group as arguments of the collective: its size and its name."""
         return tuple(self.node.args[1:])
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether ranks send each other something here, or wait for it."""
+    """Whether a node is a collective or waits for one."""
     return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
-def sends(node: fx.Node) -> bool:
-    """Whether ranks send each other something here."""
-    return is_collective(node) and node.target is not WAIT
+def starts_communication(node: fx.Node) -> bool:
+    """Whether a node starts a collective."""
+    return is_collective(node) and node.target is not WAIT_TENSOR
 
 
 def remove_unused(g: fx.Graph) -> None:
-    """Remove what nobody uses, collectives too: FX takes a `wait_tensor` for a side effect.
+    """Remove unused nodes, including collectives, which FX keeps as side effects.
 
-    All ranks have the same graph, so that none waits for a collective that others leave out.
+    All ranks have the same graph, and so remove the same collectives.
     """
     g.eliminate_dead_code(lambda node: node.is_impure() and not is_collective(node))
 
 
-def gathers(g: fx.Graph) -> Iterator[Gather]:
-    """The gathers of a graph, in order."""
+def find_gathers(g: fx.Graph) -> Iterator[Gather]:
+    """Yield the all-gathers of a graph, in order."""
     for node in g.nodes:
-        waits = [u for u in node.users if u.target is WAIT] if graph.is_call(node, GATHER) else []
-        if len(waits) == len(node.users) == 1:
-            yield _gather(node, waits[0])
+        if graph.is_call(node, ALL_GATHER) and len(node.users) == 1:
+            (wait,) = node.users
+            if wait.target is WAIT_TENSOR:
+                yield _gather(node, wait)
 
 
 def _gather(node: fx.Node, wait: fx.Node) -> Gather:
-    splits = [u for u in wait.users if u.target in SPLITS]
-    if len(splits) == len(wait.users) == 1 and (whole := _side_by_side(splits[0], node.args[1])):
-        return Gather(node, wait, whole, _dimension(whole))
+    split = next(iter(wait.users)) if len(wait.users) == 1 else None
+    if split is not None and split.target in SPLITS:
+        cat = _concatenation_of(split, node.args[1])
+        if cat is not None:
+            return Gather(node, wait, cat, _argument(cat, 1, "dim") % tensor(cat).ndim)
     return Gather(node, wait, wait, 0)
 
 
-def _side_by_side(split: fx.Node, ranks: Any) -> fx.Node | None:
-    """The tensor that all parts of a split along the first dimension are put together to."""
-    along = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+def _concatenation_of(split: fx.Node, ranks: Any) -> fx.Node | None:
+    """Return the node that concatenates all parts of a split along the first dimension."""
     parts = sorted(split.users, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
     users = {user for part in parts for user in part.users}
-    if along != 0 or len(parts) != ranks or len(users) != 1:
+    if _argument(split, 2, "dim") != 0 or len(parts) != ranks or len(users) != 1:
         return None
-    (whole,) = users
-    return whole if graph.is_call(whole, aten.cat.default) and whole.args[0] == parts else None
+    (cat,) = users
+    return cat if graph.is_call(cat, aten.cat.default) and cat.args[0] == parts else None
 
 
-def _dimension(cat: fx.Node) -> int:
-    dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
-    assert isinstance(dim, int)
-    return dim % tensor(cat).ndim
+def _argument(node: fx.Node, position: int, name: str) -> Any:
+    """Return an argument by position or name; the default is 0."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, 0)

@@ -1,4 +1,4 @@
-"""Floating point operations of GEMMs, convolutions and attention."""
+"""Floating-point operations of GEMMs, convolutions and attention."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fp8pass import compat, graph
-from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.encoding import is_fp8
+from fp8pass.dialect.expert_groups import rows_of_padded
 from fp8pass.dialect.ops import OPERATORS
-from fp8pass.dialect.segments import rows_of_padded
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED, Kind, kind
+from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED_GEMMS, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
-
-# The operators that libraries run; a memory budget may buy their recomputation.
-EXPENSIVE = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
+# Libraries run these operators. They are recomputed only under a memory budget.
+EXPENSIVE_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 
 
 def total_flops(g: fx.Graph) -> tuple[float, float]:
-    """Floating point operations of all GEMMs, convolutions and attention, and those in FP8."""
+    """Return the operations of all GEMMs, convolutions and attention, and the part of FP8 GEMMs."""
     expensive = [n for n in g.nodes if is_expensive(n)]
     total, in_fp8 = sum(map(flops, expensive)), sum(map(flops, filter(is_fp8_gemm, expensive)))
     for chunks in chunks_of(g):
-        of_one = total_flops(chunks.body.graph)
-        total, in_fp8 = total + chunks.count * of_one[0], in_fp8 + chunks.count * of_one[1]
+        chunk_total, chunk_fp8 = total_flops(chunks.body.graph)
+        total, in_fp8 = total + chunks.count * chunk_total, in_fp8 + chunks.count * chunk_fp8
     return total, in_fp8
 
 
 def is_expensive(node: fx.Node) -> bool:
     """Whether `node` is a GEMM, a convolution or attention."""
     called = node.op == "call_function" and not graph.is_getitem(node)
-    return called and kind(node) in EXPENSIVE
+    return called and kind(node) in EXPENSIVE_KINDS
 
 
 def is_fp8_gemm(node: fx.Node) -> bool:
-    """Whether `node` multiplies FP8 codes."""
+    """Whether `node` multiplies FP8 data."""
     if node.target not in OPERATORS or not OPERATORS[node.target].multiplies:
         return False
     return is_fp8(graph.tensor(node.args[0]).dtype)  # type: ignore[arg-type]
 
 
 def flops(node: fx.Node) -> float:
-    """Floating point operations of a GEMM, convolution or attention."""
-    given = [n for n in node.args if isinstance(n, fx.Node)]  # one tensor may be two operands
-    operands = [graph.tensor(n) for n in given if graph.value(n) is not None]
+    """Return the operations of a GEMM, convolution or attention."""
+    # Not `all_input_nodes`, which lists a tensor once even if two operands are that tensor.
+    nodes = [n for n in node.args if isinstance(n, fx.Node)]
+    operands = [graph.tensor(n) for n in nodes if graph.value(n) is not None]
     if kind(node) is Kind.ATTENTION:
         backward = "backward" in str(node.target)
-        # The backward's first operand is a gradient, but not FlexAttention's.
+        # The first operand of a backward is a gradient, except in FlexAttention.
         first = 1 if backward and node.target not in FLEX_ATTENTION else 0
         return _attention_flops(operands[first:], backward=backward)
-    if node.target in GROUPED:
+    if node.target in GROUPED_GEMMS:
         return _grouped_flops(*operands[:2])
     if node.target is fp8.scaled_grouped_outer.default:
         rows = rows_of_padded(compat.size_hint(operands[0].shape[-1]), operands[-1].shape[0])
@@ -70,13 +70,16 @@ def flops(node: fx.Node) -> float:
 
 
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Each row, or what is contracted, meets one expert; batches of both are all multiplied."""
-    of_each = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1
-    return 2.0 * graph.numel(a) * compat.size_hint(b.shape[-1]) / of_each
+    """Count the operations of a grouped GEMM.
+
+    If only `a` is 3-D, each expert's matrix multiplies only its own columns of `b`.
+    """
+    groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1
+    return 2.0 * graph.numel(a) * compat.size_hint(b.shape[-1]) / groups
 
 
 def _as_traced(values: Any) -> Any:
-    """The sizes that values were traced with: a number made of symbols would fix them by guards."""
+    """Replace symbolic sizes by their traced values: computing with symbols would add guards."""
     values = compat.tree_map_only(torch.SymInt, compat.size_hint, values)
     return compat.tree_map_only(
         torch.Tensor,
@@ -86,9 +89,9 @@ def _as_traced(values: Any) -> Any:
 
 
 def _attention_flops(operands: list[torch.Tensor], *, backward: bool) -> float:
-    """Two products of scores and values; five in the backward.
+    """Count two products, of scores and of values; five in the backward. Masks do not reduce them.
 
-    `operands` begin with query and key, [..., heads, length, dim]. A mask is not counted as less.
+    `operands` begin with query and key, [..., heads, length, dim].
     """
     query, key, *_ = operands
     *batch, queries, dim = (compat.size_hint(s) for s in query.shape)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -12,54 +13,60 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class JointFacts:
-    """How long the inputs of a joint graph live, and where its forward ends.
+    """The lifetimes of a joint graph's inputs, and the number of its forward outputs.
 
     Attributes:
-        parameters: inputs that live through the step whatever we do: parameters and buffers.
-        weights: those of them that are an `nn.Parameter`, trained or frozen.
-        held: other inputs that autograd keeps alive: leaves that require a gradient.
-        activations: inputs that require a gradient and are no leaves: outputs of other graphs.
+        parameters: inputs that live through the step in any case: parameters and buffers.
+        weights: the parameters that are an `nn.Parameter`, trained or frozen.
+        leaves: other inputs that autograd keeps alive: leaves that require a gradient.
+        activations: inputs that require a gradient and are not leaves: outputs of other graphs.
         overwritten: inputs that the forward writes to, such as running statistics. The backward
-            cannot read what they were.
+            cannot read their old values.
         num_fwd_outputs: how many of the graph's outputs belong to the forward.
     """
 
     parameters: frozenset[fx.Node] = field(default_factory=frozenset)
     weights: frozenset[fx.Node] = field(default_factory=frozenset)
-    held: frozenset[fx.Node] = field(default_factory=frozenset)
+    leaves: frozenset[fx.Node] = field(default_factory=frozenset)
     activations: frozenset[fx.Node] = field(default_factory=frozenset)
     overwritten: frozenset[fx.Node] = field(default_factory=frozenset)
     num_fwd_outputs: int = 0
 
     def is_free(self, node: fx.Node) -> bool:
-        """Whether using `node` in the backward keeps nothing alive that would not be anyway."""
-        lives_on = node in self.parameters or node in self.held
-        return lives_on and node not in self.overwritten
+        """Whether the backward can read `node` without extra memory: it is alive in any case."""
+        is_alive = node in self.parameters or node in self.leaves
+        return is_alive and node not in self.overwritten
 
-    def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> JointFacts:
-        """The same about a copy of the graph."""
+    def map_to_copy(self, copies: Mapping[fx.Node, fx.Node]) -> JointFacts:
+        """Return the same facts about a copy of the graph."""
+        sets: dict[str, Any] = {
+            name: frozenset(copies[n] for n in nodes)
+            for name, nodes in vars(self).items()
+            if name != "num_fwd_outputs"
+        }
+        return replace(self, **sets)
+
+    def map_to_subgraph(self, inputs: Iterable[tuple[fx.Node, fx.Node]]) -> JointFacts:
+        """Return the facts about a subgraph, from pairs of its input and the value passed to it."""
+        pairs = list(inputs)
         return JointFacts(
-            frozenset(copies[n] for n in self.parameters),
-            frozenset(copies[n] for n in self.weights),
-            frozenset(copies[n] for n in self.held),
-            frozenset(copies[n] for n in self.activations),
-            frozenset(copies[n] for n in self.overwritten),
-            self.num_fwd_outputs,
+            parameters=frozenset(n for n, value in pairs if value in self.parameters),
+            weights=frozenset(n for n, value in pairs if value in self.weights),
         )
 
 
 def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
-    """The inputs of a graph that some operator in it writes to."""
+    """Return the inputs of a graph that an operator writes to."""
     found = set()
     for node in g.nodes:
         if node.op == "call_function" and compat.is_operator(node.target):
             arguments = compat.schema_of(node.target).arguments
-            for given, argument in zip(node.args, arguments, strict=False):
+            for operand, argument in zip(node.args, arguments, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    found.add(given)
+                    found.add(operand)
     return frozenset(n for n in found if isinstance(n, fx.Node) and n.op == "placeholder")
 
 
-def inputs_among(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
-    """Those of `nodes` that are the inputs `indices` of the Dynamo graph."""
+def select_inputs(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
+    """Return the `nodes` that are inputs of the Dynamo graph with one of these indices."""
     return frozenset(n for n in nodes if compat.input_index(n) in indices)

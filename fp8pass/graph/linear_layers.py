@@ -1,26 +1,24 @@
 """The GEMMs of linear layers: forward `x Wᵀ`, input gradient `dY W`, weight gradient `dYᵀ x`.
 
-A linear layer is activation × weight:
+A linear layer multiplies an activation by a weight:
 
-- a *weight* is an `nn.Parameter`, trained or frozen, or has the elements of parameters, however
-  normalized, masked, scaled, gathered or added to (`origins.py`); looked at through casts, views
-  and transposes;
-- an *activation* depends on the data: on an input that is no parameter and no buffer, or on random
+- A weight is an `nn.Parameter`, trained or frozen, or is computed from at least as many parameters
+  as it has elements (`origins.py`): normalized, masked, scaled, gathered, added to. Casts, views
+  and transposes are skipped.
+- An activation depends on the data: on an input other than parameters and buffers, or on random
   numbers.
 
-Experts are many linear layers in one GEMM: each row of the input meets the weight of its expert.
-Which rows these are is data (`_grouped_mm`), or each has as many (`bmm`). A `bmm` of one matrix is
-a linear layer like any other: `einsum` writes it so.
+Experts are many linear layers in one GEMM, each on its own rows of the input. Grouped GEMMs
+(`_grouped_mm`) have groups of any size, batched GEMMs (`bmm`) equal ones. A `bmm` of a single
+matrix, which `einsum` emits, is an ordinary linear layer.
 
-Three kinds of GEMMs come close. They are listed as layers with a `flaw` and stay in high precision:
-those whose weight is computed in another way (low-rank, orthogonal), those whose weight is a buffer
-or a constant tensor (a Fourier or mel matrix, a graph's Laplacian, a rotation), and those of
-parameters alone (an orthogonality penalty, a projection of learned queries). Any other GEMM is no
-layer.
+Three kinds of GEMMs are listed with a `flaw` and stay in high precision: the weight is a product of
+parameters (low-rank, orthogonal); the weight is a buffer or a constant (a Fourier or mel matrix, a
+graph's Laplacian, a rotation); or both operands are parameters (an orthogonality penalty, learned
+queries). Other GEMMs are not listed.
 
-What belongs to which layer in the backward follows from the step of autograd that a GEMM
-differentiates, where that is known, and from data flow; module paths decide only between layers
-that share an input.
+A GEMM of the backward belongs to the layer with the same autograd step (`seq_nr`). Where that is
+unknown, data flow decides, and module paths decide between layers with a shared input.
 """
 
 from __future__ import annotations
@@ -34,37 +32,40 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.config import Pattern
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.graph.classify import BATCHED, GROUPED, Kind, kind
+from fp8pass.graph.classify import BATCHED_GEMMS, GROUPED_GEMMS, Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.origins import Origins
 from fp8pass.graph.output_heads import (
+    find_logit_gemms,
+    find_router_gemms,
     fused_gradients,
     has_head_name,
     is_tied_to_embedding,
-    logits,
-    routers,
 )
-from fp8pass.graph.tags import ADDED
+from fp8pass.graph.tags import ADDED_BY_PASS
 from fp8pass.plan import Linear
 
-# A weight that its user could make a parameter.
-NO_PARAMETER = "its weight is a buffer or constant: only parameters run in FP8"
-# Of a narrow weight: its smaller side, and how many times as long the larger one is.
-MOST_NARROW, LEAST_RATIO = 64, 16
-# GEMMs that add their product to their first operand.
-ADDING = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default}
+# A routine reason cannot be changed; the user can change this one.
+NOT_A_PARAMETER = "its weight is a buffer or constant: only parameters run in FP8"
+# A narrow weight has at most this smaller side, and at least this ratio between its sides.
+MAX_NARROW_SIDE, MIN_NARROW_RATIO = 64, 16
+# GEMMs that add their first operand to the product.
+GEMMS_WITH_BIAS = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default}
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a layer stays in high precision; `chosen` by the user, its saved input does too.
+    """Why a layer stays in high precision.
 
-    A `routine` one is none that a user could change, or gain by.
+    Attributes:
+        text: the reason; '' for a layer that does not.
+        chosen: whether it is the user's choice. The saved input stays in high precision, too.
+        routine: whether the user can neither change it nor gain by changing it.
     """
 
     text: str = ""
@@ -74,20 +75,19 @@ class Reason:
 
 @dataclass
 class Layer:
-    """The GEMMs of one use of a linear layer, or of what comes close to one.
+    """The GEMMs of one use of a linear layer, or of a GEMM that is almost one.
 
     Attributes:
-        weight: the parameter, or the node that computes it from parameters, or a buffer.
+        weight: the parameter, the node that computes it from parameters, or a buffer.
         input: the other operand of the forward.
         forward: the GEMM of the forward.
-        in_features, out_features: the sizes of the matrix that it multiplies with.
-        rows: how many rows the input has, in sizes to be multiplied.
-        flaw: what it lacks to be activation × weight; '' for a linear layer.
-        experts: how many weights there are, of which each row of the input meets one; 0 for a
-            single weight.
-        is_head: whether it computes logits, see `output_heads.py`.
-        is_router: whether it decides where tokens go, see there.
-        dgrad, wgrad: those of the backward, if `weight` is a parameter.
+        in_features, out_features: the sizes of the weight.
+        rows: the leading sizes of the input; their product is the number of rows.
+        flaw: why it is not activation × weight; '' for a linear layer.
+        experts: the number of weights, if each row of the input uses one of several; else 0.
+        is_head: whether it computes logits (`output_heads.py`).
+        is_router: whether it chooses experts (`output_heads.py`).
+        dgrad, wgrad: the GEMMs of the backward, if `weight` is a parameter.
     """
 
     weight: fx.Node
@@ -105,16 +105,16 @@ class Layer:
 
     @property
     def module(self) -> str:
-        """Path of the module that this is."""
+        """The module path."""
         return graph.module_path(self.forward)
 
     @property
-    def why_none(self) -> Reason:
-        """Why it is no linear layer; an empty reason where it is one."""
-        return Reason(self.flaw, routine=self.flaw not in ("", NO_PARAMETER))
+    def why_not_linear(self) -> Reason:
+        """The flaw as a reason; an empty reason for a linear layer."""
+        return Reason(self.flaw, routine=self.flaw not in ("", NOT_A_PARAMETER))
 
     def gemms(self) -> Iterator[tuple[str, fx.Node]]:
-        """All GEMMs with their roles."""
+        """Yield all GEMMs, each after its role."""
         yield "forward", self.forward
         for role, nodes in (("dgrad", self.dgrad), ("wgrad", self.wgrad)):
             yield from ((role, node) for node in nodes)
@@ -128,13 +128,12 @@ class Layer:
         simulated: tuple[str, ...] = (),
         fast: tuple[str, ...] = (),
     ) -> Linear:
-        """The plan's entry, with the roles of the GEMMs that were rewritten."""
-        rows = f"{times}{_product_text(self.rows)}"
-        sizes = compat.size_hint(self.in_features), compat.size_hint(self.out_features)
+        """Return the entry for the plan, with the roles of the rewritten GEMMs."""
         return Linear(
             self.module,
-            rows,
-            *sizes,
+            f"{times}{_product_text(self.rows)}",
+            compat.size_hint(self.in_features),
+            compat.size_hint(self.out_features),
             fp8,
             reason.text,
             reason.chosen,
@@ -147,12 +146,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class GraphPart:
-    """A graph, or what runs on each chunk of a part of it, with its linear layers.
+    """A graph, or the subgraph that runs on each chunk, with its linear layers.
 
     Attributes:
         gm: the graph.
-        layers: its linear layers, and what comes close.
-        times: how often it runs, as text in front of a number of rows; '' for the whole graph.
+        layers: its linear layers, and GEMMs that are almost linear layers.
+        times: `count × ` for a subgraph of chunks, to print before the rows; '' for the graph.
     """
 
     gm: fx.GraphModule
@@ -163,7 +162,7 @@ class GraphPart:
 def parts_with_layers(
     gm: fx.GraphModule, facts: JointFacts, skip: tuple[Pattern, ...]
 ) -> list[GraphPart]:
-    """A graph and the bodies of its chunks; warns about patterns of `skip` that match nothing."""
+    """Return a graph and its chunk subgraphs. Warn about patterns of `skip` that match nothing."""
     parts = [GraphPart(gm, find_layers(gm.graph, facts))]
     for chunks in chunks_of(gm.graph):
         layers = find_layers(chunks.body.graph, chunks.facts(facts))
@@ -173,22 +172,43 @@ def parts_with_layers(
     return parts
 
 
+def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[tuple[str, Layer]]:
+    """Yield the layers in graphs that operators of the forward call, with the operator's name.
+
+    These operators are `torch.cond`, `scan`, `while_loop` and `map`. The passes do not rewrite the
+    called graphs.
+    """
+    backward = graph.tangent_dependent(gm.graph)
+    for call in gm.graph.nodes:
+        if call in backward or not compat.calls_graphs(call):
+            continue
+        operands = [n for n in call.all_input_nodes if n.op != "get_attr"]
+        for reference in (n for n in call.all_input_nodes if n.op == "get_attr"):
+            called = getattr(gm, reference.target)
+            if isinstance(called, fx.GraphModule):
+                # The inputs of the called graph are the last operands of the call.
+                inputs = [n for n in called.graph.nodes if n.op == "placeholder"]
+                pairs = zip(reversed(inputs), reversed(operands), strict=False)
+                for layer in find_layers(called.graph, facts.map_to_subgraph(pairs)):
+                    yield graph.operator_name(call), layer
+
+
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
-    """The linear layers of a graph and what comes close, with the GEMMs of their gradients."""
+    """Return the linear layers of a graph, with flawed ones, and the GEMMs of their gradients."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
-    of_heads, before_choice = logits(g) | fused_gradients(g).gemms, routers(g)
+    head_gemms, router_gemms = find_logit_gemms(g) | fused_gradients(g).gemms, find_router_gemms(g)
     layers: list[Layer] = []
     by_weight: dict[fx.Node, list[Layer]] = {}
     by_input: dict[fx.Node, list[Layer]] = {}
-    differentiated: dict[int, list[fx.Node]] = {}
+    by_autograd_step: dict[int, list[fx.Node]] = {}
     for node in g.nodes:
         if not _multiplies_matrices(node):
             continue
         if node not in backward:
-            differentiated.setdefault(node.meta.get("seq_nr", -1), []).append(node)
+            by_autograd_step.setdefault(node.meta.get("seq_nr", -1), []).append(node)
             if layer := _layer_of(node, facts, origins):
-                layer.is_head = _is_head(layer, of_heads)
-                layer.is_router = node in before_choice
+                layer.is_head = _is_head(layer, head_gemms)
+                layer.is_router = node in router_gemms
                 layers.append(layer)
                 by_weight.setdefault(layer.weight, []).append(layer)
                 by_input.setdefault(_elements(layer.input), []).append(layer)
@@ -196,70 +216,72 @@ def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
         known, gradient = _split_gradient(node, backward)
         if known is None or gradient is None:
             continue
-        forwards = differentiated.get(node.meta.get("seq_nr"), ())
-        dgrad_of = by_weight.get(graph.source(known), [])
-        wgrad_of = [y for y in by_input.get(_elements(known), ()) if _is_wgrad(node, y)]
-        for found, role in ((dgrad_of, "dgrad"), (wgrad_of, "wgrad")):
-            if of := [y for y in found if not forwards or y.forward in forwards]:
-                getattr(_nearest(node, of), role).append(node)
+        forwards = by_autograd_step.get(node.meta.get("seq_nr"), ())
+        dgrad_layers = by_weight.get(graph.skip_views_and_casts(known), [])
+        wgrad_layers = [y for y in by_input.get(_elements(known), ()) if _is_wgrad(node, y)]
+        for found, role in ((dgrad_layers, "dgrad"), (wgrad_layers, "wgrad")):
+            if candidates := [y for y in found if not forwards or y.forward in forwards]:
+                getattr(_nearest(node, candidates), role).append(node)
                 break
     return layers
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:
-    """Whether a node is a GEMM of two matrices, or batches of them, that is not in FP8 already."""
+    """Whether a node is a high-precision GEMM of two matrices, or of batches of matrices."""
     if node.op != "call_function" or kind(node) is not Kind.GEMM or node.target in OPERATORS:
         return False
-    return all(tensor(x).ndim >= 2 for x in node.args[first_operand(node) :][:2])  # type: ignore[arg-type]
+    return all(tensor(x).ndim >= 2 for x in node.args[first_factor_index(node) :][:2])  # type: ignore[arg-type]
 
 
-def first_operand(gemm: fx.Node) -> int:
-    """The position of the first factor: what is added to the product comes before it."""
-    return 1 if gemm.target in ADDING else 0
+def first_factor_index(gemm: fx.Node) -> int:
+    """Return the position of the first factor: a bias comes before it."""
+    return 1 if gemm.target in GEMMS_WITH_BIAS else 0
 
 
 def _product_text(sizes: tuple[Any, ...]) -> str:
-    """A product, as `64` or `4 × s0`."""
+    """Format a product, for example `64` or `4 × s0`."""
     known = math.prod(size for size in sizes if isinstance(size, int))
-    varying = [str(size) for size in sizes if not isinstance(size, int)]
-    return " × ".join([*([str(known)] if known != 1 or not varying else []), *varying])
+    symbolic = [str(size) for size in sizes if not isinstance(size, int)]
+    return " × ".join([*([str(known)] if known != 1 or not symbolic else []), *symbolic])
 
 
 def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | None:
-    """The layer whose forward a GEMM is, by what its operands are computed from."""
-    a, b = operands_of(gemm)
+    """Return the layer of a forward GEMM, from the origins of its operands."""
+    a, b = gemm_operands(gemm)
     found = []
     for weight, other in ((b, a), (a, b)):
-        source = graph.source(weight)
-        flaw = _flaw(gemm, source, graph.source(other), facts, origins)
+        source = graph.skip_views_and_casts(weight)
+        flaw = _flaw(gemm, source, graph.skip_views_and_casts(other), facts, origins)
         if flaw is not None and tensor(source).ndim >= 2:
-            inward, outward = (-2, -1) if weight is b else (-1, -2)
+            contracted, outer = (-2, -1) if weight is b else (-1, -2)
             sizes, (*rows,) = tensor(weight).shape, tensor(other).shape
             del rows[-1 if weight is b else -2]
+            features = sizes[contracted], sizes[outer]
             experts = _experts_of(gemm, sizes[0], flaw)
-            of_weight = sizes[inward], sizes[outward], tuple(rows)
-            found.append(Layer(source, other, gemm, *of_weight, flaw, experts))
+            found.append(Layer(source, other, gemm, *features, tuple(rows), flaw, experts))
     return min(found, key=lambda layer: bool(layer.flaw), default=None)
 
 
 def _experts_of(gemm: fx.Node, batch: Any, flaw: str) -> int:
-    """How many weights a GEMM has; 0 where there is one, or what is batched is no weight."""
+    """Return the number of experts; 0 for a single weight, or a batch that is not of weights."""
     is_one = isinstance(batch, int) and batch == 1
-    several = gemm.target in GROUPED or (gemm.target in BATCHED and not is_one and not flaw)
+    several = gemm.target in GROUPED_GEMMS or (
+        gemm.target in BATCHED_GEMMS and not is_one and not flaw
+    )
     return compat.size_hint(batch) if several else 0
 
 
 def _flaw(
     gemm: fx.Node, weight: fx.Node, other: fx.Node, facts: JointFacts, origins: Origins
 ) -> str | None:
-    """What a GEMM lacks to be a linear layer with this weight; None if it is not even close."""
+    """Return why a GEMM is not a linear layer with this weight, '' if it is; None to ignore it."""
     is_activation = origins.is_activation(other)
     if weight in facts.weights:
         return "" if is_activation else "none of its operands is an activation"
     if not is_activation:
         return None
     if weight in facts.parameters:
-        return NO_PARAMETER
+        return NOT_A_PARAMETER
     if weight not in origins.computed | origins.products:
         return None
     if origins.has_elements_of_parameters(weight):
@@ -267,15 +289,15 @@ def _flaw(
     if weight in origins.computed:
         operator = graph.operator_name(weight)
         return f"its weight is computed by {operator} from fewer parameters than it has elements"
-    # A product of parameters is a low-rank or an orthogonal weight. Where such products are
-    # batched they are learned queries, which attend to the data.
+    # A product of parameters is a low-rank or orthogonal weight. A batch of such products is
+    # learned queries, which attend to the data.
     is_matrix = gemm.target in (aten.mm.default, aten.addmm.default)
     return "its weight is computed by a product of parameters" if is_matrix else None
 
 
-def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The operands of a GEMM, without the zeros that Inductor's pad_mm appends to a contraction."""
-    first = first_operand(gemm)
+def gemm_operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Return the factors of a GEMM, without the zeros that Inductor's pad_mm appends."""
+    first = first_factor_index(gemm)
     a, b = gemm.args[first], gemm.args[first + 1]
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
@@ -287,53 +309,52 @@ def operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-    """A node in the checkpoint region of a GEMM; a policy to save that GEMM is not for it.
+    """Emit a node in the checkpoint region of a GEMM.
 
-    It does not count among the operators of the model.
+    A policy that saves the GEMM does not apply to the node. The node does not count among the
+    operators of the model.
     """
     node = graph.emit(like.graph, target, *args, like=like, **kwargs)
     if target not in OPERATORS:
-        node.meta[ADDED] = True
+        node.meta[ADDED_BY_PASS] = True
     if compat.must_save(node):
         del node.meta["recompute"]
     return node
 
 
 def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
-    """A matrix without zeros after its last elements along `dim`, if it has none elsewhere."""
-    filled = [*matrix.args[2:], *matrix.kwargs.values()]
-    if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(filled):
+    """Return the matrix before zeros were appended along `dim`, and along no other dimension."""
+    fill = [*matrix.args[2:], *matrix.kwargs.values()]
+    if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(fill):
         return matrix
     x, pad = matrix.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(pad, (list, tuple))
     if not all(isinstance(length, int) for length in pad):
         return matrix
-    # Before and after the elements of the last dimension, then of the first.
+    # The padding is (before, after) of the last dimension, then of the first one.
     ends = {1: pad[1], 0: pad[3] if len(pad) > 2 else 0}
     return x if ends[dim] == sum(map(abs, pad)) else matrix
 
 
-def _is_head(layer: Layer, of_heads: set[fx.Node]) -> bool:
-    named = has_head_name(layer.module) or is_tied_to_embedding(layer.weight)
-    return named or layer.forward in of_heads
+def _is_head(layer: Layer, head_gemms: set[fx.Node]) -> bool:
+    is_named = has_head_name(layer.module) or is_tied_to_embedding(layer.weight)
+    return is_named or layer.forward in head_gemms
 
 
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
-    """The operand known since the forward, and the one that is a gradient."""
-    a, b = operands_of(gemm)
+    """Return the forward operand and the gradient; None if the GEMM does not have one of each."""
+    a, b = gemm_operands(gemm)
     if (a in backward) == (b in backward):
         return None, None
     return (b, a) if a in backward else (a, b)
 
 
 def _elements(matrix: fx.Node) -> fx.Node:
-    """The node whose elements a matrix has, in any layout, without rows of zeros at the end.
-
-    A matrix, or each of a batch.
-    """
-    untransposed = graph.untransposed_matrices if tensor(matrix).ndim == 3 else graph.untransposed
-    return graph.root(_unpadded(untransposed(matrix)[0], dim=0))
+    """Return the node behind transposes, appended zeros and reshapes of a matrix or a batch."""
+    is_batch = tensor(matrix).ndim == 3
+    skip = graph.skip_batched_transposes if is_batch else graph.skip_transposes
+    return graph.skip_reshapes(_unpadded(skip(matrix)[0], dim=0))
 
 
 def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
@@ -344,13 +365,13 @@ def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
 
 
 def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
-    """The layer that a backward GEMM belongs to, where several share its operand."""
+    """Return the layer of a backward GEMM, among layers that share its operand."""
     path = graph.module_path(gemm)
     return next((y for y in layers if y.module == path), layers[0])
 
 
-def why_not_of_this_size(out_features: Any, in_features: Any) -> str:
-    """Why no product with a weight of these sizes runs in FP8, or should; '' where it may."""
+def why_unsuitable_size(out_features: Any, in_features: Any) -> str:
+    """Return why GEMMs with a weight of these sizes do not run in FP8; '' if they can."""
     weight = f"weight {out_features}×{in_features}"
     if not (is_multiple_of_16(out_features) and is_multiple_of_16(in_features)):
         return f"{weight}: both sizes must be multiples of 16"
@@ -360,20 +381,20 @@ def why_not_of_this_size(out_features: Any, in_features: Any) -> str:
 
 
 def is_narrow(out_features: Any, in_features: Any) -> bool:
-    """Whether products with a weight of these sizes gain nothing by FP8, as an adapter of rank 16.
+    """Whether a weight is too narrow to gain by FP8, as in an adapter of rank 16.
 
-    They do about as many operations for each byte that they move as the smaller side is long, where
-    a GPU could do several hundred; and every cast is one more launch.
+    A GEMM does about as many operations per byte as the smaller side is long. A GPU could do
+    several hundred per byte, and each cast adds a launch.
     """
     smaller, larger = sorted(map(compat.size_hint, (out_features, in_features)))
-    return 0 < smaller <= MOST_NARROW and larger >= LEAST_RATIO * smaller
+    return 0 < smaller <= MAX_NARROW_SIDE and larger >= MIN_NARROW_RATIO * smaller
 
 
 def is_multiple_of_16(length: Any) -> bool:
-    """Whether FP8 tensor cores take contractions of such a length, as far as is known."""
+    """Whether a length is known to be a multiple of 16, as FP8 tensor cores require."""
     known = compat.statically_known_true
     if known(length % CONTRACTION_MULTIPLE == 0):
         return True
-    # What a guard has found to be some number, a weight's size say, is known by that alone.
-    number = compat.size_hint(length)
-    return number % CONTRACTION_MULTIPLE == 0 and known(length == number)
+    # A guard may have fixed a symbolic size, for example to a weight's size.
+    hint = compat.size_hint(length)
+    return hint % CONTRACTION_MULTIPLE == 0 and known(length == hint)

@@ -1,8 +1,8 @@
-"""Which values of a backward are multiples of the gradient that it starts from.
+"""Decide which values of a backward are multiples of its incoming gradient.
 
-A backward mostly is linear in its incoming gradient; but a hook may clamp gradients, and an
-`autograd.Function` may add what it likes (an auxiliary loss, DeepSeek's say). Each operator between
-has to be known to be linear in what is.
+Most backwards are linear in the incoming gradient. Some are not: a hook may clamp gradients, and
+an `autograd.Function` may add any tensor (DeepSeek's auxiliary loss). A value counts as a multiple
+only if every operator on the way is known to be linear.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.graph.classify import VIEWS
 from fp8pass.graph.nodes import aten, prims
+from fp8pass.graph.patterns import filled_with
 
-# Multiples if their first operand is; the others do not depend on it.
-OF_FIRST = {
+# Linear in the first operand. The other operands must not depend on the gradient.
+LINEAR_IN_FIRST = {
     *VIEWS,
     *graph.CASTS,
     aten.clone.default,
@@ -34,10 +35,10 @@ OF_FIRST = {
     aten.sigmoid_backward.default,
     aten.threshold_backward.default,
 }
-# Multiples if one operand is, and the other one does not depend on it.
-PRODUCTS = {aten.mul.Tensor, aten.mm.default}
-# Multiples if these operands are, or are zero, by their places.
-SUMMED_OPERANDS: dict[Any, tuple[int, ...]] = {
+# Linear in each operand. Only one of them may depend on the gradient.
+BILINEAR = {aten.mul.Tensor, aten.mm.default}
+# Jointly linear in the operands at these positions. Each must be a multiple, or zero.
+JOINTLY_LINEAR: dict[Any, tuple[int, ...]] = {
     aten.add.Tensor: (0, 1),
     aten.sub.Tensor: (0, 1),
     aten.where.self: (1, 2),
@@ -48,37 +49,35 @@ SUMMED_OPERANDS: dict[Any, tuple[int, ...]] = {
 }
 
 
-def is_multiple(node: fx.Node, of: Callable[[Any], bool]) -> bool:
-    """Whether a node is a multiple of a gradient, by those of its operands that are `of` it.
+def is_multiple_of_gradient(node: fx.Node, depends: Callable[[Any], bool]) -> bool:
+    """Whether a node is a multiple of a gradient, if its operands that depend on it are.
 
-    All other operands must not depend on that gradient; `node` is known to.
+    Args:
+        node: a node that depends on the gradient.
+        depends: whether an operand depends on the gradient.
     """
     target, args = node.target, node.args
-    depending = [i for i, arg in enumerate(args) if of(arg)]
-    if len(depending) < len([n for n in node.all_input_nodes if of(n)]):
-        return False  # in a list, or by name
-    if target in OF_FIRST:
-        return depending == [0]
-    if target in PRODUCTS:
+    depending = {i for i, arg in enumerate(args) if depends(arg)}
+    if len(depending) < len([n for n in node.all_input_nodes if depends(n)]):
+        return False  # a list or a keyword argument depends on the gradient
+    if target in LINEAR_IN_FIRST:
+        return depending == {0}
+    if target in BILINEAR:
         return len(depending) == 1
     if target is aten.constant_pad_nd.default:
-        return depending == [0] and not any(args[2:])
+        return depending == {0} and not any(args[2:])
     if target is prims.fma.default:  # a * b + c
-        return len({0, 1} & set(depending)) == 1 and (of(args[2]) or is_zero(args[2]))
-    if target not in SUMMED_OPERANDS:
+        return len({0, 1} & depending) == 1 and (depends(args[2]) or _is_zero(args[2]))
+    if target not in JOINTLY_LINEAR:
         return False
-    places = SUMMED_OPERANDS[target]
-    return set(depending) <= set(places) and all(of(args[i]) or is_zero(args[i]) for i in places)
+    positions = JOINTLY_LINEAR[target]
+    is_linear = all(depends(args[i]) or _is_zero(args[i]) for i in positions)
+    return is_linear and depending <= set(positions)
 
 
-def is_zero(value: Any) -> bool:
-    """Whether a value is a constant of zeros."""
-    while isinstance(value, fx.Node) and value.target in VIEWS | graph.CASTS:
-        value = value.args[0]
-    if not isinstance(value, fx.Node):
-        return isinstance(value, (int, float)) and value == 0
-    if value.target in (aten.full.default, aten.full_like.default):
-        return bool(value.args[1] == 0)
-    if value.target is aten.scalar_tensor.default:
-        return bool(value.args[0] == 0)
-    return value.target in (aten.zeros.default, aten.zeros_like.default)
+def _is_zero(operand: Any) -> bool:
+    while isinstance(operand, fx.Node) and operand.target in VIEWS | graph.CASTS:
+        operand = operand.args[0]
+    if isinstance(operand, fx.Node):
+        return filled_with(operand) == 0
+    return isinstance(operand, (int, float)) and operand == 0

@@ -1,4 +1,4 @@
-"""Names of modules, values and operators, and the patterns by which users choose among them."""
+"""Names of modules, values and operators, and the patterns that select them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,18 @@ from fp8pass.compat import is_operator
 from fp8pass.config import Pattern
 from fp8pass.graph.nodes import operator_of, value
 from fp8pass.graph.patterns import RESHAPES
-from fp8pass.graph.tags import ADDED, REPLACED
+from fp8pass.graph.tags import ADDED_BY_PASS, ORIGINAL_OPERATOR
 
-# Names that one line lists.
-LISTED = 3
-# Added to the warning about a pattern that matches nothing.
-_RELATIVE = (
-    "Paths start at the module that is compiled: where blocks are compiled one by one, no pattern "
-    "tells them apart; compile those that it is meant for with a Config of their own."
-)
+# How many names or reasons a message lists.
+MAX_LISTED = 3
 
-# The names that the compiled module has as a variable where Dynamo begins to trace. Autocast and
-# other wrappers of a forward take it among `*args`.
+# The variables that may hold the compiled module where Dynamo starts to trace. Autocast and other
+# wrappers of a forward pass it in `*args`.
 _ROOT = re.compile(r"L\['(?:self|fn|mod|model_)'\]|L\['args'\]\[0\]")
-# A variable of a function around the one that is traced.
+# A closure variable of the traced function.
 _CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
-# Attributes through which modules are reached that are no part of their names in a checkpoint.
-# Names with two underscores are Python's own: `__dict__` where a module has its own `__getattr__`.
+# Attributes on the way to a module that are not in its name in a checkpoint. `clean_path` also
+# drops names like `__dict__`, which occur if a module defines `__getattr__`.
 _WRAPPERS = ("_orig_mod", "_modules", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -54,7 +49,7 @@ def _matches(path: str, pattern: Pattern) -> bool:
     if f".{pattern}." in f".{path}.":
         return True
     if not any(c in pattern for c in "*?["):
-        return False  # most are plain paths, of which there may be hundreds
+        return False  # fnmatch is slow for hundreds of plain paths
     forms = (f"{start}{pattern}{end}" for start in ("", "*.") for end in ("", ".*"))
     return any(fnmatch.fnmatchcase(path, form) for form in forms)
 
@@ -69,19 +64,21 @@ def warn_about_idle_patterns(
     for pattern in patterns if names else ():
         if isinstance(pattern, str) and not any(_matches(name, pattern) for name in names):
             nearest = difflib.get_close_matches(pattern, [*names, *_last_parts(names)], n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else f" They are: {names[:8]}."
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Names here: {names[:8]}."
             warnings.warn(
-                f"{option} pattern {pattern!r} matches no {what} of this graph.{hint} {_RELATIVE}",
+                f"fp8pass: {option} pattern {pattern!r} matches no {what} of this graph. {hint} "
+                "Paths start at the compiled module: if each block is compiled by itself, give the "
+                "blocks that the pattern is meant for a Config of their own.",
                 stacklevel=2,
             )
 
 
 def first_reasons(reasons: Mapping[str, str], between: str) -> Iterator[str]:
-    """The first few names with the reasons for something, and how many more there are."""
-    for name, why in itertools.islice(reasons.items(), LISTED):
+    """Yield the first few names, each with its reason, and the number of other names."""
+    for name, why in itertools.islice(reasons.items(), MAX_LISTED):
         yield f"{name}{between}{why}"
-    if len(reasons) > LISTED:
-        yield f"and {len(reasons) - LISTED} more"
+    if len(reasons) > MAX_LISTED:
+        yield f"and {len(reasons) - MAX_LISTED} more"
 
 
 def common_reasons(reasons: Mapping[str, str]) -> Iterator[str]:
@@ -89,7 +86,7 @@ def common_reasons(reasons: Mapping[str, str]) -> Iterator[str]:
     names_of: dict[str, list[str]] = {}
     for name, why in reasons.items():
         names_of.setdefault(why, []).append(name)
-    for why, names in itertools.islice(names_of.items(), LISTED):
+    for why, names in itertools.islice(names_of.items(), MAX_LISTED):
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"{names[0]}{others}: {why}"
 
@@ -99,21 +96,21 @@ def _last_parts(names: list[str]) -> list[str]:
 
 
 def value_names(g: fx.Graph) -> dict[fx.Node, str]:
-    """Names of tensors by module, operator and a number.
+    """Return the names of all tensors: module path, operator and a number.
 
-    They are the same whatever batch a model is traced with, whether its sizes vary or not, and
-    whatever runs in FP8. A view that a pass added has the name of what it is a view of.
+    The names depend neither on the traced batch, nor on dynamic shapes, nor on the choice of FP8
+    layers. A view that a pass added has the name of its base.
     """
     counts: dict[str, int] = {}
     names: dict[fx.Node, str] = {}
     for node in g.nodes:
         if value(node) is None:
             continue
-        if ADDED in node.meta and node.target in RESHAPES:
+        if ADDED_BY_PASS in node.meta and node.target in RESHAPES:
             names[node] = names[node.all_input_nodes[0]]
             continue
-        name = node.meta.get(REPLACED) or getattr(node.target, "__name__", node.target)
-        name = f"{name} for FP8" if ADDED in node.meta else name
+        name = node.meta.get(ORIGINAL_OPERATOR) or getattr(node.target, "__name__", node.target)
+        name = f"{name} for FP8" if ADDED_BY_PASS in node.meta else name
         prefix = f"{module_path(node)}:{node.op if node.op == 'placeholder' else name}"
         counts[prefix] = counts.get(prefix, -1) + 1
         names[node] = f"{prefix}:{counts[prefix]}"
@@ -121,14 +118,14 @@ def value_names(g: fx.Graph) -> dict[fx.Node, str]:
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the module that `node` comes from, as `model.layers.0.mlp`; '' at the top."""
+    """Return the path of a node's module, for example `model.layers.0.mlp`; '' at the top level."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     entries = list(stack.values())
     return clean_path(entries[-1][0]) if entries else ""
 
 
 def clean_path(path: str) -> str:
-    """A module path as the user wrote it, out of Dynamo's `L['self']._modules['a'].b[0]`."""
+    """Return the user's path of a module, from Dynamo's `L['self']._modules['a'].b[0]`."""
     root = _ROOT.match(path)
     path = _CELL.sub("", path[root.end() :] if root else path)
     path = re.sub(r"^[LG](?=\[')|\['([^']*)'\]|\[(\d+)\]", r".\1\2.", path)
@@ -137,7 +134,7 @@ def clean_path(path: str) -> str:
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator of a node, as people write it."""
+    """Return the name of a node's operator, for example `aten.mm`."""
     if node.op != "call_function":
         return node.op
     target = operator_of(node).target

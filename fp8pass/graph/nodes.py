@@ -1,4 +1,4 @@
-"""Create a node, read its value, copy a graph."""
+"""Create a node, read its value, copy a graph module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8pass import compat
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# The origin of a node and the user's wishes there; the node that replaces it inherits them.
+# The metadata that a new node inherits: where the code comes from, and the user's checkpointing.
 _INHERITED_META = (
     "nn_module_stack",
     "fwd_nn_module_stack",
@@ -39,8 +39,8 @@ def emit(
 ) -> fx.Node:
     """Add a call to `target` at the graph's insertion point, with its fake value.
 
-    The new node inherits where it comes from (module, source line, checkpoint region) from `like`.
-    Its value is computed from those of its arguments unless `fake` is given.
+    The new node inherits its origin (module, source line, checkpoint region) from `like`.
+    Without `fake`, its value is computed from the values of its arguments.
     """
     node = g.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in _INHERITED_META if key in like.meta}
@@ -52,25 +52,25 @@ def emit(
 
 
 def value(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor of a node, None if its value is not a single tensor."""
+    """Return the fake tensor of a node, or None if its value is not a single tensor."""
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
 
 
-def is_no_tensor(node: fx.Node) -> bool:
-    """Whether a value is a size or an object: it costs nothing to hand to the backward."""
-    return compat.is_sym_node(node) or compat.is_opaque(node)
-
-
 def tensor(node: fx.Node) -> torch.Tensor:
-    """The fake tensor of a node that is known to have one."""
+    """Return the fake tensor of a node. The value must be a tensor."""
     val = value(node)
     assert val is not None, f"{node} is not a tensor"
     return val
 
 
+def is_non_tensor(node: fx.Node) -> bool:
+    """Whether a value is a size or an object. Passing it to the backward costs no memory."""
+    return compat.is_sym_node(node) or compat.is_opaque(node)
+
+
 def nbytes(node: fx.Node) -> int:
-    """Bytes of a node's value; sizes that vary count as they were when traced."""
+    """Return the bytes of a node's value. Symbolic sizes count with their traced values."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
         return bytes_of(val)
@@ -78,31 +78,28 @@ def nbytes(node: fx.Node) -> int:
 
 
 def bytes_of(val: torch.Tensor) -> int:
-    """Bytes of a fake tensor; sizes that vary count as they were when traced."""
+    """Return the bytes of a fake tensor. Symbolic sizes count with their traced values."""
     return numel(val) * val.element_size()
 
 
 def numel(val: torch.Tensor) -> int:
-    """Elements of a fake tensor; sizes that vary count as they were when traced."""
-    total = 1
-    for size in val.shape:
-        total *= compat.size_hint(size)
-    return total
+    """Return the elements of a fake tensor. Symbolic sizes count with their traced values."""
+    return math.prod(map(compat.size_hint, val.shape))
 
 
 def stride_order(val: torch.Tensor) -> list[int]:
-    """Dimensions from the outermost to the innermost; expanded ones, of stride 0, are outermost."""
+    """Return the dimensions, outermost first. Expanded dimensions, of stride 0, are outermost."""
     strides = [compat.size_hint(stride) for stride in val.stride()]
     return sorted(range(val.ndim), key=lambda dim: -strides[dim] if strides[dim] else -math.inf)
 
 
 def shape_text(val: torch.Tensor) -> str:
-    """A shape as `2×16×s0`."""
+    """Format a shape, for example `2×16×s0`."""
     return "×".join(str(size) for size in val.shape) or "scalar"
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """A dtype as `bfloat16`."""
+    """Format a dtype, for example `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -112,29 +109,31 @@ def is_call(node: fx.Node, target: Callable[..., Any]) -> bool:
 
 
 def output_node(g: fx.Graph) -> fx.Node:
-    """The graph's output."""
+    """Return the output node of a graph."""
     return next(iter(reversed(g.nodes)))
 
 
 def outputs(g: fx.Graph) -> list[Any]:
-    """The flat list of a graph's outputs, None among them."""
+    """Return the flat list of a graph's outputs. Some may be None."""
     return list(compat.arg_tree_leaves(*output_node(g).args))
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether `node` takes one result out of several."""
+    """Whether `node` selects one result of an operator with several results."""
     return is_call(node, operator.getitem)
 
 
 def operator_of(node: fx.Node) -> fx.Node:
-    """The operator that `node` is one of several results of, or itself."""
+    """Return the operator behind a getitem, and any other node itself."""
     return node.args[0] if is_getitem(node) else node  # type: ignore[return-value]
 
 
-def copy_of(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None) -> fx.GraphModule:
-    """A module of its own graph that shares everything else with `gm`.
+def copy_module(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None) -> fx.GraphModule:
+    """Copy the graph of a module. The copy shares parameters and submodules with `gm`.
 
-    `copies` is filled with the copy of every node.
+    Args:
+        gm: the module.
+        copies: a dictionary to fill with the copy of every node.
     """
     copy = fx.Graph()
     output = copy.output(copy.graph_copy(gm.graph, {} if copies is None else copies))

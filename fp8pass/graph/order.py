@@ -1,9 +1,9 @@
-"""The order of nodes in a graph."""
+"""Ancestors and dependences of nodes; topological order."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from torch import fx
@@ -11,20 +11,25 @@ from torch import fx
 from fp8pass import compat
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """`nodes`, and all that they are computed from."""
+def ancestors(
+    nodes: Iterable[fx.Node], passes: Callable[[fx.Node], bool] = lambda node: True
+) -> set[fx.Node]:
+    """Return `nodes` and every node that they are computed from.
+
+    The search does not continue to the operands of a node for which `passes` is false.
+    """
     found = set(nodes)
     pending = list(found)
     while pending:
-        for operand in pending.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                pending.append(operand)
+        node = pending.pop()
+        if passes(node):
+            pending += [operand for operand in node.all_input_nodes if operand not in found]
+            found.update(node.all_input_nodes)
     return found
 
 
-def behind(node: fx.Node) -> fx.Node:
-    """What comes behind `node`, and behind all inputs or results of one operator with it."""
+def insertion_point_after(node: fx.Node) -> fx.Node:
+    """Return the first node after `node` that is neither an input nor a result of its operator."""
     following = node.next
     while following.op == "placeholder" or (
         following.target is operator.getitem and following.args[0] is node.args[0]
@@ -34,7 +39,7 @@ def behind(node: fx.Node) -> fx.Node:
 
 
 def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
-    """The nodes that need a gradient from outside, and so can only run in the backward."""
+    """Return the nodes that depend on an incoming gradient and so can only run in the backward."""
     found: set[fx.Node] = set()
     for node in g.nodes:
         if compat.is_tangent(node) or any(n in found for n in node.all_input_nodes):
@@ -42,10 +47,10 @@ def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def depends(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
-    """Whether one of `reads` is computed from one of `stored`, in a graph that is in order.
+def depends_on(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
+    """Whether one of `reads` is computed from one of `stored`, in a sorted graph.
 
-    Nothing behind the last of `reads` matters: the search stays where a kernel is.
+    The search ends at the last node of `reads`, so that its cost does not grow with the model.
     """
     targets, seen = set(reads), set(stored)
     if not targets:
@@ -61,8 +66,8 @@ def depends(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
     return False
 
 
-def settle_around(kernel: fx.Node) -> None:
-    """Move a new node behind its operands, and what uses its results behind it."""
+def sort_around(kernel: fx.Node) -> None:
+    """Move a new node after its operands, and the users of its results after the node."""
     last = max(kernel.all_input_nodes, default=kernel)
     if kernel < last:
         last.append(kernel)
@@ -76,7 +81,7 @@ def settle_around(kernel: fx.Node) -> None:
 
 
 def sort_topologically(g: fx.Graph) -> None:
-    """Move nodes behind their operands, and no further; inputs come first."""
+    """Move each node after its operands, and no further. Inputs come first."""
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
     waiting: dict[fx.Node, list[fx.Node]] = {}
@@ -97,7 +102,7 @@ def sort_topologically(g: fx.Graph) -> None:
             previous.append(node)
 
 
-def settle(g: fx.Graph) -> None:
-    """Bring a graph in order after nodes were put in place of others."""
+def sort_and_prune(g: fx.Graph) -> None:
+    """Restore the topological order after nodes were replaced, and remove dead code."""
     sort_topologically(g)
     g.eliminate_dead_code()

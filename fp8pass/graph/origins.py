@@ -1,4 +1,4 @@
-"""What the values of a forward are computed from: parameters, constants or the data."""
+"""Decide whether the values of a forward depend on parameters, constants or the data."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.collectives import GATHER
+from fp8pass.graph.collectives import ALL_GATHER
 from fp8pass.graph.joint import JointFacts
 
 
 @dataclass(frozen=True)
 class Origins:
-    """The nodes of a forward that do not depend on the data. All others are activations.
+    """The nodes of a forward that do not depend on the data. All other nodes are activations.
 
     Attributes:
         weights: the parameters.
-        computed: those computed from parameters, whatever buffers, constants and random numbers
-            (DropConnect's mask) take part, without a product of two matrices.
-        products: those with such a product on the way.
-        constants: buffers, tensors that a module has as attributes, and what is computed from these
-            or from nothing.
+        computed: values computed from parameters without a product of two matrices. Buffers,
+            constants and random numbers (DropConnect's mask) may take part.
+        products: values computed from parameters with a product of two matrices.
+        constants: buffers, tensor attributes of modules, and values computed from these or from
+            nothing.
     """
 
     weights: frozenset[fx.Node]
@@ -32,13 +32,13 @@ class Origins:
 
     @classmethod
     def of(cls, g: fx.Graph, facts: JointFacts) -> Origins:
-        """Read off a graph, forward and backward in one."""
+        """Classify the values of a joint graph."""
         computed, products = set(facts.weights), set[fx.Node]()
         constants, noise = set(facts.parameters - facts.weights), set[fx.Node]()
         for node in g.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            # A size, as that of an expanded table, says nothing about elements.
+            # Sizes do not count: an expanded table reads a size, but no element from there.
             operands = {n for n in node.all_input_nodes if not compat.is_sym_node(n)}
             from_parameters = operands & (computed | products)
             if operands - from_parameters - constants - noise:
@@ -57,29 +57,25 @@ class Origins:
         return not (node in self.computed or node in self.products or node in self.constants)
 
     def has_elements_of_parameters(self, node: fx.Node) -> bool:
-        """Whether the elements of a matrix are those of parameters, changed, moved or added to.
+        """Whether a matrix is computed from at least as many parameters as it has elements.
 
-        A buffer does not become a weight by a learned factor, nor does a product of matrices.
+        The parameters may be scaled, masked, moved or added to. A buffer times a learned factor is
+        not such a matrix, nor is a product of matrices.
         """
-        seen, pending = {node}, [node]
-        while pending:
-            current = pending.pop()
-            if not _multiplies_matrices(current):
-                pending += [n for n in current.all_input_nodes if n not in seen]
-                seen.update(current.all_input_nodes)
-        elements = sum(graph.numel(graph.tensor(n)) for n in seen & self.weights)
-        elements += sum(_elements_of_others(n) for n in seen if graph.is_call(n, GATHER))
+        found = graph.ancestors([node], passes=lambda n: not _multiplies_matrices(n))
+        elements = sum(graph.numel(graph.tensor(n)) for n in found & self.weights)
+        elements += sum(_elements_of_others(n) for n in found if graph.is_call(n, ALL_GATHER))
         return elements >= graph.numel(graph.tensor(node))
 
 
 def _elements_of_others(gather: fx.Node) -> int:
-    """How many elements of a gathered parameter other ranks have."""
+    """Return how many elements of a gathered parameter the other ranks hold."""
     shard: fx.Node = gather.args[0]  # type: ignore[assignment]
     return graph.numel(graph.tensor(gather)) - graph.numel(graph.tensor(shard))
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:
-    """Whether `node` is a product of two matrices: one with a vector is a part of spectral norm."""
+    """Whether `node` is a product of two matrices. Spectral norm multiplies with vectors only."""
     val = graph.value(node)
     is_product = kind(node) in (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
     return is_product and (val is None or val.ndim >= 2)

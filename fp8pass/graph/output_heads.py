@@ -1,15 +1,15 @@
-"""Output heads, the layers that compute logits; routers, which say where tokens go.
+"""Find output heads, the layers that compute logits, and MoE routers.
 
-A layer is one by its name, by an embedding that shares its weight, or because a log-softmax follows
-with nothing but pointwise operators, views, reductions and copies between. The sum of a residual
-stream ends that way back: the last layer of a branch that is added to a stream is no head, even if
-the stream ends in a log-softmax without one.
+A layer is an output head by its name, by sharing its weight with an embedding, or because a
+log-softmax reads its result through pointwise operators, views, reductions and copies alone. The
+search stops at additions to a residual stream: the last layer of a branch is not a head, even if
+the stream itself ends in a log-softmax.
 
-Where the forward computes gradients of a head, as fused linear cross entropies do, these belong to
-the head: they are exact, too.
+Fused linear cross entropies compute gradients of a head in the forward. These GEMMs belong to the
+head, and stay in high precision with it.
 
-A layer is a router if the same lies between it and a choice of the largest, which a small error may
-change.
+A layer is a router if a top-k or argmax reads its result in the same way: small errors would
+change the choice of experts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import fx, nn
 
 from fp8pass import graph
 from fp8pass.config import Pattern
-from fp8pass.graph.classify import SELECTIONS, Kind, kind
+from fp8pass.graph.classify import PARTIAL_VIEWS, Kind, kind
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, value
 from fp8pass.graph.order import ancestors
-from fp8pass.graph.patterns import is_sum_of_alike, source
+from fp8pass.graph.patterns import is_same_shape_addition, skip_views_and_casts
 
 HEAD_NAMES = ("lm_head", "embed_out", "unembed")
 TOP_LEVEL_HEAD_NAMES = ("output",)
@@ -37,26 +37,29 @@ LOG_SOFTMAX = {
     aten.logsumexp.default,
     torch.ops.prims.prepare_softmax_online.default,
 }
-CHOICES = {aten.topk.default, aten.argmax.default}
-BETWEEN = (Kind.VIEW, Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT)
+ROUTER_CHOICES = {aten.topk.default, aten.argmax.default}
+# The kinds of operators that may lie between a head and the log-softmax.
+KINDS_BETWEEN = (Kind.VIEW, Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT)
 
 
 def has_head_name(path: str) -> bool:
-    """Whether a module with this path computes logits, as far as its name says."""
+    """Whether a module path has the name of an output head."""
     return path.rsplit(".", 1)[-1] in HEAD_NAMES or path in TOP_LEVEL_HEAD_NAMES
 
 
-def is_exact(path: str, layer: nn.Linear, logits: object, skip: tuple[Pattern, ...]) -> bool:
-    """Whether a layer is skipped, or an output head as far as is known before a graph is traced.
+def stays_in_high_precision(
+    path: str, layer: nn.Linear, logits: object, skip: tuple[Pattern, ...]
+) -> bool:
+    """Whether a layer is skipped, or looks like an output head before a graph is traced.
 
-    Heads have the `logits`' sizes, if not a head's name.
+    Heads have a head's name, or `logits` as (out_features, in_features).
     """
     is_head = has_head_name(path) or (layer.out_features, layer.in_features) == logits
     return is_head or matching_pattern(path, skip) is not None
 
 
-def sizes_of_logits(model: nn.Module) -> tuple[int, int] | None:
-    """The sizes of the largest embedding, which an output head has, too."""
+def largest_embedding_size(model: nn.Module) -> tuple[int, int] | None:
+    """Return the size of the largest embedding, which an output head usually shares."""
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
     return max(((m.num_embeddings, m.embedding_dim) for m in tables), default=None)
 
@@ -66,14 +69,24 @@ def is_tied_to_embedding(weight: fx.Node) -> bool:
     return any(user.target is aten.embedding.default for user in weight.users)
 
 
-def logits(g: fx.Graph) -> set[fx.Node]:
-    """The GEMMs whose result a log-softmax of the forward reads."""
+def find_logit_gemms(g: fx.Graph) -> set[fx.Node]:
+    """Return the GEMMs before the log-softmaxes of the forward."""
     return _gemms_before(g, LOG_SOFTMAX)
 
 
-def routers(g: fx.Graph) -> set[fx.Node]:
-    """The GEMMs of whose result the forward takes the largest."""
-    return _gemms_before(g, CHOICES)
+def find_router_gemms(g: fx.Graph) -> set[fx.Node]:
+    """Return the GEMMs before the top-k and argmax operators of the forward."""
+    return _gemms_before(g, ROUTER_CHOICES)
+
+
+def _gemms_before(g: fx.Graph, readers: Set[Any]) -> set[fx.Node]:
+    backward = graph.tangent_dependent(g)
+    first = {n for n in g.nodes if n.target in readers and n not in backward}
+
+    def passes(node: fx.Node) -> bool:
+        return (node in first or kind(node) in KINDS_BETWEEN) and not _joins_stream(node)
+
+    return {n for n in ancestors(first, passes) if kind(n) is Kind.GEMM}
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,7 @@ class FusedGradients:
 
     Attributes:
         gemms: the products of gradients of logits with the weight or the input of their head.
-        values: these products, gradients of logits, and the values that follow from them.
+        values: these products, gradients of logits, and the values computed from them.
     """
 
     gemms: set[fx.Node] = field(default_factory=set)
@@ -92,29 +105,29 @@ class FusedGradients:
 def fused_gradients(g: fx.Graph) -> FusedGradients:
     """Find the gradients of output heads that the forward of a joint graph computes."""
     backward, found = graph.tangent_dependent(g), FusedGradients()
-    heads = logits(g)
-    origins = {head: {head} for head in heads}  # of a value between two GEMMs: the heads behind it
+    heads = find_logit_gemms(g)
+    heads_of = {head: {head} for head in heads}  # of each value that depends on logits
     for node in (n for n in g.nodes if n not in backward and n not in heads):
-        behind = set[fx.Node]().union(*(origins.get(n, ()) for n in node.all_input_nodes))
+        sources = set[fx.Node]().union(*(heads_of.get(n, ()) for n in node.all_input_nodes))
         if kind(node) is Kind.GEMM:
             operands = {_whole(n) for n in node.all_input_nodes}
-            if any(operands & {_whole(n) for n in head.all_input_nodes} for head in behind):
+            if any(operands & {_whole(n) for n in head.all_input_nodes} for head in sources):
                 found.gemms.add(node)
                 found.values.add(node)
-        elif kind(node) in (*BETWEEN, Kind.OTHER):  # scatters, and kernels of losses
-            if behind:
-                origins[node] = behind
+        elif kind(node) in (*KINDS_BETWEEN, Kind.OTHER):  # scatters and loss kernels are OTHER
+            if sources:
+                heads_of[node] = sources
             follows = not found.values.isdisjoint(node.all_input_nodes)
-            if follows or any(_has_columns_of(node, head) for head in behind):
+            if follows or any(_has_columns_of(node, head) for head in sources):
                 found.values.add(node)
     return found
 
 
 def _whole(operand: fx.Node) -> fx.Node:
     """Return the tensor that an operand is a part of: heads may be computed in chunks."""
-    node = source(operand)
-    while node.target in SELECTIONS or graph.is_getitem(node):
-        node = source(node.all_input_nodes[0])
+    node = skip_views_and_casts(operand)
+    while node.target in PARTIAL_VIEWS or graph.is_getitem(node):
+        node = skip_views_and_casts(node.all_input_nodes[0])
     return node
 
 
@@ -123,38 +136,22 @@ def _has_columns_of(node: fx.Node, head: fx.Node) -> bool:
     return val is not None and val.ndim > 1 and val.shape[-1] == graph.tensor(head).shape[-1]
 
 
-def _gemms_before(g: fx.Graph, ends: Set[Any]) -> set[fx.Node]:
-    backward = graph.tangent_dependent(g)
-    first = {n for n in g.nodes if n.target in ends and n not in backward}
-    seen, pending = set(first), list(first)
-    while pending:
-        node = pending.pop()
-        passes = node in first or kind(node) in BETWEEN
-        if passes and not _joins_stream(node):
-            pending += [n for n in node.all_input_nodes if n not in seen]
-            seen.update(node.all_input_nodes)
-    return {n for n in seen if kind(n) is Kind.GEMM}
-
-
 def _joins_stream(node: fx.Node) -> bool:
-    """Whether `node` adds a branch to the stream that the branch is computed from."""
-    if not is_sum_of_alike(node):
+    """Whether `node` adds a branch to the residual stream that the branch reads."""
+    if not is_same_shape_addition(node):
         return False
     a, b = node.all_input_nodes
-    (terms_a, behind_a), (terms_b, behind_b) = _terms(a), _terms(b)
-    return not (terms_a.isdisjoint(behind_b) and terms_b.isdisjoint(behind_a))
+    (terms_a, before_a), (terms_b, before_b) = _terms(a), _terms(b)
+    return not (terms_a.isdisjoint(before_b) and terms_b.isdisjoint(before_a))
 
 
 def _terms(node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What goes into a value without a layer between, in its size; and all behind these layers."""
-    seen, pending, layers = {node}, [node], list[fx.Node]()
-    while pending:
-        current = pending.pop()
-        if kind(current) in BETWEEN:
-            pending += [n for n in current.all_input_nodes if n not in seen]
-            seen.update(current.all_input_nodes)
-        else:
-            layers += current.all_input_nodes
+    """Return the terms of a sum, and all values that the layers before these terms depend on.
+
+    A term has the size of the sum, and no layer lies between the two.
+    """
+    found = ancestors([node], lambda n: kind(n) in KINDS_BETWEEN)
     size = graph.numel(graph.tensor(node))
-    terms = {n for n in seen if (val := value(n)) is not None and graph.numel(val) == size}
-    return terms, ancestors(layers)
+    terms = {n for n in found if (val := value(n)) is not None and graph.numel(val) == size}
+    layers = (n for n in found if kind(n) not in KINDS_BETWEEN)
+    return terms, ancestors(operand for layer in layers for operand in layer.all_input_nodes)

@@ -1,7 +1,7 @@
-"""Pointwise operators: one row for each says what it computes, in sympy and in Triton.
+"""Pointwise operators: one row for each, with its value in sympy and in Triton.
 
-An operator that the error rules cannot derive yet lacks a formula, one that kernels cannot compute
-yet lacks its Triton. All in the table are pointwise, whether PyTorch tags them so or not.
+An operator without a formula has no error rule yet, and an operator without Triton has no fused
+kernel yet. PyTorch does not tag all of them as pointwise, but `classify.py` does.
 """
 
 from __future__ import annotations
@@ -21,29 +21,26 @@ from fp8pass.graph.symbols import (
     Sigmoid,
     Sign,
     UnitStep,
-    clamped,
-    compared,
+    Where,
+    clamp,
+    comparison,
+    elementwise,
     logarithm,
-    of_numbers,
-    over,
     power,
-    root,
-    sigmoid_backward,
-    silu_backward,
-    tanh_backward,
+    quotient,
+    square_root,
     threshold_backward,
-    where,
 )
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """What one operator computes.
+class PointwiseOp:
+    """The value of one operator, in sympy and in Triton; None where it is not supported.
 
     Attributes:
-        formula: its value in sympy, None where the error rules have none.
-        triton: its value in Triton, None where kernels have none. `{0}`, `{1}`, ... are operands,
-            fp32 values or constants; functions are those of `codegen/kernels/prelude.py`.
+        formula: the value in sympy, for error rules.
+        triton: the value in Triton, for kernels. `{0}`, `{1}`, ... are operands, fp32 values or
+            constants. `codegen/kernels/device_functions.py` defines the functions.
     """
 
     formula: Formula | None = None
@@ -51,87 +48,97 @@ class Meaning:
 
 
 _SILU_BACKWARD = "{0} * sigmoid({1}) * (1.0 + {1} * (1.0 - sigmoid({1})))"
-# Triton's own is in a library for each device.
+# Triton's tanh needs a library of the device.
 _TANH = "tl.where(tl.abs({0}) < 1e-3, {0}, 2.0 * sigmoid(2.0 * {0}) - 1.0)"
 
-POINTWISE: dict[Any, Meaning] = {
+POINTWISE: dict[Any, PointwiseOp] = {
     # Arithmetic.
-    aten.add.Tensor: Meaning(of_numbers(lambda a, b: a + b), "{0} + {1}"),
-    aten.add.Scalar: Meaning(of_numbers(lambda a, b: a + b), "{0} + {1}"),
-    aten.sub.Tensor: Meaning(of_numbers(lambda a, b: a - b), "{0} - {1}"),
-    aten.sub.Scalar: Meaning(of_numbers(lambda a, b: a - b), "{0} - {1}"),
-    aten.rsub.Scalar: Meaning(of_numbers(lambda a, b: b - a), "{1} - {0}"),
-    aten.mul.Tensor: Meaning(of_numbers(lambda a, b: a * b), "{0} * {1}"),
-    aten.mul.Scalar: Meaning(of_numbers(lambda a, b: a * b), "{0} * {1}"),
-    aten.div.Tensor: Meaning(of_numbers(over), "{0} / {1}"),
-    aten.div.Scalar: Meaning(of_numbers(over), "{0} / {1}"),
-    aten.addcmul.default: Meaning(of_numbers(lambda a, b, c: a + b * c), "{0} + {1} * {2}"),
-    aten.reciprocal.default: Meaning(of_numbers(lambda a: over(sympy.Integer(1), a)), "1.0 / {0}"),
-    aten.neg.default: Meaning(of_numbers(lambda a: -a), "-{0}"),
-    aten.abs.default: Meaning(of_numbers(Magnitude), "tl.abs({0})"),
-    aten.sign.default: Meaning(of_numbers(Sign)),
-    # Powers, exponentials and their like.
-    aten.pow.Tensor_Scalar: Meaning(power),  # in Triton: `POWERS`
-    aten.square.default: Meaning(of_numbers(lambda a: a**2), "{0} * {0}"),
-    aten.sqrt.default: Meaning(of_numbers(lambda a: root(a, 1)), "tl.sqrt({0})"),
-    aten.rsqrt.default: Meaning(of_numbers(lambda a: root(a, -1)), "tl.rsqrt({0})"),
-    aten.exp.default: Meaning(of_numbers(sympy.exp), "exp2({0} * 1.4426950408889634)"),
-    aten.exp2.default: Meaning(of_numbers(lambda a: sympy.exp(a * math.log(2))), "exp2({0})"),
-    aten.pow.Scalar: Meaning(of_numbers(lambda b, a: sympy.Pow(b, a))),
-    aten.sinh.default: Meaning(of_numbers(lambda a: (sympy.exp(a) - sympy.exp(-a)) / 2)),
-    aten.cosh.default: Meaning(of_numbers(lambda a: (sympy.exp(a) + sympy.exp(-a)) / 2)),
-    aten.expm1.default: Meaning(of_numbers(lambda a: sympy.exp(a) - 1)),
-    aten.log.default: Meaning(of_numbers(logarithm), "tl.log({0})"),
-    aten.log1p.default: Meaning(of_numbers(lambda a: logarithm(1 + a))),
-    aten.sin.default: Meaning(None, "tl.sin({0})"),
-    aten.cos.default: Meaning(None, "tl.cos({0})"),
-    aten.erf.default: Meaning(of_numbers(sympy.erf), "tl.erf({0})"),
-    # Activations, and their gradients.
-    aten.sigmoid.default: Meaning(of_numbers(Sigmoid), "sigmoid({0})"),
-    aten.tanh.default: Meaning(of_numbers(sympy.tanh), _TANH),
-    aten.silu.default: Meaning(of_numbers(lambda a: a * Sigmoid(a)), "{0} * sigmoid({0})"),
-    aten.relu.default: Meaning(
-        of_numbers(lambda a: Magnitude(a) * UnitStep(a)), "largest({0}, 0.0)"
+    aten.add.Tensor: PointwiseOp(elementwise(lambda a, b: a + b), "{0} + {1}"),
+    aten.add.Scalar: PointwiseOp(elementwise(lambda a, b: a + b), "{0} + {1}"),
+    aten.sub.Tensor: PointwiseOp(elementwise(lambda a, b: a - b), "{0} - {1}"),
+    aten.sub.Scalar: PointwiseOp(elementwise(lambda a, b: a - b), "{0} - {1}"),
+    aten.rsub.Scalar: PointwiseOp(elementwise(lambda a, b: b - a), "{1} - {0}"),
+    aten.mul.Tensor: PointwiseOp(elementwise(lambda a, b: a * b), "{0} * {1}"),
+    aten.mul.Scalar: PointwiseOp(elementwise(lambda a, b: a * b), "{0} * {1}"),
+    aten.div.Tensor: PointwiseOp(elementwise(quotient), "{0} / {1}"),
+    aten.div.Scalar: PointwiseOp(elementwise(quotient), "{0} / {1}"),
+    aten.addcmul.default: PointwiseOp(elementwise(lambda a, b, c: a + b * c), "{0} + {1} * {2}"),
+    aten.reciprocal.default: PointwiseOp(
+        elementwise(lambda a: quotient(sympy.Integer(1), a)), "1.0 / {0}"
     ),
-    aten.sigmoid_backward.default: Meaning(of_numbers(sigmoid_backward), "{0} * {1} * (1.0 - {1})"),
-    aten.tanh_backward.default: Meaning(of_numbers(tanh_backward), "{0} * (1.0 - {1} * {1})"),
-    aten.silu_backward.default: Meaning(of_numbers(silu_backward), _SILU_BACKWARD),
-    aten.threshold_backward.default: Meaning(threshold_backward, "tl.where({1} <= {2}, 0.0, {0})"),
-    aten.gelu_backward.default: Meaning(),
-    aten.hardtanh_backward.default: Meaning(),
-    aten.leaky_relu_backward.default: Meaning(),
+    aten.neg.default: PointwiseOp(elementwise(lambda a: -a), "-{0}"),
+    aten.abs.default: PointwiseOp(elementwise(Magnitude), "tl.abs({0})"),
+    aten.sign.default: PointwiseOp(elementwise(Sign)),
+    # Powers, exponentials, logarithms.
+    aten.pow.Tensor_Scalar: PointwiseOp(power),  # `POWERS` has its Triton
+    aten.square.default: PointwiseOp(elementwise(lambda a: a**2), "{0} * {0}"),
+    aten.sqrt.default: PointwiseOp(elementwise(square_root), "tl.sqrt({0})"),
+    aten.rsqrt.default: PointwiseOp(elementwise(lambda a: square_root(a, -1)), "tl.rsqrt({0})"),
+    aten.exp.default: PointwiseOp(elementwise(sympy.exp), "exp2({0} * 1.4426950408889634)"),
+    aten.exp2.default: PointwiseOp(elementwise(lambda a: sympy.exp(a * math.log(2))), "exp2({0})"),
+    aten.pow.Scalar: PointwiseOp(elementwise(lambda b, a: sympy.Pow(b, a))),
+    aten.sinh.default: PointwiseOp(elementwise(lambda a: (sympy.exp(a) - sympy.exp(-a)) / 2)),
+    aten.cosh.default: PointwiseOp(elementwise(lambda a: (sympy.exp(a) + sympy.exp(-a)) / 2)),
+    aten.expm1.default: PointwiseOp(elementwise(lambda a: sympy.exp(a) - 1)),
+    aten.log.default: PointwiseOp(elementwise(logarithm), "tl.log({0})"),
+    aten.log1p.default: PointwiseOp(elementwise(lambda a: logarithm(1 + a))),
+    aten.sin.default: PointwiseOp(None, "tl.sin({0})"),
+    aten.cos.default: PointwiseOp(None, "tl.cos({0})"),
+    aten.erf.default: PointwiseOp(elementwise(sympy.erf), "tl.erf({0})"),
+    # Activations and their gradients.
+    aten.sigmoid.default: PointwiseOp(elementwise(Sigmoid), "sigmoid({0})"),
+    aten.tanh.default: PointwiseOp(elementwise(sympy.tanh), _TANH),
+    aten.silu.default: PointwiseOp(elementwise(lambda a: a * Sigmoid(a)), "{0} * sigmoid({0})"),
+    aten.relu.default: PointwiseOp(
+        elementwise(lambda a: Magnitude(a) * UnitStep(a)), "largest({0}, 0.0)"
+    ),
+    aten.sigmoid_backward.default: PointwiseOp(
+        elementwise(lambda g, s: g * s * (1 - s)), "{0} * {1} * (1.0 - {1})"
+    ),
+    aten.tanh_backward.default: PointwiseOp(
+        elementwise(lambda g, t: g * (1 - t**2)), "{0} * (1.0 - {1} * {1})"
+    ),
+    aten.silu_backward.default: PointwiseOp(
+        elementwise(lambda g, a: g * Sigmoid(a) * (1 + a * (1 - Sigmoid(a)))), _SILU_BACKWARD
+    ),
+    aten.threshold_backward.default: PointwiseOp(
+        threshold_backward, "tl.where({1} <= {2}, 0.0, {0})"
+    ),
+    aten.gelu_backward.default: PointwiseOp(),
+    aten.hardtanh_backward.default: PointwiseOp(),
+    aten.leaky_relu_backward.default: PointwiseOp(),
     # Comparisons and choices.
-    aten.gt.Scalar: Meaning(compared(1), "{0} > {1}"),
-    aten.ge.Scalar: Meaning(compared(1, or_equal=True), "{0} >= {1}"),
-    aten.lt.Scalar: Meaning(compared(-1), "{0} < {1}"),
-    aten.le.Scalar: Meaning(compared(-1, or_equal=True), "{0} <= {1}"),
-    aten.eq.Scalar: Meaning(None, "{0} == {1}"),
-    aten.ne.Scalar: Meaning(None, "{0} != {1}"),
-    aten.gt.Tensor: Meaning(compared(1), "{0} > {1}"),
-    aten.ge.Tensor: Meaning(compared(1, or_equal=True), "{0} >= {1}"),
-    aten.lt.Tensor: Meaning(compared(-1), "{0} < {1}"),
-    aten.le.Tensor: Meaning(compared(-1, or_equal=True), "{0} <= {1}"),
-    aten.logical_and.default: Meaning(of_numbers(lambda a, b: a * b)),
-    aten.logical_or.default: Meaning(of_numbers(lambda a, b: a + b - a * b)),
-    aten.logical_not.default: Meaning(of_numbers(lambda a: 1 - a)),
-    aten.clamp_min.default: Meaning(clamped(1), "largest({0}, {1})"),
-    aten.clamp_max.default: Meaning(clamped(-1), "smallest({0}, {1})"),
-    aten.maximum.default: Meaning(clamped(1), "largest({0}, {1})"),
-    aten.minimum.default: Meaning(clamped(-1), "smallest({0}, {1})"),
-    aten.where.self: Meaning(where, "tl.where({0}, {1}, {2})"),
-    # Casts and copies, through which the error rules and the readers of kernels look.
-    prims.convert_element_type.default: Meaning(),
-    aten._to_copy.default: Meaning(),
-    aten.clone.default: Meaning(),
-    aten.copy.default: Meaning(),
-    aten.lift_fresh_copy.default: Meaning(),
-    # Random numbers that are a function of a seed.
-    **dict.fromkeys(compat.seeded_random_ops(), Meaning()),
+    aten.gt.Scalar: PointwiseOp(comparison(1), "{0} > {1}"),
+    aten.ge.Scalar: PointwiseOp(comparison(1, or_equal=True), "{0} >= {1}"),
+    aten.lt.Scalar: PointwiseOp(comparison(-1), "{0} < {1}"),
+    aten.le.Scalar: PointwiseOp(comparison(-1, or_equal=True), "{0} <= {1}"),
+    aten.eq.Scalar: PointwiseOp(None, "{0} == {1}"),
+    aten.ne.Scalar: PointwiseOp(None, "{0} != {1}"),
+    aten.gt.Tensor: PointwiseOp(comparison(1), "{0} > {1}"),
+    aten.ge.Tensor: PointwiseOp(comparison(1, or_equal=True), "{0} >= {1}"),
+    aten.lt.Tensor: PointwiseOp(comparison(-1), "{0} < {1}"),
+    aten.le.Tensor: PointwiseOp(comparison(-1, or_equal=True), "{0} <= {1}"),
+    aten.logical_and.default: PointwiseOp(elementwise(lambda a, b: a * b)),
+    aten.logical_or.default: PointwiseOp(elementwise(lambda a, b: a + b - a * b)),
+    aten.logical_not.default: PointwiseOp(elementwise(lambda a: 1 - a)),
+    aten.clamp_min.default: PointwiseOp(clamp(1), "largest({0}, {1})"),
+    aten.clamp_max.default: PointwiseOp(clamp(-1), "smallest({0}, {1})"),
+    aten.maximum.default: PointwiseOp(clamp(1), "largest({0}, {1})"),
+    aten.minimum.default: PointwiseOp(clamp(-1), "smallest({0}, {1})"),
+    aten.where.self: PointwiseOp(elementwise(Where), "tl.where({0}, {1}, {2})"),
+    # Casts and copies, which the error rules and the readers of kernels skip.
+    prims.convert_element_type.default: PointwiseOp(),
+    aten._to_copy.default: PointwiseOp(),
+    aten.clone.default: PointwiseOp(),
+    aten.copy.default: PointwiseOp(),
+    aten.lift_fresh_copy.default: PointwiseOp(),
+    # Random numbers that are functions of a seed.
+    **dict.fromkeys(compat.seeded_random_ops(), PointwiseOp()),
 }
-if hasattr(prims, "fma"):  # not in every PyTorch
-    POINTWISE[prims.fma.default] = Meaning(of_numbers(lambda a, b, c: a * b + c))
+if hasattr(prims, "fma"):  # some PyTorch versions lack it
+    POINTWISE[prims.fma.default] = PointwiseOp(elementwise(lambda a, b, c: a * b + c))
 
-# Triton of `aten.pow.Tensor_Scalar`, by exponent.
+# The Triton of `aten.pow.Tensor_Scalar`, by exponent.
 POWERS: dict[float, str] = {
     -1.0: "1.0 / {0}",
     -0.5: "tl.rsqrt({0})",
@@ -141,22 +148,23 @@ POWERS: dict[float, str] = {
     3.0: "{0} * {0} * {0}",
 }
 
-# Triton of every operator that always has the same, by name.
-TRITON: dict[str, str] = {str(op): row.triton for op, row in POINTWISE.items() if row.triton}
+# The Triton of all other operators, by name.
+TRITON_TEMPLATES: dict[str, str] = {
+    str(op): row.triton for op, row in POINTWISE.items() if row.triton
+}
 
 
 def triton_template(target: str, arguments: Sequence[Any]) -> str | None:
-    """The Triton of a call to an operator, None where kernels cannot compute it.
+    """Return the Triton of a call to an operator, or None if kernels cannot compute the call.
 
-    They compute only calls with as many arguments as the template takes, and without constants
-    that are NaN: where all codes of a matrix are known to be equal, CUDA 13 packs half of them
-    wrongly.
+    The call must have as many arguments as the template, and no constant that is NaN: if all
+    elements of a matrix are known to be equal, CUDA 13 packs half of them wrongly.
     """
     if any(x != x for x in arguments):
         return None
     if target == str(aten.pow.Tensor_Scalar):
         return POWERS.get(arguments[1])
-    template = TRITON.get(target, "")
-    takes_as_many = f"{{{len(arguments) - 1}}}" in template
-    takes_more = f"{{{len(arguments)}}}" in template
-    return template if takes_as_many and not takes_more else None
+    template = TRITON_TEMPLATES.get(target, "")
+    has_last = f"{{{len(arguments) - 1}}}" in template
+    has_more = f"{{{len(arguments)}}}" in template
+    return template if has_last and not has_more else None

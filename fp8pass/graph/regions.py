@@ -1,11 +1,12 @@
 """Inline the regions that `torch.compiler.nested_compile_region` marks in a Dynamo graph.
 
-Dynamo makes one graph of equal regions and calls it with the parameters of each. Nothing in it
-shows which of its inputs are parameters, and its paths are those of the first region.
+Dynamo traces equal regions once, and calls that graph with the parameters of each region. The graph
+does not show which inputs are parameters, and it has the module paths of the first region.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,17 +22,17 @@ STACK = "nn_module_stack"
 
 @dataclass(frozen=True)
 class Renaming:
-    """The module paths of a region that replace those of the first region with the same graph.
+    """Renames module paths of the first region to the paths of another region with the same graph.
 
     Attributes:
-        prefixes: pairs of an old and a new prefix, as parts of paths, the longest first.
+        prefixes: pairs of an old and a new prefix, split at the dots, the longest first.
     """
 
     prefixes: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> Renaming:
-        """Derive it from pairs of an old and a new path of the same parameter's module."""
+        """Derive the prefixes from old and new paths of the modules of corresponding parameters."""
         found = set()
         for old, new in pairs:
             same = 0
@@ -41,10 +42,10 @@ class Renaming:
         return cls(tuple(sorted(found, key=lambda pair: -len(pair[0]))))
 
     def apply(self, stack: dict[str, Any]) -> dict[str, Any]:
-        """Rename the modules of a node's `nn_module_stack`."""
-        return {key: (self._renamed(path), *rest) for key, (path, *rest) in stack.items()}
+        """Return a node's `nn_module_stack` with renamed modules."""
+        return {key: (self._rename(path), *rest) for key, (path, *rest) in stack.items()}
 
-    def _renamed(self, path: str) -> str:
+    def _rename(self, path: str) -> str:
         parts = tuple(clean_path(path).split("."))
         for old, new in self.prefixes:
             if parts[: len(old)] == old:
@@ -53,7 +54,7 @@ class Renaming:
 
 
 def inline_regions(gm: fx.GraphModule) -> None:
-    """Replace the calls of regions in a Dynamo graph by copies of their graphs."""
+    """Replace the calls of regions in a Dynamo graph with copies of their graphs."""
     first: dict[fx.GraphModule, list[fx.Node]] = {}
     for call in [n for n in gm.graph.nodes if compat.is_region(n)]:
         arguments: tuple[Any, ...] = call.args
@@ -71,14 +72,14 @@ def inline_regions(gm: fx.GraphModule) -> None:
 
 
 def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]) -> Renaming:
-    """The renaming for a call with `operands` of a region that was traced with the `first`."""
+    """Return the renaming for a call with `operands` of a region traced with operands `first`."""
     if operands is first:
         return Renaming()
     pairs = []
     for placeholder, one, other in zip(_placeholders(region), first, operands, strict=True):
         module = module_path(placeholder).split(".")
         old, new = (_module_of_source(x) for x in (one, other))
-        # Sources may begin with a variable that is no part of a path.
+        # Sources may begin with a variable, which does not belong to the path.
         if new and old[-len(module) :] == module:
             begin = len(old) - len(module)
             pairs.append((tuple(module), tuple(new[begin:])))
@@ -86,7 +87,7 @@ def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.No
 
 
 def _module_of_source(node: fx.Node) -> list[str]:
-    """The parts of the path by which Dynamo reached a parameter's module; empty for others."""
+    """Return the path of a parameter's module, split at the dots; [] for other inputs."""
     path, _, name = compat.source_of(node).rpartition("._parameters[")
     return clean_path(path).split(".") if name else []
 
@@ -102,7 +103,7 @@ def _inline(
     operands: list[fx.Node],
     renaming: Renaming,
 ) -> None:
-    """Copy the graph of a region to where it is called, and use the results of the copy."""
+    """Copy the graph of a region before its call, and replace the results of the call."""
     copies: dict[fx.Node, fx.Node] = {}
     for placeholder, operand in zip(_placeholders(region), operands, strict=True):
         copies[placeholder] = operand
@@ -115,7 +116,7 @@ def _inline(
         with gm.graph.inserting_before(call):
             copies[node] = copy = gm.graph.node_copy(node, copies.__getitem__)
         if node.op == "get_attr":
-            copy.target = _attribute(gm, operator.attrgetter(str(node.target))(region))
+            copy.target = _add_attribute(gm, operator.attrgetter(str(node.target))(region))
         if STACK in node.meta:
             copy.meta[STACK] = renaming.apply(node.meta[STACK])
     results: Any = fx.map_arg(region.graph.output_node().args[0], copies.__getitem__)
@@ -125,10 +126,9 @@ def _inline(
         gm.graph.erase_node(item)
 
 
-def _attribute(gm: fx.GraphModule, value: Any) -> str:
-    """The name of a new attribute of a graph module with this value."""
-    number = 0
-    while hasattr(gm, f"_of_region_{number}"):
-        number += 1
-    setattr(gm, f"_of_region_{number}", value)
-    return f"_of_region_{number}"
+def _add_attribute(gm: fx.GraphModule, value: Any) -> str:
+    """Store a value in a new attribute of a graph module, and return the attribute's name."""
+    names = (f"_of_region_{number}" for number in itertools.count())
+    name = next(name for name in names if not hasattr(gm, name))
+    setattr(gm, name, value)
+    return name

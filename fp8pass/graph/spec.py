@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,33 +10,34 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.config import BUG
-from fp8pass.dialect import masking
-from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.encoding import is_fp8
 from fp8pass.dialect.formats import FORMATS, simulated_format
+from fp8pass.dialect.masking import MASKED_DTYPES
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.dialect.quantization import ROW, TENSOR, Quantization, parse, parse_block
 from fp8pass.graph.classify import VIEWS
-from fp8pass.graph.collectives import GATHER, WAIT
+from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
 from fp8pass.graph.linear_layers import is_multiple_of_16
-from fp8pass.graph.nodes import aten
-from fp8pass.graph.tags import CARRIES
+from fp8pass.graph.nodes import aten, tensor
+from fp8pass.graph.tags import COPIED_VALUE
 from fp8pass.runtime.copies import from_host, settled, to_host
 
 fp8 = torch.ops.fp8pass
 
-# Operators that may touch an FP8 tensor: the dialect, and the kernels that take its place.
-_NAMESPACES = ("fp8pass", "fp8pass_codegen", "fp8pass_host")
+# Operators that may read an FP8 tensor: the dialect, the kernels that replace it, and copies.
+_FP8_NAMESPACES = ("fp8pass", "fp8pass_codegen", "fp8pass_host")
+_HOST_COPIES = (to_host, from_host, settled)
 
-
-# What is between a matrix and the part of it that a rank sends, or tokens that are permuted.
-_ON_THE_WIRE = {
-    *(fp8.as_codes.default, fp8.as_bytes.default, WAIT, GATHER, aten.index.Tensor),
+# Operators between a quantized shard and its gathered matrix, or between tokens and their
+# permutation.
+_BETWEEN_SHARD_AND_MATRIX = {
+    *(fp8.as_codes.default, fp8.as_bytes.default, WAIT_TENSOR, ALL_GATHER, aten.index.Tensor),
     *(VIEWS | {aten.cat.default, aten.clone.default}),
 }
 
 
 class MalformedGraph(AssertionError):
-    """A pass produced a graph that breaks an invariant; the message names the node."""
+    """A pass produced a graph that breaks an invariant. The message names the node."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. {BUG}")
@@ -45,22 +46,16 @@ class MalformedGraph(AssertionError):
 def verify(g: fx.Graph) -> None:
     """Raise MalformedGraph unless `g` is well formed.
 
-    - Nodes come after their operands, and every one that is used has a fake value.
-    - No FP8 tensor reaches an operator outside the dialect, as long as the graph speaks it.
-    - Every operator of the dialect has operands that it takes (`VERIFIERS`).
+    - Nodes come after their operands, and every used node has a fake value.
+    - While the graph contains operators of the dialect, no other operator reads an FP8 tensor.
+    - Every operator of the dialect has valid operands (`OPERANDS`), which fit together (`CHECKS`).
     """
     g.lint()
-    speaks_dialect = any(n.target in OPERATORS for n in g.nodes)
+    has_dialect = any(n.target in OPERATORS for n in g.nodes)
     for node in g.nodes:
-        if node.op != "call_function":
-            continue
-        _require("val" in node.meta or not node.users, node, "has no fake value")
-        if speaks_dialect and not _may_touch_fp8(node):
-            for operand in node.all_input_nodes:
-                touches = _is_codes(operand)
-                _require(not touches, node, f"computes on FP8 tensor {operand}")
-        if node.target in VERIFIERS:
-            VERIFIERS[node.target](node)
+        if node.op == "call_function":
+            for problem in _problems(node, has_dialect):
+                raise _malformed(node, problem)
 
 
 def verify_no_kernels(g: fx.Graph) -> None:
@@ -69,354 +64,337 @@ def verify_no_kernels(g: fx.Graph) -> None:
     Kernels replace the dialect only in the graphs that Inductor compiles.
     """
     for node in g.nodes:
-        kernel = getattr(node.target, "namespace", None) == "fp8pass_codegen"
-        _require(not kernel, node, "is a kernel in a graph that is not lowered yet")
+        if getattr(node.target, "namespace", None) == "fp8pass_codegen":
+            raise _malformed(node, "is a kernel in a graph that is not lowered yet")
 
 
 def verify_lowered(g: fx.Graph) -> None:
-    """Raise MalformedGraph if an operator of the dialect is left in a lowered graph."""
+    """Raise MalformedGraph if a lowered graph contains an operator of the dialect."""
     for node in g.nodes:
-        _require(node.target not in OPERATORS, node, "was not lowered")
+        if node.target in OPERATORS:
+            raise _malformed(node, "was not lowered")
 
 
 def verify_guards(g: fx.Graph, before: int) -> None:
-    """Raise MalformedGraph if more is asked of the sizes that vary than `before` a pass.
+    """Raise MalformedGraph if a pass added guards on dynamic shapes to the first `before` guards.
 
-    Such a guard, which to compare two sizes puts there, has PyTorch compile once more for sizes of
-    which it is not true.
+    Comparing two symbolic sizes adds such a guard, and PyTorch recompiles where it fails.
     """
     if added := compat.restrictions(g, before):
-        raise MalformedGraph(f"a pass fixed sizes that vary: {', '.join(added)}")
-
-
-def _may_touch_fp8(node: fx.Node) -> bool:
-    in_dialect = getattr(node.target, "namespace", None) in _NAMESPACES
-    return in_dialect or node.target in VIEWS or graph.is_getitem(node)
-
-
-def _verify_amax(node: fx.Node) -> None:
-    x, block = node.args
-    _require(_is_float(x), node, "measures a tensor that holds no numbers")
-    rows, columns = parse_block(str(block))
-    is_of_rows = (rows, columns) == ROW
-    fits = not is_of_rows or _rank(x) == 2
-    _require(fits, node, "measures rows of a tensor that is no matrix")
-    length = _shape(x)[-1] if columns else 0
-    divides = not isinstance(length, int) or not columns or length % columns == 0
-    _require(divides, node, f"cuts {length} elements into groups of {columns}")
-
-
-def _verify_scale(node: fx.Node) -> None:
-    _quantization(node, node.args[1])
-
-
-def _verify_quantize(node: fx.Node) -> None:
-    x, scale, text, *plane = node.args
-    how = _quantization(node, text)
-    _require(_is_float(x), node, "quantizes a tensor that holds no numbers")
-    wanted = how.scale_shape(_shape(x))
-    _require(_agree(_shape(scale), wanted), node, f"has scales {_shape(scale)}, {how}: {wanted}")
-    planes, number = len(how.format.planes), int(plane[0]) if plane else 0  # type: ignore[arg-type]
-    _require(number < planes, node, f"asks for plane {number} of {planes}")
-
-
-def _verify_dequantize(node: fx.Node) -> None:
-    """It gets all planes of one tensor, and the scales that they were quantized with."""
-    planes, scales, text = node.args[:3]
-    assert isinstance(planes, (list, tuple))
-    assert isinstance(scales, fx.Node)
-    how = _quantization(node, text)
-    widths = how.format.planes
-    _require(len(planes) == len(widths), node, f"{how.format.name} has {len(widths)} planes")
-    for i, (data, width) in enumerate(zip(planes, widths, strict=True)):
-        assert isinstance(data, fx.Node)
-        fp8_data = how.is_in_groups or _is_codes(data)
-        _require(fp8_data, node, "dequantizes a tensor that is not quantized")
-        *leading, length = _shape(data)
-        wanted = how.scale_shape((*leading, length * 8 // width))
-        agree = _agree(_shape(scales), wanted)
-        _require(agree, node, f"has scales {_shape(scales)}, {how}: {wanted}")
-        data = _before_copies(data)
-        if how.is_in_groups and _is_visible(data):
-            _require(data.args[1] is scales, node, f"{data} was quantized with other scales")
-            own = (*data.args[2:], 0)[:2]
-            _require(own == (text, i), node, f"{data} is not its plane {i}")
-
-
-def _verify_transpose(node: fx.Node) -> None:
-    _require(_rank(node.args[0]) == 2, node, "transposes a tensor that is no matrix")
-
-
-def _verify_joined(node: fx.Node) -> None:
-    parts: Any = node.args[0]
-    first, *rest = (_shape(part)[:1] for part in parts)
-    agree = all(_agree(first, rows) for rows in rest)
-    _require(agree, node, "puts parts of several numbers of rows side by side")
-    dtypes = {graph.tensor(part).dtype for part in parts}
-    _require(len(dtypes) == 1, node, "puts codes of several formats side by side")
-
-
-def _verify_as_bytes(node: fx.Node) -> None:
-    _require(_is_codes(node.args[0]), node, "takes what are no codes for bytes")  # type: ignore[arg-type]
-
-
-def _verify_as_codes(node: fx.Node) -> None:
-    data, format = node.args
-    _require_format(node, format)
-    _require(graph.tensor(data).dtype is torch.uint8, node, "takes what are no bytes for codes")  # type: ignore[arg-type]
-
-
-def _verify_scaled_mm(node: fx.Node) -> None:
-    """Operands have the scales and the quantization that they were quantized with.
-
-    Tensor cores take columns of the result in multiples of 16.
-    """
-    a, a_scale, b, b_scale = node.args[:4]
-    how = [_quantization(node, text) for text in node.args[7:]]
-    columns = graph.tensor(node).shape[1]
-    assert isinstance(a, fx.Node)
-    fits = is_multiple_of_16(columns) or not _is_codes(a)
-    _require(fits, node, f"its result has {columns} columns")
-    if any(isinstance(x, fx.Node) and graph.is_call(x, fp8.joined.default) for x in (a, b)):
-        _verify_joined_operands(node, a, b)
-        return
-    for data, scale, own in zip((a, b), (a_scale, b_scale), how, strict=True):
-        assert isinstance(data, fx.Node)
-        _verify_operand(node, data, scale, own)
-    by_row = [q.block == ROW for q in how]
-    same = by_row[0] == by_row[1]
-    _require(same, node, "one operand has a scale, the other one for each row")
-    lengths = _shape(a)[-1:], _shape(b)[-1:]
-    _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
-
-
-def _verify_operand(node: fx.Node, data: fx.Node, scale: Any, how: Quantization) -> None:
-    codes = _untransposed(data)
-    quantized = _behind_gather(codes)
-    if not _is_visible(quantized):
-        return
-    _require(quantized.target is fp8.quantize.default, node, f"operand {data} is not quantized")
-    own_scale = quantized.args[1]
-    if how.is_in_groups and data is not codes:
-        scale = graph.untransposed(scale)[0]
-    same = _is_same(own_scale, scale)
-    same = same or (quantized is not codes and _is_gathered(own_scale, scale))
-    _require(same, node, f"{data} was quantized with another scale")
-    own = parse(str(quantized.args[2]))
-    _require(own == how, node, f"{data} is quantized as {own}, not {how}")
-    fits = how.survives_transpose or data is codes
-    _require(fits, node, f"{data} is transposed, which {how} does not survive")
-
-
-def _verify_joined_operands(node: fx.Node, *operands: Any) -> None:
-    """Both are joined, unless a kernel stores the parts of one side by side already."""
-    parts = [list(x.args[0]) for x in operands if graph.is_call(x, fp8.joined.default)]
-    others = [x for x in operands if not graph.is_call(x, fp8.joined.default)]
-    for other in others:
-        stored = not _is_visible(_untransposed(other))
-        _require(stored, node, "one operand is joined, the other one is not")
-    for part in (part for side in parts for part in side):
-        quantized = _untransposed(part)
-        if not _is_visible(quantized):
-            continue
-        _require(quantized.target is fp8.quantize.default, node, f"{part} is not quantized")
-        one = parse(str(quantized.args[2])).block == TENSOR
-        _require(one, node, f"{part} has a scale for each row")
-    if not others:
-        widths = [tuple(_shape(part)[1] for part in side) for side in parts]
-        _require(_agree(*widths), node, f"contracts {list(widths[0])} with {list(widths[1])}")
-
-
-def _verify_offsets(node: fx.Node, offsets: Any) -> None:
-    val = graph.tensor(offsets)
-    fits = val.ndim == 1 and val.dtype is torch.int32
-    _require(fits, node, f"{offsets} does not say where segments end")
-
-
-def _verify_padded_ends(node: fx.Node) -> None:
-    _verify_offsets(node, node.args[0])
-
-
-def _verify_segment_amax(node: fx.Node) -> None:
-    amaxes, offsets = node.args
-    _verify_offsets(node, offsets)
-    _require(_agree(_shape(amaxes)[1:], (1,)), node, f"{amaxes} has no amax for each row")
-
-
-def _verify_transpose_segments(node: fx.Node) -> None:
-    x, scales, offsets, format, *rows = node.args
-    _require(not rows or _rank(rows[0]) == 1, node, "takes no list of rows")
-    _require_format(node, format)
-    _verify_offsets(node, offsets)
-    _require(_is_float(x), node, "quantizes a tensor that holds no numbers")
-    agree = _agree(_shape(scales), (*_shape(offsets), 1))
-    _require(agree, node, f"has scales {_shape(scales)}, not one for each segment")
-
-
-def _verify_scaled_grouped_mm(node: fx.Node) -> None:
-    """Operands have scales by row, equal lengths, and as many matrices as there are segments."""
-    a, a_scale, b, b_scale, offsets = node.args[:5]
-    _verify_offsets(node, offsets)
-    for data, scale in ((a, a_scale), (b, b_scale)):
-        assert isinstance(data, fx.Node)
-        quantized = _behind_gather(_untransposed(data))
-        if _is_visible(quantized) and quantized.target is fp8.quantize.default:
-            by_row = parse(str(quantized.args[2]))
-            _require(by_row.block == ROW, node, f"{data} has no scale for each row")
-            _verify_operand(node, data, scale, by_row)
-        else:
-            _require(_rank(scale) == 2, node, f"{data} has no scale for each row")
-    lengths = _shape(a)[-1:], _shape(b)[-1:]
-    _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
-    whole = _shape(b)[0] % _shape(offsets)[0] == 0
-    _require(whole, node, f"{b} has no matrix for each segment")
-
-
-def _verify_scaled_grouped_outer(node: fx.Node) -> None:
-    """Operands are from `transpose_segments`, of the same segments, with the scales given."""
-    a, a_scale, b, b_scale, ends = node.args[:5]
-    _verify_offsets(node, ends)
-    for data, scale in ((a, a_scale), (b, b_scale)):
-        assert isinstance(data, fx.Node)
-        codes = _before_copies(data)
-        if not _is_visible(codes):
-            continue
-        segments = codes.target is fp8.transpose_segments.default
-        _require(segments, node, f"operand {data} is not in padded segments")
-        same = _is_same(codes.args[1], scale)
-        _require(same, node, f"{data} was quantized with another scale")
-    lengths = _shape(a)[-1:], _shape(b)[-1:]
-    _require(_agree(*lengths), node, f"contracts {lengths[0][0]} with {lengths[1][0]}")
-
-
-def _verify_mask_format(node: fx.Node) -> None:
-    x, format, *_ = node.args
-    known = graph.tensor(x).dtype in masking.MASKED_DTYPES  # type: ignore[arg-type]
-    _require(known, node, "masks what is neither bfloat16, float16 nor float32")
-    try:
-        simulated_format(str(format))
-    except ValueError as error:
-        raise _malformed(node, f"{error}") from None
-
-
-def _verify_settled(node: fx.Node) -> None:
-    """It waits for a copy of the tensor that it is given."""
-    copy, source = node.args
-    assert isinstance(copy, fx.Node)
-    _require(copy.target in (to_host, from_host), node, f"{copy} is no copy")
-    _require(copy.args[0] is source, node, f"{copy} is no copy of {source}")
-
-
-def _verify_from_host(node: fx.Node) -> None:
-    copy = node.args[0]
-    assert isinstance(copy, fx.Node)
-    begun = copy.target in (to_host, from_host)
-    _require(not begun, node, f"{copy} is not settled: it may not be all there")
-
-
-# One for each operator of the dialect, and for copies of the host.
-VERIFIERS: dict[Any, Callable[[fx.Node], None]] = {
-    fp8.amax.default: _verify_amax,
-    **dict.fromkeys((op for op, o in OPERATORS.items() if o.multiplies), _verify_scaled_mm),
-    fp8.padded_ends.default: _verify_padded_ends,
-    fp8.segment_amax.default: _verify_segment_amax,
-    fp8.transpose_segments.default: _verify_transpose_segments,
-    fp8.scaled_grouped_mm.default: _verify_scaled_grouped_mm,
-    fp8.scaled_grouped_outer.default: _verify_scaled_grouped_outer,
-    fp8.scale.default: _verify_scale,
-    fp8.quantize.default: _verify_quantize,
-    fp8.dequantize.default: _verify_dequantize,
-    fp8.transpose.default: _verify_transpose,
-    fp8.joined.default: _verify_joined,
-    fp8.as_bytes.default: _verify_as_bytes,
-    fp8.as_codes.default: _verify_as_codes,
-    fp8.mask_format.default: _verify_mask_format,
-    from_host: _verify_from_host,
-    settled: _verify_settled,
-}
-
-
-def _before_copies(node: fx.Node) -> fx.Node:
-    """The tensor that is on the host meanwhile, where a graph says which."""
-    while node.target in (to_host, from_host, settled):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _untransposed(codes: fx.Node) -> fx.Node:
-    codes = _before_copies(codes)
-    if codes.target is not fp8.transpose.default:
-        return codes
-    return _before_copies(codes.args[0])  # type: ignore[arg-type]
-
-
-def _is_visible(codes: fx.Node) -> bool:
-    """Whether the graph says how codes were made: not those of another half, or of a kernel."""
-    return codes.op == "call_function" and not graph.is_getitem(codes)
-
-
-def _is_same(x: object, y: object) -> bool:
-    """Whether two values are one node, or copies that a recomputation made."""
-    if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
-        return False
-    return x.meta.get(CARRIES, x.name) == y.meta.get(CARRIES, y.name)
-
-
-def _is_gathered(own: Any, scale: Any) -> bool:
-    """Whether the scales of a part's rows are from the same amaxes as those of all rows."""
-    scales = own.target is scale.target is fp8.scale.default
-    return not scales or _is_same(_behind_gather(scale.args[0]), own.args[0])
-
-
-def _behind_gather(node: fx.Node) -> fx.Node:
-    """What a rank sent of a matrix that was gathered; the matrix itself if it was not."""
-    part = node
-    while graph.operator_of(part).target in _ON_THE_WIRE:
-        part = part.args[0]  # type: ignore[assignment]
-        part = part[0] if isinstance(part, (list, tuple)) else part
-    return part
-
-
-def _shape(node: Any) -> tuple[Any, ...]:
-    return tuple(graph.tensor(node).shape)
-
-
-def _agree(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether shapes are the same, as far as sizes that do not vary tell: no guard comes of it."""
-    known = (pair for pair in zip(a, b, strict=False) if all(isinstance(x, int) for x in pair))
-    return len(a) == len(b) and all(x == y for x, y in known)
-
-
-def _rank(node: Any) -> int:
-    return graph.tensor(node).ndim
-
-
-def _is_codes(node: fx.Node) -> bool:
-    val = graph.value(node)
-    return val is not None and is_fp8(val.dtype)
-
-
-def _is_float(node: Any) -> bool:
-    return graph.tensor(node).is_floating_point() and not _is_codes(node)
-
-
-def _quantization(node: fx.Node, text: object) -> Quantization:
-    """The quantization that an operator names; raises MalformedGraph if there is none."""
-    try:
-        return parse(str(text))
-    except ValueError as error:
-        raise _malformed(node, f"{error}") from None
-
-
-def _require_format(node: fx.Node, format: object) -> None:
-    _require(format in FORMATS, node, f"unknown format {format}")
-
-
-def _require(condition: bool, node: fx.Node, problem: str) -> None:
-    if not condition:
-        raise _malformed(node, problem)
+        raise MalformedGraph(f"a pass added guards on dynamic shapes: {', '.join(added)}")
 
 
 def _malformed(node: fx.Node, problem: str) -> MalformedGraph:
     where = graph.module_path(node) or "top level"
     return MalformedGraph(f"{node.format_node()} in {where}: {problem}")
+
+
+def _problems(node: fx.Node, has_dialect: bool) -> Iterator[str]:
+    if node.users and "val" not in node.meta:
+        yield "has no fake value"
+    constraints = OPERANDS.get(node.target, ())
+    reads_fp8 = getattr(node.target, "namespace", None) in _FP8_NAMESPACES
+    if has_dialect and not (reads_fp8 or node.target in VIEWS or graph.is_getitem(node)):
+        yield from (f"computes on FP8 tensor {n}" for n in node.all_input_nodes if _is_fp8(n))
+    try:
+        for (is_valid, problem), operand in zip(constraints, node.args, strict=False):
+            if not is_valid(operand):
+                yield f"{operand!r} {problem}"
+    except ValueError as error:
+        yield str(error)
+    if check := CHECKS.get(node.target):
+        yield from check(node, *node.args)
+
+
+# A predicate of one operand, and the text of the error if it is false.
+Constraint = tuple[Callable[[Any], bool], str]
+
+ANY: Constraint = (lambda x: True, "")
+FLOATS: Constraint = (lambda x: _is_float(tensor(x)), "must be floating point, and not FP8 data")
+FP8_DATA: Constraint = (lambda x: _is_fp8(x), "must be FP8 data")
+BYTES: Constraint = (lambda x: tensor(x).dtype is torch.uint8, "must be bytes, of dtype uint8")
+MATRIX: Constraint = (lambda x: tensor(x).ndim == 2, "must be a matrix")
+ROW_NUMBERS: Constraint = (lambda x: tensor(x).ndim == 1, "must be a list of row numbers")
+OFFSETS: Constraint = (
+    lambda x: tensor(x).ndim == 1 and tensor(x).dtype is torch.int32,
+    "must be the ends of expert groups, int32 [E]",
+)
+MASKABLE: Constraint = (
+    lambda x: tensor(x).dtype in MASKED_DTYPES,
+    "must be bfloat16, float16 or float32",
+)
+FORMAT: Constraint = (lambda name: name in FORMATS, "is an unknown format")
+# These two raise a ValueError that names the problem.
+QUANTIZATION: Constraint = (lambda text: bool(parse(str(text))), "")
+SIMULATED_FORMAT: Constraint = (lambda text: bool(simulated_format(str(text))), "")
+
+# The constraints of every operator of the dialect, in the order of its arguments.
+OPERANDS: dict[Any, tuple[Constraint, ...]] = {
+    fp8.amax.default: (FLOATS,),
+    fp8.scale.default: (ANY, QUANTIZATION),
+    fp8.quantize.default: (FLOATS, ANY, QUANTIZATION),
+    fp8.dequantize.default: (ANY, ANY, QUANTIZATION),
+    fp8.transpose.default: (MATRIX,),
+    fp8.joined.default: (),
+    fp8.as_bytes.default: (FP8_DATA,),
+    fp8.as_codes.default: (BYTES, FORMAT),
+    fp8.scaled_mm.default: (*[ANY] * 7, QUANTIZATION, QUANTIZATION),
+    fp8.padded_ends.default: (OFFSETS,),
+    fp8.segment_amax.default: (ANY, OFFSETS),
+    fp8.transpose_segments.default: (FLOATS, ANY, OFFSETS, FORMAT, ROW_NUMBERS),
+    fp8.scaled_grouped_mm.default: (*[ANY] * 4, OFFSETS),
+    fp8.scaled_grouped_outer.default: (*[ANY] * 4, OFFSETS),
+    fp8.mask_format.default: (MASKABLE, SIMULATED_FORMAT),
+}
+
+
+# Checks of operands that must fit together. They yield problems.
+
+
+def _check_amax(node: fx.Node, x: fx.Node, block: Any) -> Iterator[str]:
+    rows, columns = parse_block(str(block))
+    if (rows, columns) == ROW and tensor(x).ndim != 2:
+        yield "reduces rows of a tensor that is not a matrix"
+    if columns:
+        length = tensor(x).shape[-1]
+        if isinstance(length, int) and length % columns:
+            yield f"splits {length} elements into groups of {columns}"
+
+
+def _check_quantize(
+    node: fx.Node, x: fx.Node, scale: fx.Node, text: Any, plane: Any = 0
+) -> Iterator[str]:
+    how = parse(str(text))
+    yield from _check_scale_shape(scale, how, _shape(x))
+    planes = len(how.format.planes)
+    if plane >= planes:
+        yield f"asks for plane {plane} of {planes}"
+
+
+def _check_dequantize(
+    node: fx.Node, planes: Any, scales: fx.Node, text: Any, dtype: Any
+) -> Iterator[str]:
+    """All planes come from one tensor, and `scales` quantized it."""
+    how = parse(str(text))
+    widths = how.format.planes
+    if len(planes) != len(widths):
+        yield f"{how.format.name} has {len(widths)} planes"
+    for i, (data, width) in enumerate(zip(planes, widths, strict=True)):
+        if not (how.is_in_groups or _is_fp8(data)):
+            yield "dequantizes a tensor that is not quantized"
+        *leading, length = _shape(data)
+        yield from _check_scale_shape(scales, how, (*leading, length * 8 // width))
+        quantized = _skip_host_copies(data)
+        if how.is_in_groups and _is_visible(quantized):
+            if quantized.args[1] is not scales:
+                yield f"{quantized} was quantized with other scales"
+            if (*quantized.args[2:], 0)[:2] != (text, i):
+                yield f"{quantized} is not its plane {i}"
+
+
+def _check_joined(node: fx.Node, parts: Any) -> Iterator[str]:
+    first, *rest = (_shape(part)[:1] for part in parts)
+    if not all(_agree(first, rows) for rows in rest):
+        yield "joins parts with different numbers of rows"
+    if len({tensor(part).dtype for part in parts}) > 1:
+        yield "joins parts of different formats"
+
+
+def _check_scaled_mm(
+    node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
+) -> Iterator[str]:
+    """Operands have the scales and the quantizations that they were quantized with."""
+    columns = tensor(node).shape[1]
+    if _is_fp8(a) and not is_multiple_of_16(columns):
+        yield f"its result has {columns} columns, but tensor cores need a multiple of 16"
+    if any(graph.is_call(x, fp8.joined.default) for x in (a, b)):
+        yield from _check_joined_parts(a, b)
+        return
+    a_how, b_how = (parse(str(text)) for text in rest[-2:])
+    yield from _check_operand(a, a_scale, a_how)
+    yield from _check_operand(b, b_scale, b_how)
+    if (a_how.block == ROW) != (b_how.block == ROW):
+        yield "one operand has a scale for each row, the other one does not"
+    yield from _check_contraction(a, b)
+
+
+def _check_joined_parts(*operands: fx.Node) -> Iterator[str]:
+    """Both operands are joined, unless a kernel already stores one side contiguously."""
+    joined = [x for x in operands if graph.is_call(x, fp8.joined.default)]
+    others = [x for x in operands if x not in joined]
+    if any(_is_visible(_skip_transpose(x)) for x in others):
+        yield "one operand is joined, the other one is not"
+    sides: list[list[fx.Node]] = [list(x.args[0]) for x in joined]  # type: ignore[arg-type]
+    for part in (part for side in sides for part in side):
+        quantized = _skip_transpose(part)
+        if not _is_visible(quantized):
+            continue
+        if quantized.target is not fp8.quantize.default:
+            yield f"{part} is not quantized"
+        if parse(str(quantized.args[2])).block != TENSOR:
+            yield f"{part} has a scale for each row"
+    if not others:
+        widths = [tuple(_shape(part)[1] for part in side) for side in sides]
+        if not _agree(*widths):
+            yield f"contracts {list(widths[0])} with {list(widths[1])}"
+
+
+def _check_segment_amax(node: fx.Node, amaxes: fx.Node, offsets: fx.Node) -> Iterator[str]:
+    if not _agree(_shape(amaxes)[1:], (1,)):
+        yield f"{amaxes} does not have one amax for each row"
+
+
+def _check_transpose_segments(
+    node: fx.Node, x: fx.Node, scales: fx.Node, offsets: fx.Node, *rest: Any
+) -> Iterator[str]:
+    if not _agree(_shape(scales), (*_shape(offsets), 1)):
+        yield f"has scales {_shape(scales)}, not one for each expert group"
+
+
+def _check_scaled_grouped_mm(
+    node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, offsets: Any, *rest: Any
+) -> Iterator[str]:
+    """Operands have a scale for each row, and `b` has a matrix for each expert group."""
+    for data, scale in ((a, a_scale), (b, b_scale)):
+        quantized = _skip_gather(_skip_transpose(data))
+        has_row_scales = tensor(scale).ndim == 2
+        if _is_visible(quantized) and quantized.target is fp8.quantize.default:
+            how = parse(str(quantized.args[2]))
+            has_row_scales = how.block == ROW
+            yield from _check_operand(data, scale, how)
+        if not has_row_scales:
+            yield f"{data} does not have a scale for each row"
+    yield from _check_contraction(a, b)
+    if _shape(b)[0] % _shape(offsets)[0]:
+        yield f"{b} does not have a matrix for each expert group"
+
+
+def _check_scaled_grouped_outer(
+    node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
+) -> Iterator[str]:
+    """Operands come from `transpose_segments`, with the scales that it used."""
+    for data, scale in ((a, a_scale), (b, b_scale)):
+        transposed = _skip_host_copies(data)
+        if _is_visible(transposed):
+            if transposed.target is not fp8.transpose_segments.default:
+                yield f"operand {data} is not in padded expert groups"
+            if not _is_same(transposed.args[1], scale):
+                yield f"{data} was quantized with another scale"
+    yield from _check_contraction(a, b)
+
+
+def _check_settled(node: fx.Node, copy: fx.Node, source: fx.Node) -> Iterator[str]:
+    if copy.target not in (to_host, from_host) or copy.args[0] is not source:
+        yield f"{copy} is not a copy of {source}"
+
+
+def _check_from_host(node: fx.Node, copy: fx.Node, *rest: Any) -> Iterator[str]:
+    if copy.target in (to_host, from_host):
+        yield f"{copy} is read before `settled` has waited for it"
+
+
+def _check_operand(data: fx.Node, scale: Any, how: Quantization) -> Iterator[str]:
+    matrix = _skip_transpose(data)
+    quantized = _skip_gather(matrix)
+    if not _is_visible(quantized):
+        return
+    if quantized.target is not fp8.quantize.default:
+        yield f"operand {data} is not quantized"
+    own_scale = quantized.args[1]
+    if how.is_in_groups and data is not matrix:
+        scale = graph.skip_transposes(scale)[0]
+    is_gathered = quantized is not matrix and _have_same_amax(own_scale, scale)
+    if not (_is_same(own_scale, scale) or is_gathered):
+        yield f"{data} was quantized with another scale"
+    own = parse(str(quantized.args[2]))
+    if own != how:
+        yield f"{data} is quantized as {own}, not {how}"
+    if data is not matrix and not how.survives_transpose:
+        yield f"{data} is transposed, but the scales of {how} do not fit the transpose"
+
+
+def _check_contraction(a: fx.Node, b: fx.Node) -> Iterator[str]:
+    lengths = _shape(a)[-1:], _shape(b)[-1:]
+    if not _agree(*lengths):
+        yield f"contracts {lengths[0][0]} with {lengths[1][0]}"
+
+
+def _check_scale_shape(scale: Any, how: Quantization, shape: tuple[Any, ...]) -> Iterator[str]:
+    expected = how.scale_shape(shape)
+    if not _agree(_shape(scale), expected):
+        yield f"has scales {_shape(scale)}, but {how} needs {expected}"
+
+
+CHECKS: dict[Any, Callable[..., Iterator[str]]] = {
+    fp8.amax.default: _check_amax,
+    fp8.quantize.default: _check_quantize,
+    fp8.dequantize.default: _check_dequantize,
+    fp8.joined.default: _check_joined,
+    fp8.scaled_mm.default: _check_scaled_mm,
+    fp8.segment_amax.default: _check_segment_amax,
+    fp8.transpose_segments.default: _check_transpose_segments,
+    fp8.scaled_grouped_mm.default: _check_scaled_grouped_mm,
+    fp8.scaled_grouped_outer.default: _check_scaled_grouped_outer,
+    settled: _check_settled,
+    from_host: _check_from_host,
+}
+
+
+def _skip_host_copies(node: fx.Node) -> fx.Node:
+    """Return the tensor that was copied to host memory and back, if the graph shows the copies."""
+    while node.target in _HOST_COPIES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _skip_transpose(data: fx.Node) -> fx.Node:
+    data = _skip_host_copies(data)
+    if data.target is not fp8.transpose.default:
+        return data
+    return _skip_host_copies(data.args[0])  # type: ignore[arg-type]
+
+
+def _skip_gather(node: fx.Node) -> fx.Node:
+    """Return the shard behind a gathered matrix. Return other matrices unchanged."""
+    while graph.operator_of(node).target in _BETWEEN_SHARD_AND_MATRIX:
+        node = node.args[0]  # type: ignore[assignment]
+        node = node[0] if isinstance(node, (list, tuple)) else node
+    return node
+
+
+def _is_visible(data: fx.Node) -> bool:
+    """Whether the graph shows how data were quantized: not in another graph, nor in a kernel."""
+    return data.op == "call_function" and not graph.is_getitem(data)
+
+
+def _is_same(x: object, y: object) -> bool:
+    """Whether two values are one node, or recomputed copies of one node."""
+    if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
+        return False
+    return x.meta.get(COPIED_VALUE, x.name) == y.meta.get(COPIED_VALUE, y.name)
+
+
+def _have_same_amax(shard_scale: Any, scale: Any) -> bool:
+    """Whether the scales of a shard and of the gathered matrix come from the same amaxes."""
+    if not (shard_scale.target is scale.target is fp8.scale.default):
+        return True
+    return _is_same(_skip_gather(scale.args[0]), shard_scale.args[0])
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    return tuple(tensor(node).shape)
+
+
+def _agree(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether shapes may be equal. Symbolic sizes match any size: comparing them adds guards."""
+    static = (pair for pair in zip(a, b, strict=False) if all(isinstance(x, int) for x in pair))
+    return len(a) == len(b) and all(x == y for x, y in static)
+
+
+def _is_fp8(node: fx.Node) -> bool:
+    val = graph.value(node)
+    return val is not None and is_fp8(val.dtype)
+
+
+def _is_float(val: torch.Tensor) -> bool:
+    return val.is_floating_point() and not is_fp8(val.dtype)

@@ -1,45 +1,44 @@
-"""Every key that fp8pass sets in `node.meta`, and reads elsewhere."""
+"""The keys that fp8pass sets in `node.meta`."""
 
 from __future__ import annotations
 
 from torch import fx
 
-# On what replaces an operator: the operator's name, by which values are named.
-REPLACED = "fp8pass_replaced"
+# On a node that replaces an operator: the name of that operator. Value names contain it.
+ORIGINAL_OPERATOR = "fp8pass_original_operator"
 
-# On views and copies around what passes put into a graph. They do not count among the model's own.
-ADDED = "fp8pass_added"
+# On views and copies that passes add. They do not count among the operators of the model.
+ADDED_BY_PASS = "fp8pass_added_by_pass"
 
 # On `scaled_mm`: the name of the GEMM that it replaced.
-STANDS_FOR = "fp8pass_stands_for"
+REPLACED_GEMM = "fp8pass_replaced_gemm"
 
-# On `scaled_mm`: that it computes the transpose of that GEMM, or of each of a batch of them.
-TURNED = "fp8pass_turned"
+# On `scaled_mm`: the result is the transpose of the replaced GEMM's, or of each batched matrix.
+IS_TRANSPOSED = "fp8pass_is_transposed"
 
 # On the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.
 ROLE = "fp8pass_role"
 
-# On GEMMs that stay in high precision because the user, or the default for output heads, says so.
-# What they save is kept as it is, too.
-KEPT_BY_CHOICE = "fp8pass_kept_by_choice"
+# On GEMMs that stay in high precision by the user's choice, or by default as output heads do.
+# The tensors that they save for backward stay in high precision, too.
+HIGH_PRECISION_BY_CHOICE = "fp8pass_high_precision_by_choice"
 
-# On `quantize`: the layers that the codes are an operand of, as (module path, `input`, `weight` or
-# `gradient`).
+# On `quantize`: the layers that read the result, as (module path, `input`, `weight` or `gradient`).
 OPERAND_OF = "fp8pass_operand_of"
 
-# On gathered codes: the name of the tensor that was gathered and quantized in their place.
-GATHERED_AS = "fp8pass_gathered_as"
+# On gathered FP8 data: the name of the original tensor, which was gathered and then quantized.
+ORIGINAL_GATHER = "fp8pass_original_gather"
 
-# On a gather: why it is not one of codes.
-WHY_WIDE = "fp8pass_why_wide"
+# On an all-gather: the reason why it does not gather quantized data.
+WHY_NOT_QUANTIZED = "fp8pass_why_not_quantized"
 
-# On the copy of a forward value in the backward, recomputed or dequantized: the value's name.
-CARRIES = "fp8pass_carries"
+# On a copy of a forward value in the backward, recomputed or dequantized: the value's name.
+COPIED_VALUE = "fp8pass_copied_value"
 
-# On what crosses to the backward: that it is kept on the host meanwhile.
-TO_HOST = "fp8pass_to_host"
+# On a saved tensor: whether it lives in host memory between forward and backward.
+IS_OFFLOADED = "fp8pass_is_offloaded"
 
 
 def original_name(node: fx.Node) -> str:
-    """The name of a node, or of the GEMM that it replaced."""
-    return str(node.meta.get(STANDS_FOR, node.name))
+    """Return the name of a node, or of the GEMM that it replaced."""
+    return str(node.meta.get(REPLACED_GEMM, node.name))

@@ -19,7 +19,7 @@ from fp8pass import compat
 from fp8pass.config import Config, ConfigError
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.quantization import BY_ROW
-from fp8pass.graph.linear_layers import why_not_of_this_size
+from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import matching_pattern
 from fp8pass.tools.running import find_configuration
 
@@ -90,7 +90,7 @@ def _check_pretrained(model: nn.Module) -> PreTrainedModel:
 
 def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
     """Whether a linear layer that is not an output head is exported in FP8."""
-    fits = not why_not_of_this_size(layer.out_features, layer.in_features)
+    fits = not why_unsuitable_size(layer.out_features, layer.in_features)
     return fits and matching_pattern(path, config.skip_patterns) is None
 
 

@@ -16,13 +16,19 @@ from fp8pass.optim import checkpoint, fused
 from fp8pass.optim.formats import StateFormat
 from fp8pass.optim.fused import FusedUpdate, StreamedUpdate
 from fp8pass.optim.offload import Staging, check_host_memory, is_offloaded
-from fp8pass.optim.options import PRESET_OPTIONS, Storage, check_group, preset_options
+from fp8pass.optim.options import (
+    PRESET_OPTIONS,
+    Storage,
+    check_group,
+    preset_options,
+    warn_about_ignored,
+)
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
 from fp8pass.optim.slots import Slot, State, name_of, new_state
 from fp8pass.optim.sums import GradientSum
 from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors
 from fp8pass.runtime.arena import Arena
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 # At most 1 / WAITING of all gradient bytes may wait for offloaded states: two layers of 32.
 WAITING = 16
@@ -32,7 +38,7 @@ class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (COAT 4).
 
     Options have the same meaning as there, apart from the formats of moments and weights, and can
-    be set for each parameter group. `foreach`, `fused` and `capturable` are accepted and ignored:
+    be set for each parameter group. `foreach`, `fused` and `capturable` are ignored with a warning:
     each device has one implementation, which is fused and capturable on CUDA.
 
     Args:
@@ -110,6 +116,7 @@ class AdamW(torch.optim.Optimizer):
             "offload": offload,
             **preset_options(preset, dict(zip(PRESET_OPTIONS, formats, strict=True))),
         }
+        warn_about_ignored(foreach=foreach, fused=fused, capturable=capturable)
         self._staging: dict[torch.device, Staging] = {}
         self._reset_caches()
         super().__init__(params, defaults)
@@ -383,7 +390,7 @@ def _check_can_be_updated(parameter: Tensor) -> None:
             f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse. "
             "Make it dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam."
         )
-    if isinstance(parameter, CodedWeight) and parameter.source is None:
+    if isinstance(parameter, QuantizedWeight) and parameter.source is None:
         raise RuntimeError(
             f"A weight of shape {tuple(parameter.shape)} exists only in FP8, where most updates "
             "are too small to change it. Name its layer in skip= of quantize_frozen, or freeze "

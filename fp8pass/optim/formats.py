@@ -25,7 +25,12 @@ from torch import Tensor
 
 from fp8pass.config import ConfigError, unknown
 from fp8pass.dialect.formats import E4M3, E5M2, Format
-from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, SMALLEST_SCALE, rounded_up, truncated
+from fp8pass.dialect.scaling import (
+    GROUP_SCALE_DTYPE,
+    SMALLEST_SCALE,
+    round_up_to_bf16,
+    truncate_to_bf16,
+)
 from fp8pass.optim.rounding import round_to_bf16, uniform
 
 EXPAND = "+expand"
@@ -180,7 +185,7 @@ def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quan
     x = torch.where(amax.unsqueeze(-1) == 0, 0.0, x)
     if not format.expands:
         # Rounded up to bf16, so that nothing exceeds the largest code.
-        scale = rounded_up((amax * (1 / format.max)).clamp_min(SMALLEST_SCALE))
+        scale = round_up_to_bf16((amax * (1 / format.max)).clamp_min(SMALLEST_SCALE))
         scale = _select_by_group(scale, amax, zero=1.0, not_finite=torch.nan)
         x = x * scale.float().reciprocal().unsqueeze(-1)
         return Quantized(_round_to_codes(x, format, bits), scale)
@@ -233,7 +238,7 @@ def _compute_expansion(
     center = scale.float().log2()
     reach = torch.maximum(high - center, center - low)
     power = ((format.span / 2 - SPARE) / reach).clamp_max(MAX_POWER)
-    return scale, _select_by_group(truncated(power), amax, zero=1.0, not_finite=1.0)
+    return scale, _select_by_group(truncate_to_bf16(power), amax, zero=1.0, not_finite=1.0)
 
 
 def _select_by_group(x: Tensor, amax: Tensor, *, zero: float, not_finite: float) -> Tensor:

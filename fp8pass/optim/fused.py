@@ -218,7 +218,7 @@ class StreamedUpdate(PreparedUpdate):
             staged, weights, requantize = iter(device), part.parameter, None
             if weight is not None:
                 weights = next(staged)
-                requantize = partial(weight.code_again, part.first // row, weights.view(-1, row))
+                requantize = partial(weight.requantize, part.first // row, weights.view(-1, row))
             states = {
                 name: Quantized(*(None if x is None else next(staged) for x in stored))  # type: ignore[arg-type]
                 for name, stored in part.states.items()

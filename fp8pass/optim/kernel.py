@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8pass import compat
-from fp8pass.codegen.kernels.prelude import Instructions, assembled, prelude
+from fp8pass.codegen.kernels.device_functions import Instructions, shared_source, write_functions
 from fp8pass.dialect.scaling import SMALLEST_SCALE
 from fp8pass.optim.formats import DIGITS, MAX_POWER, MIN_POWER, SPARE, StateFormat
 from fp8pass.optim.options import PARAMETER, Storage
@@ -413,7 +413,7 @@ class UpdateWriter:
         )
         mixing = {"first": FIRST_FACTOR, "second": SECOND_FACTOR, "folds": FOLDED_FACTORS}
         functions = _FUNCTIONS.format(**mixing, uniform_step=2.0**-DIGITS, part=axes().part)
-        return prelude() + assembled(_INSTRUCTIONS) + functions + kernel
+        return shared_source() + write_functions(_INSTRUCTIONS) + functions + kernel
 
     def _add(self, template: str, **names: Any) -> None:
         self.lines += template.format(each_row=axes().each_row, **names).strip().splitlines()

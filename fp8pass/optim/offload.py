@@ -44,8 +44,8 @@ from fp8pass.optim.kernel import CHUNK
 from fp8pass.optim.options import state_bytes
 from fp8pass.optim.shards import local
 from fp8pass.runtime.arena import Arena, available
-from fp8pass.weights.choice import choose
-from fp8pass.weights.quantized_parameter import CodedWeight, coded
+from fp8pass.weights.choice import choose_layers
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 log = logging.getLogger("fp8pass")
 
@@ -68,7 +68,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]  # pairs of source and target
 
 def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool:
     """Return whether `name` ("states", "gradients") of a parameter is in host memory."""
-    if isinstance(parameter, CodedWeight):
+    if isinstance(parameter, QuantizedWeight):
         if parameter.source is None:  # a frozen weight that exists only in FP8
             return False
         if name == "states":  # they are where the weight is
@@ -297,7 +297,7 @@ def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, 
     Raises:
         ConfigError: no weight can be offloaded.
     """
-    choice = choose(model, skip, _why_not_offloaded)
+    choice = choose_layers(model, skip, _why_not_offloaded)
     for path, why in choice.reasons.items():
         log.info("offload_weights does not offload the weight of %s: %s.", path, why)
     if not choice.layers:
@@ -319,8 +319,8 @@ def _why_not_offloaded(weight: Tensor) -> str:
 
 @torch.no_grad()
 def _quantize_weight(weight: Tensor, device: torch.device, arena: Arena) -> nn.Parameter:
-    ((data, scales),) = coded([weight.to(device)], weight.dtype)
-    quantized = CodedWeight(data, scales, weight.dtype)
+    ((data, scales),) = quantize_rows([weight.to(device)], weight.dtype)
+    quantized = QuantizedWeight(data, scales, weight.dtype)
     quantized.source = arena.take(weight.detach())
     quantized.mark_quantized()
     return nn.Parameter(quantized, requires_grad=weight.requires_grad)
@@ -329,6 +329,6 @@ def _quantize_weight(weight: Tensor, device: torch.device, arena: Arena) -> nn.P
 def _save_exact_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Put the exact weight into a state dict instead of its FP8 data."""
     weight = module.weight
-    if isinstance(weight, CodedWeight) and f"{prefix}weight" in state:
+    if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
         weight.wait_for_source()
         state[f"{prefix}weight"] = weight.source

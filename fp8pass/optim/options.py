@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -133,6 +134,16 @@ def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_choice("preset", preset, tuple(PRESETS))
     return PRESETS[preset] | {name: x for name, x in given.items() if x is not None}
+
+
+def warn_about_ignored(**options: object) -> None:
+    """Warn about options of `torch.optim.AdamW` that choose between its implementations."""
+    for name in (name for name, value in options.items() if value):
+        warnings.warn(
+            f"fp8pass: fp8pass.optim.AdamW ignores {name}=True, because each device has one "
+            f"implementation, which is fused and capturable on CUDA. Leave out {name}.",
+            stacklevel=3,
+        )
 
 
 def check_group(group: Mapping[str, Any]) -> None:

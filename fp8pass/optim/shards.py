@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.optim.options import SMALLEST_GROUP, Storage
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -70,7 +70,7 @@ def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 def local(x: Tensor) -> Tensor:
     """Return the local shard of a DTensor, the source of an offloaded weight, or `x` itself."""
-    if isinstance(x, CodedWeight):
+    if isinstance(x, QuantizedWeight):
         return x if x.source is None else x.source
     return x.to_local() if isinstance(x, DTensor) else x
 

@@ -20,7 +20,7 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.optim.formats import Quantized, StateFormat, quantize
 from fp8pass.optim.options import Storage
 from fp8pass.optim.shards import like_groups, like_parameter, local
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 State = dict[str, Any]
 
@@ -34,7 +34,7 @@ class Slot:
     step: Tensor  # number of updates so far, fp32 []
     states: dict[str, Quantized]  # data are shaped like the parameter, scales and powers are [R]
     entries: State  # the parameter's entries in `optimizer.state`
-    offloaded: CodedWeight | None = None  # the parameter, if its weights are in host memory
+    offloaded: QuantizedWeight | None = None  # the parameter, if its weights are in host memory
     first: int = 0  # position of the first element in the parameter
 
     def narrow(self, first: int, size: int, group_size: int) -> Slot:
@@ -61,7 +61,7 @@ class Slot:
             )
             for name, format in storage.states(parameter.dtype).items()
         }
-        offloaded = parameter if isinstance(parameter, CodedWeight) else None
+        offloaded = parameter if isinstance(parameter, QuantizedWeight) else None
         return cls(number, local(parameter), state["step"], states, state, offloaded)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
-from fp8pass.dialect.triton_functions import largest
+from fp8pass.dialect.triton_scaling import largest
 from fp8pass.optim.formats import EXPONENT_BITS, Quantized, StateFormat
 from fp8pass.optim.rounding import (
     FIRST_FACTOR,

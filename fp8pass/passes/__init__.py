@@ -1,34 +1,34 @@
-"""The pipeline: all passes over a graph, in order.
+"""The pipeline: the passes over joint, forward, backward and inference graphs, in order.
 
-A pass is one function in one file of its name, `pass_(gm, ctx) -> None`. It rewrites `gm.graph` in
-place or adds to `ctx` (`context.py`), and changes nothing where it does not apply. Files are in the
-folder of their stage: `joint/`, then `lowering/`; those in `counters/` only count.
-`runner.py` runs the passes of a list, records, times and checks them, and leaves out those that
+A pass is one function `pass_(gm, ctx) -> None` in a file of the same name. It rewrites `gm.graph`
+in place or adds to `ctx` (`context.py`), and does not change a graph that it does not apply to.
+Passes over joint graphs are in `joint/`, passes over forward and backward graphs in `lowering/`.
+`runner.py` runs a list of passes: it records, times and checks each pass, and skips the passes that
 `FP8PASS_DISABLE_PASSES` names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import fx
 
 from fp8pass.graph import spec
 from fp8pass.passes.context import Context, Requests
-from fp8pass.passes.counters.count_casts import count_casts
-from fp8pass.passes.counters.count_kernels import count_kernels
-from fp8pass.passes.counters.list_collectives import list_collectives
 from fp8pass.passes.joint.chunk_head import chunk_head
-from fp8pass.passes.joint.gather_again import gather_again
-from fp8pass.passes.joint.gather_codes import gather_codes
+from fp8pass.passes.joint.describe_graph import describe_graph
+from fp8pass.passes.joint.gather_quantized import gather_quantized
 from fp8pass.passes.joint.materialize_plan import materialize_plan
 from fp8pass.passes.joint.merge_dgrads import merge_dgrads
 from fp8pass.passes.joint.offload_saved import offload_saved
 from fp8pass.passes.joint.plan_saved_values import plan_saved_values
 from fp8pass.passes.joint.quantize_experts import quantize_experts
 from fp8pass.passes.joint.quantize_linears import quantize_linears
+from fp8pass.passes.joint.repeat_gathers import repeat_gathers
 from fp8pass.passes.joint.simulate_format import simulate_format
 from fp8pass.passes.lowering.buffer_residual_sums import buffer_residual_sums
+from fp8pass.passes.lowering.describe_kernels import describe_kernels
 from fp8pass.passes.lowering.fuse_launches import fuse_launches
 from fp8pass.passes.lowering.fuse_norms import fuse_norms
 from fp8pass.passes.lowering.fuse_rows import fuse_rows
@@ -41,66 +41,99 @@ from fp8pass.passes.lowering.unroll_chunks import unroll_chunks
 
 Pass = Callable[[fx.GraphModule, Context], None]
 
-# Joint graphs, forward and backward in one.
-JOINT_PASSES: tuple[Pass, ...] = (
-    chunk_head,  # output head and loss -> one operator, chunk by chunk of tokens
-    quantize_linears,  # mm, addmm of a parameter -> quantize + scaled_mm
-    quantize_experts,  # _grouped_mm, bmm of a parameter -> quantize + scaled_grouped_mm
-    simulate_format,  # instead of that: mm, addmm of a parameter -> mask_format around them
-    gather_codes,  # gathers of what is only quantized -> gathers of codes
-    gather_again,  # gathered parameters and codes -> marked, not to be kept
-    plan_saved_values,  # which forward values the backward keeps, in which format
-    materialize_plan,  # the plan -> quantize, dequantize and recompute nodes
-    merge_dgrads,  # gradients of an input that layers share -> one GEMM
-    offload_saved,  # what is kept on the host -> copies there, and back before it is used
-    list_collectives,  # what ranks send each other, for the plan
-    count_casts,  # what FP8 GEMMs compute and their casts move, for the plan
+
+@dataclass(frozen=True)
+class Entry:
+    """A pass in the pipeline.
+
+    Attributes:
+        run: the pass.
+        in_inference: whether it also runs on graphs without a backward, so that evaluation computes
+            the numbers of training.
+        adds_guards: whether it may add guards on dynamic shapes.
+        required: whether no graph compiles without it.
+    """
+
+    run: Pass
+    in_inference: bool = False
+    adds_guards: bool = False
+    required: bool = False
+
+
+_JOINT = (
+    # Output head and loss -> one operator that runs on chunks of the tokens. Its guards recompile
+    # the graph for few tokens, with an unchunked head.
+    Entry(chunk_head, in_inference=True, adds_guards=True),
+    # mm, addmm of a parameter -> quantize + scaled_mm
+    Entry(quantize_linears, in_inference=True),
+    # _grouped_mm, bmm of a parameter -> quantize + scaled_grouped_mm
+    Entry(quantize_experts, in_inference=True),
+    # With Config.simulate, instead of both: mm, addmm of a parameter -> mask_format around it
+    Entry(simulate_format, in_inference=True),
+    # all_gather + quantize -> quantize + all_gather
+    Entry(gather_quantized, in_inference=True),
+    # Gathered parameters and FP8 data -> marked as recomputed
+    Entry(repeat_gathers),
+    # Decides which forward values are saved, and in which format
+    Entry(plan_saved_values),
+    # The plan -> quantize, dequantize and recompute nodes
+    Entry(materialize_plan, required=True),
+    # Sum of the dgrads of layers that share an input -> one GEMM
+    Entry(merge_dgrads),
+    # Saved tensors that the plan offloads -> copies to the host and back
+    Entry(offload_saved),
+    # Reports collectives, FP8 GEMMs and casts in the plan
+    Entry(describe_graph, in_inference=True),
 )
 
-# Graphs without a backward: evaluation gives the values that training would.
-INFERENCE_PASSES: tuple[Pass, ...] = (
-    chunk_head,
-    quantize_linears,
-    quantize_experts,
-    simulate_format,
-    gather_codes,
-    list_collectives,
+_LOWERING = (
+    # in_chunks -> the operators of each chunk
+    Entry(unroll_chunks, required=True),
+    # Quantization by row, and the operators before it -> row kernels
+    Entry(fuse_rows),
+    # The backward of norms -> row kernels
+    Entry(fuse_norms),
+    # Quantization in both layouts, and the operators before it -> tile kernels
+    Entry(fuse_tiles),
+    # Second stages of amaxes, and scales -> one row kernel
+    Entry(fuse_scales),
+    # Kernels that can run together -> one launch
+    Entry(fuse_launches),
+    # Reports kernels in the plan
+    Entry(describe_kernels),
+    # The rest of the dialect -> aten
+    Entry(lower_dialect, required=True),
+    # cat of computed parts -> parts that are stored in place
+    Entry(split_cats),
+    # Sums of the residual stream -> memory
+    Entry(buffer_residual_sums),
+    # Operands of grouped GEMMs -> memory, in the strides that they were traced with
+    Entry(pin_layouts),
 )
 
-# The forward and the backward, or an inference graph, right before Inductor compiles them.
-LOWERING_PASSES: tuple[Pass, ...] = (
-    unroll_chunks,  # operators that run in chunks -> the chunks, one after the other
-    fuse_rows,  # matrices quantized by row -> row kernels
-    fuse_norms,  # the backward of norms -> row kernels
-    fuse_tiles,  # matrices quantized in both layouts -> tile kernels
-    fuse_scales,  # second stages of amaxes, and scales -> one row kernel
-    fuse_launches,  # kernels that can run together -> one launch
-    count_kernels,  # how matrices are quantized, for the plan
-    lower_dialect,  # the rest of the dialect -> aten
-    split_cats,  # concatenations of computed parts -> each part stored in its place
-    buffer_residual_sums,  # sums of the residual stream -> memory
-    pin_layouts,  # operands of grouped GEMMs -> memory, in the strides they were traced with
-)
+# Joint graphs contain forward and backward.
+JOINT_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _JOINT)
+
+# Graphs without a backward.
+INFERENCE_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _JOINT if entry.in_inference)
+
+# Forward, backward and inference graphs, right before Inductor compiles them.
+LOWERING_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _LOWERING)
 
 ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *LOWERING_PASSES)
+ENTRIES: dict[Pass, Entry] = {entry.run: entry for entry in (*_JOINT, *_LOWERING)}
 
-# Without these no graph could be cut, or compiled.
-INDISPENSABLE: tuple[Pass, ...] = (materialize_plan, unroll_chunks, lower_dialect)
-
-# What holds for a graph after all passes of a list, checked with FP8PASS_CHECK=1.
+# Check of a graph after all passes of a list, with FP8PASS_CHECK=1.
 CONTRACTS: dict[tuple[Pass, ...], Callable[[fx.Graph], None]] = {
     JOINT_PASSES: spec.verify_no_kernels,
     INFERENCE_PASSES: spec.verify_no_kernels,
     LOWERING_PASSES: spec.verify_lowered,
 }
 
-# These ask something of sizes that vary: few tokens are compiled anew, with a head that is whole.
-GUARDING: tuple[Pass, ...] = (chunk_head,)
-
 __all__ = [
     "ALL_PASSES",
     "CONTRACTS",
-    "GUARDING",
+    "ENTRIES",
     "INFERENCE_PASSES",
     "JOINT_PASSES",
     "LOWERING_PASSES",

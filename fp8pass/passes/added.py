@@ -25,28 +25,28 @@ def check_positions(config: Config) -> None:
             )
 
 
-def with_added(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    """Return the list with the added passes, wherever it has their positions."""
+def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
+    """Return the passes with the added ones before and after the passes that they name."""
     found: list[Pass] = []
     for pass_ in passes:
-        of_this = [(when, function) for when, name, function in added if name == pass_.__name__]
-        found += [function for when, function in of_this if when == "before"]
+        here = [(when, function) for when, name, function in added if name == pass_.__name__]
+        found += [function for when, function in here if when == "before"]
         found.append(pass_)
-        found += [function for when, function in of_this if when == "after"]
+        found += [function for when, function in here if when == "after"]
     return found
 
 
-def keys_of(added: Sequence[AddedPass]) -> tuple[tuple[str, str, str], ...]:
-    """Return what stands for the added passes in the keys of caches."""
-    return tuple((when, name, key_of(function)) for when, name, function in added)
+def cache_keys(added: Sequence[AddedPass]) -> tuple[tuple[str, str, str], ...]:
+    """Return the cache keys of the added passes."""
+    return tuple((when, name, cache_key(function)) for when, name, function in added)
 
 
 @cache
-def key_of(function: Pass) -> str:
+def cache_key(function: Pass) -> str:
     """Return the name of a function with a hash of the file that defines it.
 
-    A closure depends on more than its file, and a function typed into a notebook has no file: such
-    a function has a new key in each process, so that no cache has its results.
+    A closure depends on more than its file, and a function from a notebook has no file. Both get a
+    new key in each process, so that their results are never read from a cache.
     """
     plain = inspect.isfunction(function) and function.__closure__ is None
     file = inspect.getsourcefile(function) if plain else None

@@ -1,4 +1,4 @@
-"""The context that every pass is given besides the graph."""
+"""The context that every pass gets together with the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Requests:
-    """Additional contents of a plan, for `explain`. Each takes time to compute.
+    """Optional contents of the plan, which `explain` shows and which take time to compute.
 
     Attributes:
         frontier: memory against time, for all budgets.
@@ -33,11 +33,11 @@ class Context:
 
     Attributes:
         config: the user's choices.
-        facts: facts about the joint graph; none about one of its halves.
-        requests: what the plan should contain beyond the decisions.
-        plan: the decisions so far, for people; passes add to it.
-        decisions: how each forward value reaches the backward, by `plan_saved_values`.
-        saved: the nodes that cross into the backward, in order, by `materialize_plan`.
+        facts: facts about the joint graph; empty for forward and backward graphs.
+        requests: optional contents of the plan.
+        plan: the decisions so far, which `explain` shows.
+        decisions: how each forward value reaches the backward; `plan_saved_values` writes it.
+        saved: the nodes that cross into the backward, in order; `materialize_plan` writes it.
     """
 
     config: Config

@@ -1,52 +1,57 @@
-"""What `quantize_linears` and `quantize_experts` share: codes of operands, and who has none."""
+"""Quantize the operands of GEMMs: code that `quantize_linears` and `quantize_experts` share."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.config import Config
-from fp8pass.dialect.formats import FORMATS, Format
+from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, block_text, parse
-from fp8pass.graph.classify import GROUPED
+from fp8pass.graph.classify import GROUPED_GEMMS
 from fp8pass.graph.linear_layers import (
     Layer,
     Reason,
     emit_operand,
+    gemm_operands,
     is_multiple_of_16,
-    operands_of,
 )
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, tensor
-from fp8pass.graph.tags import KEPT_BY_CHOICE, OPERAND_OF, ROLE, STANDS_FOR
+from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE, OPERAND_OF, REPLACED_GEMM, ROLE
+from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
 
-# What is not rewritten where nothing is rounded. Its operands are kept as the rules allow.
+# The layer is not rewritten, since nothing is rounded. Its operands are saved as the rules allow.
 EXACT_FORMATS = Reason("exact formats: not rewritten", chosen=True)
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
-    """Why a layer, or one of experts, does not run in FP8 whatever its GEMMs are like."""
+    """Return why a layer, or layer of experts, stays in high precision whatever its GEMMs are."""
     pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if not config.quantize_lm_head and layer.is_head:
         return Reason("an output head, which stays exact unless quantize_lm_head=True", chosen=True)
     if layer.flaw:
-        return layer.why_none
+        return layer.why_not_linear
     if layer.is_router:
         return Reason("router: a small error may send a token to another expert", chosen=True)
-    if any(tensor(x).dtype not in OPERAND_DTYPES for x in operands_of(layer.forward)):
+    if any(tensor(x).dtype not in OPERAND_DTYPES for x in gemm_operands(layer.forward)):
         return Reason(f"{graph.dtype_text(tensor(layer.forward).dtype)} operands")
     return Reason()
 
 
 def why_not_these_rows(layer: Layer) -> Reason:
-    """Why the input of a layer has a number of rows that no FP8 GEMM takes."""
+    """Return why no FP8 GEMM takes the number of rows of a layer's input."""
     if any(map(compat.has_unbacked, layer.rows)):
         return Reason("the number of rows depends on data")
     if any(compat.statically_known_true(size == 0) for size in layer.rows):
@@ -54,140 +59,154 @@ def why_not_these_rows(layer: Layer) -> Reason:
     return Reason()
 
 
-def mark(layer: Layer, reason: Reason) -> tuple[str, ...]:
-    """Write down what each GEMM of a layer is for; the roles of those that run in FP8."""
-    by_choice = reason.chosen and reason is not EXACT_FORMATS
+def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = "") -> Linear:
+    """Tag the GEMMs of a layer with their roles, and return the plan's entry.
+
+    The layer runs in FP8 unless there is a reason not to. Accumulation counts as fast for a role if
+    all GEMMs of that role use it.
+    """
     for role, gemm in layer.gemms():
         gemm.meta[ROLE] = role
-        if by_choice:
-            gemm.meta[KEPT_BY_CHOICE] = True
-    return () if reason.text else tuple(dict.fromkeys(role for role, _ in layer.gemms()))
-
-
-def fast_roles(layer: Layer, config: Config) -> tuple[str, ...]:
-    """The roles whose GEMMs of a layer all use fast accumulation."""
+        if reason.chosen and reason is not EXACT_FORMATS:
+            gemm.meta[HIGH_PRECISION_BY_CHOICE] = True
+    if reason.text:
+        return layer.entry(reason, times)
+    if not config.quantizes_linears:
+        exact = Reason("exact formats: rewritten, not rounded", chosen=True)
+        return layer.entry(exact, times)
+    roles = tuple(dict.fromkeys(role for role, _ in layer.gemms()))
     slow = {role for role, gemm in layer.gemms() if not accumulates_fast(gemm, layer, config)}
-    return tuple(dict.fromkeys(role for role, _ in layer.gemms() if role not in slow))
+    fast = tuple(role for role in roles if role not in slow)
+    return layer.entry(reason, times, fp8=roles, fast=fast)
+
+
+def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
+    """Count the layers before each node whose GEMMs have been tagged with their roles."""
+    forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
+    return dict(zip(g.nodes, accumulate(forward), strict=True))
+
+
+def gemms_in_order(g: fx.Graph, layers: Iterable[Layer]) -> list[tuple[fx.Node, Layer]]:
+    """Return the GEMMs of some layers in the order of the graph, each with its layer.
+
+    GEMMs share operands that the first of them quantizes, which therefore must be the first to be
+    rewritten.
+    """
+    found = {gemm: layer for layer in layers for _, gemm in layer.gemms()}
+    return [(node, found[node]) for node in g.nodes if node in found]
 
 
 def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
     """Whether the FP8 form of a layer's GEMM uses fast accumulation."""
-    role, length = gemm.meta[ROLE], tensor(operands_of(gemm)[0]).shape[-1]
-    if gemm.target in GROUPED and role == "wgrad":  # contracts over the tokens of each expert
+    role, length = gemm.meta[ROLE], tensor(gemm_operands(gemm)[0]).shape[-1]
+    if gemm.target in GROUPED_GEMMS and role == "wgrad":  # contracts over the tokens of each expert
         length = length // layer.experts
     return config.accumulates_fast(role, length)
 
 
 class Quantizer:
-    """Quantizes matrices of one graph, each once per layout and format."""
+    """Quantizes the operands of the GEMMs of one graph, each once per layout and quantization.
+
+    Attributes:
+        backward: the nodes that depend on a gradient.
+        gemm, layer: the GEMM that is being rewritten, and its layer. New nodes inherit its origin.
+    """
+
+    gemm: fx.Node
+    layer: Layer
 
     def __init__(self, g: fx.Graph, config: Config) -> None:
         self.config = config
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, Quantization], tuple[fx.Node, fx.Node]] = {}
-        # Of blocks of a matrix; the largest of them is that of the whole matrix.
+        # Amaxes of the blocks of a matrix. The largest is the amax of the matrix.
         self._amaxes: dict[tuple[fx.Node, str, Block], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
-    def __call__(
-        self,
-        matrix: fx.Node,
-        layer: Layer,
-        quantization: Quantization,
-        *,
-        contract_rows: bool,
-        like: fx.Node,
+    def quantize(
+        self, matrix: fx.Node, quantization: Quantization, *, contract_rows: bool
     ) -> tuple[fx.Node, fx.Node]:
-        """Data and scales of an operand of `layer`, laid out with its contracted dimension last.
+        """Return data and scales of an operand, laid out with its contracted dimension last.
 
-        `contract_rows` says that the GEMM contracts `matrix` over its first dimension.
+        With `contract_rows` the GEMM contracts `matrix` over its first dimension.
         """
-        base, flipped = graph.untransposed(matrix)
-        is_transposed = contract_rows != flipped
-        # Transposing data pads them with zeros to a length that tensor cores take.
+        base, is_flipped = graph.skip_transposes(matrix)
+        is_transposed = contract_rows != is_flipped
+        # `transpose` pads data with zeros to a length that tensor cores take.
         needs_padding = not is_transposed and not is_multiple_of_16(tensor(base).shape[-1])
         if needs_padding or (is_transposed and not quantization.survives_transpose):
-            base, is_transposed = self._permuted(base, like), not is_transposed
-        # One tensor may be two matrices: a view of another shape has rows of its own.
-        identity = graph.root(base), graph.shape_text(tensor(base))
-        key = (*identity, quantization)
+            base, is_transposed = self._permute(base), not is_transposed
+        key = (*identity_of(base), quantization)
         if key not in self._quantized:
-            self._quantized[key] = self._quantize(base, identity, quantization, like)
+            self._quantized[key] = self._quantize(base, quantization)
         data, scale = self._quantized[key]
-        operand = layer.module, self._operand_name(base, layer)
+        operand = self.layer.module, self.name_operand(base)
         data.meta[OPERAND_OF] = tuple(dict.fromkeys((*data.meta.get(OPERAND_OF, ()), operand)))
         if not is_transposed:
             return data, scale
         if data not in self._transposed:
-            self._transposed[data] = emit_operand(fp8.transpose.default, data, like=like)
+            self._transposed[data] = self.emit(fp8.transpose.default, data)
         if quantization.is_in_groups:  # the scales of blocks are a matrix, too
-            scale = self._permuted(scale, like)
+            scale = self._permute(scale)
         return self._transposed[data], scale
 
-    def _quantize(
-        self,
-        base: fx.Node,
-        identity: tuple[fx.Node, str],
-        quantization: Quantization,
-        like: fx.Node,
-    ) -> tuple[fx.Node, fx.Node]:
-        text, is_tensor = str(quantization), quantization.block == TENSOR
-        found = _codes_behind(base, quantization.format.name)
+    def _quantize(self, base: fx.Node, quantization: Quantization) -> tuple[fx.Node, fx.Node]:
+        text, found = str(quantization), _find_quantized(base, quantization.format.name)
         if found and found[2] == quantization:
             return found[:2]
-        if found and is_tensor:  # the largest of the rows' scales
-            scale = emit_operand(fp8.amax.default, found[1], "tensor", like=like)
+        if found and quantization.block == TENSOR:  # the largest of the rows' scales
+            scale = self.emit(fp8.amax.default, found[1], "tensor")
         else:
-            amax = self._amax(base, identity, quantization.block, like)
-            scale = emit_operand(fp8.scale.default, amax, text, like=like)
-        return emit_operand(fp8.quantize.default, base, scale, text, like=like), scale
+            scale = self.emit(fp8.scale.default, self.amax(base, quantization.block), text)
+        return self.emit(fp8.quantize.default, base, scale, text), scale
 
-    def _permuted(self, base: fx.Node, like: fx.Node) -> fx.Node:
-        if base not in self._transposed:
-            permuted = emit_operand(aten.permute.default, base, [1, 0], like=like)
-            self._transposed[base] = permuted
-            if base in self.backward:
-                self.backward.add(permuted)
-        return self._transposed[base]
-
-    def operand_names(self, gemm: fx.Node, layer: Layer) -> list[str]:
-        """The operands of a GEMM as `Config.quantizations` names them."""
-        role = gemm.meta[ROLE]
-        known = {"dgrad": "weight", "wgrad": "input"}
-        bases = [graph.untransposed(x)[0] for x in operands_of(gemm)]
-        if role == "forward":
-            return [self._operand_name(base, layer) for base in bases]
-        return ["gradient" if base in self.backward else known[role] for base in bases]
-
-    def format_of(self, matrix: fx.Node) -> Format:
-        """The format of a matrix in FP8 GEMMs, which depends on whether it is a gradient."""
-        is_gradient = graph.untransposed(matrix)[0] in self.backward
-        name = self.config.gradient_format if is_gradient else self.config.forward_format
-        return FORMATS[name]
-
-    def _operand_name(self, base: fx.Node, layer: Layer) -> str:
-        if base in self.backward:
-            return "gradient"
-        return "weight" if graph.source(base) is layer.weight else "input"
-
-    def _amax(
-        self, base: fx.Node, identity: tuple[fx.Node, str], block: Block, like: fx.Node
-    ) -> fx.Node:
-        """The largest magnitude of each block; that of a tensor is the largest of its rows'."""
-        rows = self._amaxes.get((*identity, ROW))
+    def amax(self, matrix: fx.Node, block: Block) -> fx.Node:
+        """Return the amax of each block; the amax of a tensor is the largest amax of its rows."""
+        rows = self._amaxes.get((*identity_of(matrix), ROW))
         if block == TENSOR and rows is not None:
-            return emit_operand(fp8.amax.default, rows, "tensor", like=like)
-        key = (*identity, block)
+            return self.emit(fp8.amax.default, rows, "tensor")
+        key = (*identity_of(matrix), block)
         if block == TENSOR or key not in self._amaxes:
-            text = block_text(block)
-            self._amaxes[key] = emit_operand(fp8.amax.default, base, text, like=like)
+            self._amaxes[key] = self.emit(fp8.amax.default, matrix, block_text(block))
         return self._amaxes[key]
 
+    def name_operand(self, matrix: fx.Node) -> str:
+        """Return the name of an operand in `Config.quantizations`."""
+        base = graph.skip_transposes(matrix)[0]
+        if base in self.backward:
+            return "gradient"
+        return "weight" if graph.skip_views_and_casts(base) is self.layer.weight else "input"
 
-def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quantization] | None:
-    """The data, scales and quantization that a matrix was dequantized from, if in a format.
+    def _permute(self, base: fx.Node) -> fx.Node:
+        if base not in self._transposed:
+            self._transposed[base] = self.derive(base, aten.permute.default, [1, 0])
+        return self._transposed[base]
 
-    The values of E4M3 codes, which BF16 holds, would have these again, or the same of half a scale.
+    def derive(self, x: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit `target(x, ...)`, which is in the backward if `x` is."""
+        node = self.emit(target, x, *args, **kwargs)
+        if x in self.backward:
+            self.backward.add(node)
+        return node
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit a node that prepares an operand of the current GEMM."""
+        return emit_operand(target, *args, like=self.gemm, **kwargs)
+
+
+def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
+    """Return a key that is equal for nodes that hold the same matrix.
+
+    It contains the shape, since views of one tensor in two shapes have different rows.
+    """
+    return graph.skip_reshapes(matrix), graph.shape_text(tensor(matrix))
+
+
+def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quantization] | None:
+    """Return data, scales and quantization that a matrix was dequantized from, if in `format`.
+
+    BF16 holds the dequantized values exactly. To quantize them again would give the same data, or
+    the same values with half the scale.
     """
     while matrix.target in graph.CASTS:
         (matrix,) = matrix.all_input_nodes
@@ -197,12 +216,15 @@ def _codes_behind(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quant
     data = planes[0]  # type: ignore[index]
     assert isinstance(data, fx.Node)
     assert isinstance(scale, fx.Node)
-    how = parse(str(text))
-    return (data, scale, how) if how.format is FORMATS[format] and not how.is_in_groups else None
+    found = parse(str(text))
+    fits = found.format is FORMATS[format] and not found.is_in_groups
+    return (data, scale, found) if fits else None
 
 
-def take_place(node: fx.Node, gemm: fx.Node) -> None:
-    """Have a node go by the name of the GEMM that it replaces."""
-    node.meta[STANDS_FOR] = graph.original_name(gemm)
+def replace_gemm(gemm: fx.Node, product: fx.Node, result: fx.Node) -> None:
+    """Use `result` instead of a GEMM, and give `product` the name of the GEMM."""
+    product.meta[REPLACED_GEMM] = graph.original_name(gemm)
     name = gemm.target.__name__  # type: ignore[union-attr]
-    node.meta[graph.REPLACED] = gemm.meta.get(graph.REPLACED, name)
+    product.meta[graph.ORIGINAL_OPERATOR] = gemm.meta.get(graph.ORIGINAL_OPERATOR, name)
+    gemm.replace_all_uses_with(result)
+    gemm.graph.erase_node(gemm)

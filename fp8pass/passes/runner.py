@@ -1,10 +1,10 @@
-"""Runs the passes of a list, and lets people see what they do.
+"""Run a list of passes: record, time, check, log and dump each pass.
 
-TORCH_LOGS="+fp8pass"          every pass: its time, and the nodes before and after
+TORCH_LOGS="+fp8pass"          log the time of each pass, and the nodes before and after
 FP8PASS_CHECK=1                verify the graph between passes (always on in the tests)
 FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
-TORCH_TRACE=DIR                the same as artifacts, for tlparse to show
-FP8PASS_DISABLE_PASSES=a,b     leave out passes by exact name
+TORCH_TRACE=DIR                write both graphs as artifacts for tlparse
+FP8PASS_DISABLE_PASSES=a,b     skip passes by exact name
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fp8pass import compat, graph
 from fp8pass.config import AddedPass, ConfigError, checks_are_on, unknown
 from fp8pass.graph import spec
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.passes import ALL_PASSES, CONTRACTS, GUARDING, INDISPENSABLE, Context, Pass
-from fp8pass.passes.added import with_added
+from fp8pass.passes import ALL_PASSES, CONTRACTS, ENTRIES, Context, Entry, Pass
+from fp8pass.passes.added import insert_passes
 
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
 
-# Begins a comment that names the module that the following lines of a graph's code come from.
+# Prefix of a comment that names the module of the lines after it.
 MODULE_COMMENT = "# module "
 
 
@@ -41,11 +41,11 @@ class PassRecord:
     """One pass over one graph.
 
     Attributes:
-        name: of the pass.
-        graph: `joint`, `inference`, or the half of a joint graph: `forward`, `backward`.
-        before, after: the graph's code, '' unless it was recorded; a comment names each module.
-        seconds: how long it took.
-        nodes_before, nodes_after: how many nodes the graph had.
+        name: the name of the pass.
+        graph: `joint`, `inference`, `forward` or `backward`.
+        before, after: the graph's code, with comments that name modules; '' unless recorded.
+        seconds: the time that the pass took.
+        nodes_before, nodes_after: the number of nodes of the graph.
     """
 
     name: str
@@ -58,7 +58,7 @@ class PassRecord:
 
     @property
     def diff(self) -> str:
-        """What changed, as a unified diff of the graph's code."""
+        """Unified diff of the graph's code."""
         lines = difflib.unified_diff(
             self.before.splitlines(), self.after.splitlines(), "before", "after", lineterm="", n=2
         )
@@ -66,13 +66,13 @@ class PassRecord:
 
 
 class Watcher(Protocol):
-    """Sees a graph before and after each pass."""
+    """Observer of a graph before and after each pass."""
 
     def before(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """`pass_` is about to run."""
+        """Look at the graph before `pass_` runs."""
 
     def after(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """`pass_` has run."""
+        """Look at the graph after `pass_` has run."""
 
 
 def run_passes(
@@ -84,25 +84,25 @@ def run_passes(
     record: bool = False,
     watcher: Watcher | None = None,
 ) -> list[PassRecord]:
-    """Run `passes` in order, with whatever debugging is asked for.
+    """Run `passes` in order; `of` is the kind of graph, as in `PassRecord.graph`.
 
-    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE`, the graphs are kept as text, which takes longer
-    than most passes do. `of` says which graph it is.
+    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE` the records contain the graph's code. Printing it
+    takes longer than most passes.
     """
     folder = os.environ.get("FP8PASS_DUMP")
     record = record or bool(folder) or bool(os.environ.get("TORCH_TRACE"))
     check = checks_are_on()
-    number, added = next(_graph_numbers), ctx.config.passes
+    number = next(_graph_numbers)
     records: list[PassRecord] = []
     before = _code(gm) if record else ""
-    for index, pass_ in enumerate(_enabled(with_added(passes, added), added)):
+    for index, pass_ in enumerate(_select_enabled(passes, ctx.config.passes)):
         nodes = len(gm.graph.nodes)
         guards = compat.guard_count(gm.graph) if check else 0
         seconds = _run(pass_, gm, ctx, watcher)
         if check:
             for g in (gm.graph, *(chunks.body.graph for chunks in chunks_of(gm.graph))):
                 spec.verify(g)
-            if pass_ not in GUARDING:
+            if not ENTRIES.get(pass_, Entry(pass_)).adds_guards:
                 spec.verify_guards(gm.graph, guards)
         after = _code(gm) if record else ""
         sizes = nodes, len(gm.graph.nodes)
@@ -118,12 +118,12 @@ def run_passes(
             _dump(Path(folder), number, index, entry)
     if check and (contract := CONTRACTS.get(tuple(passes))):
         contract(gm.graph)
-    gm.recompile()  # once: its code is only for those who call it
+    gm.recompile()  # once, since only a call of the module needs its code
     return records
 
 
 def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None) -> float:
-    """Run one pass; the seconds that it took."""
+    """Run one pass and return the seconds that it took."""
     if watcher:
         watcher.before(pass_, gm, ctx)
     start = time.perf_counter()
@@ -136,40 +136,41 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 @cache
 def warn_about_checkpointing() -> None:
-    """Log, once in a process, that checkpointing leaves little to keep in low bits."""
+    """Log once per process that checkpointed regions save nothing in low bits."""
     log.warning(
-        "torch.utils.checkpoint is on (gradient_checkpointing of Trainers): the backward computes "
-        "all of its regions again, and nothing in them is kept in low bits. Without it fp8pass "
-        "keeps less than PyTorch does, and memory_budget computes again no more than has to be. "
-        "fp8pass.explain(model, ...) says how much that takes. This is said once."
+        "torch.utils.checkpoint is on (gradient_checkpointing of Trainers): the backward "
+        "recomputes its regions, so that fp8pass saves nothing of them in low bits. Without it "
+        "fp8pass saves less than PyTorch, and memory_budget recomputes only what the budget "
+        "requires. fp8pass.explain(model, ...) shows the memory. This is logged once."
     )
 
 
 def disabled_passes() -> list[str]:
-    """The passes that `FP8PASS_DISABLE_PASSES` leaves out."""
+    """Return the names in `FP8PASS_DISABLE_PASSES`, sorted."""
     return sorted(n for n in os.environ.get("FP8PASS_DISABLE_PASSES", "").split(",") if n)
 
 
-def _enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    ours = (*ALL_PASSES, *passes, *(function for *_, function in added))
-    known = {p.__name__ for p in ours}
+def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
+    """Return the passes to run, with the added ones and without the disabled ones."""
+    known = {p.__name__ for p in (*ALL_PASSES, *passes, *(function for *_, function in added))}
     disabled = disabled_passes()
     for name in disabled:
         if name not in known:
             raise ConfigError(unknown("pass in FP8PASS_DISABLE_PASSES", name, sorted(known)))
-        if name in {p.__name__ for p in INDISPENSABLE}:
+    for entry in ENTRIES.values():
+        if entry.required and entry.run.__name__ in disabled:
             raise ConfigError(
-                f"FP8PASS_DISABLE_PASSES names {name!r}, which cannot be left out: without it "
-                "there is nothing to compile."
+                f"FP8PASS_DISABLE_PASSES names {entry.run.__name__!r}, which cannot be disabled: "
+                "no graph compiles without it."
             )
-    return [p for p in passes if p.__name__ not in disabled]
+    return [p for p in insert_passes(passes, added) if p.__name__ not in disabled]
 
 
 def _code(gm: fx.GraphModule) -> str:
-    """A graph as Python, with a comment wherever another module begins.
+    """Return a graph as Python, with a comment at the first line of each module.
 
-    Without FX's `x = None` behind the last use of each value, which would make every pass look as
-    if it had changed what it only uses.
+    FX's `x = None` after the last use of each value is left out: every new use of a value would
+    move it, and show up as a change in the diff.
     """
     nodes = {n.name: n for n in gm.graph.nodes}
     lines, current = [], ""
@@ -187,7 +188,7 @@ def _code(gm: fx.GraphModule) -> str:
 
 
 def _trace(number: int, entry: PassRecord) -> None:
-    """Leave both graphs to `TORCH_TRACE`."""
+    """Write both graphs to `TORCH_TRACE`."""
     for when, code in (("before", entry.before), ("after", entry.after)) if entry.after else ():
         about = {
             "name": f"fp8pass_{number}_{entry.graph}_{entry.name}_{when}",
@@ -200,6 +201,6 @@ def _trace(number: int, entry: PassRecord) -> None:
 
 def _dump(folder: Path, number: int, index: int, entry: PassRecord) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"graph{number}_{entry.graph}_{index}_{entry.name}"
+    stem = f"graph{number:03}_{entry.graph}_{index:02}_{entry.name}"
     (folder / f"{stem}_before.py").write_text(entry.before)
     (folder / f"{stem}_after.py").write_text(entry.after)

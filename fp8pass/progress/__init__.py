@@ -1,5 +1,6 @@
-"""Messages about compilations, for users.
+"""Messages to users about compilations.
 
-log.py        a line about each graph that trains, warnings, a spinner
-gain.py       whether FP8 makes a model faster
+log.py        one line for each training graph, warnings, a spinner
+stored.py     messages about cached graphs, in files
+gain.py       estimates whether FP8 makes a model faster
 """

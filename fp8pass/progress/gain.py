@@ -1,16 +1,16 @@
-"""Whether FP8 makes a model faster: what its GEMMs save, against what casts of operands move.
+"""Estimate whether FP8 makes a model faster: the time its GEMMs save, less the time of its casts.
 
-Both by the roofline that `fit` times steps with (`hardware.py`), each cast as if it were a
-kernel of its own. Fused kernels move less, and small GEMMs stay below their peak: in models that
-were measured both make up for each other. Milliseconds saved of a forward and backward:
+Both times come from the roofline that `fit` uses (`hardware.py`), as if each cast were a kernel.
+Fused kernels move fewer bytes, and small GEMMs stay below their peak. In the measured models these
+two errors cancel. Milliseconds saved of a forward and backward:
 
                              estimated    coat    agoq    linear
     GPT-2 124M, H200               1.0     0.7    -0.1      -1.0     benchmarks/results/gpt2.json
     a layer of 2048, H200          1.0     1.4     0.8               benchmarks/results/layer.json
     a layer of 4096, H200         11.3    13.2    11.9
 
-So GPT-2 breaks even, where 8% of the time of these layers' GEMMs would be saved, and the layer of
-2048, with 28%, is faster by more than a quarter as a whole.
+GPT-2 breaks even, with an estimate of 8% of the time of its linear layers' GEMMs. The layer of
+2048, with an estimate of 28%, runs more than a quarter faster as a whole.
 """
 
 from __future__ import annotations
@@ -23,68 +23,67 @@ import torch
 from fp8pass.hardware import Gpu, Work, known_gpu
 from fp8pass.plan import Linear, Plan
 
-# A smaller share of the time of their GEMMs may be lost elsewhere: between the cases above.
+# FP8 may be slower if it saves a smaller share of the GEMMs' time: between the two cases above.
 CLEAR_SHARE = 0.15
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What linear layers in FP8 take on a GPU, in seconds of a forward and backward.
+    """The time of the quantized linear layers on a GPU, in seconds of a forward and backward.
 
     Attributes:
-        before: their GEMMs, in BF16.
-        after: in FP8, with all casts.
+        bf16: the time of their GEMMs in BF16.
+        fp8: the time of their GEMMs in FP8, with all casts.
     """
 
-    before: float
-    after: float
+    bf16: float
+    fp8: float
 
     @property
     def saved(self) -> float:
-        """What FP8 saves, if anything."""
-        return self.before - self.after
+        """The time that FP8 saves; negative if it is slower."""
+        return self.bf16 - self.fp8
 
     @property
     def is_clear(self) -> bool:
-        """Whether FP8 is certain to be faster, or nothing is in FP8."""
-        return not self.before or self.saved >= CLEAR_SHARE * self.before
+        """Whether FP8 is certainly faster, or no layer runs in FP8."""
+        return not self.bf16 or self.saved >= CLEAR_SHARE * self.bf16
 
 
-def gain(plans: Sequence[Plan], gpu: Gpu) -> Gain:
-    """What FP8 saves in graphs that run one after the other."""
+def estimate_gain(plans: Sequence[Plan], gpu: Gpu) -> Gain:
+    """Estimate the gain over graphs that run one after another."""
     work = sum((plan.fp8_work for plan in plans), Work())
     return Gain(gpu.seconds(Work(bf16_flops=work.fp8_flops)), gpu.seconds(work))
 
 
-def doubt(plans: Sequence[Plan], device: torch.device | None) -> str:
-    """A sentence about a model that FP8 makes hardly faster, or slower; '' of any other.
+def slowdown_warning(plans: Sequence[Plan], device: torch.device | None) -> str:
+    """Return a warning if FP8 makes a model slower or hardly faster, else ''.
 
     Args:
-        plans: of all graphs, once for each run.
-        device: of the model; only of GPUs whose rates are known something is said.
+        plans: the plans of all graphs, once for each run.
+        device: the device of the model. GPUs with unknown rates get no warning.
     """
     if device is None or device.type != "cuda":
         return ""
     name = torch.cuda.get_device_name(device)
     rates = known_gpu(name)
-    if rates is None or (found := gain(plans, rates)).is_clear:
+    if rates is None or (gain := estimate_gain(plans, rates)).is_clear:
         return ""
-    before, change = 1e3 * found.before, 1e3 * found.saved
+    bf16, saved = 1e3 * gain.bf16, 1e3 * gain.saved
     layers = [y for plan in plans for y in plan.linears if y.fp8]
     expected = (
-        f"save {change:.2g} of the {before:.3g} ms"
-        if change > 0
-        else f"take {-change:.2g} ms more than the {before:.3g} ms"
+        f"save {saved:.2g} of the {bf16:.3g} ms"
+        if saved > 0
+        else f"take {-saved:.2g} ms more than the {bf16:.3g} ms"
     )
     return (
         f"FP8 is expected to {expected} of a forward and backward that {len(layers)} linear layers "
-        f"take in BF16 on {name}, by a roofline: they are too small{_such_as(layers)}, or get too "
-        "few rows, for what quantizing costs. FP8 saves memory all the same; without it a step may "
-        "be as fast or faster: see 'Small models' in docs/recipes.md."
+        f"take in BF16 on {name}, by a roofline: they are too small{_example_of(layers)}, or have "
+        "too few rows, to make up for the cost of quantization. FP8 still saves memory, but a step "
+        "may be as fast or faster without it: see 'Small models' in docs/recipes.md."
     )
 
 
-def _such_as(layers: Sequence[Linear]) -> str:
-    """The smallest of some layers."""
+def _example_of(layers: Sequence[Linear]) -> str:
     y = min(layers, key=lambda y: y.in_features * y.out_features)
     return f", such as {y.module or 'the top level'} ({y.in_features} → {y.out_features})"

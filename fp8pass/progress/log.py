@@ -1,4 +1,4 @@
-"""Messages about compilations: a line for each graph that trains, warnings, a spinner."""
+"""Log compilations: one line for each training graph, warnings, a spinner."""
 
 from __future__ import annotations
 
@@ -11,45 +11,85 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 from rich.text import Text
+from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.hooks import CompiledGraph, Hooks
+from fp8pass.config import Config
+from fp8pass.hooks import CompiledGraph, CompileVersion, Hooks, Program, Wrap
 from fp8pass.plan import Plan
-from fp8pass.progress.gain import doubt
+from fp8pass.progress.gain import slowdown_warning
+from fp8pass.progress.stored import StoredMessages
 
 log = logging.getLogger("fp8pass")
 
 # This share of the weights of a graph may stay in high precision without a warning.
 ROUTINE_SHARE = 0.05
+# The kind of the line about a graph. Other kinds of messages are warnings.
+SUMMARY = "summary"
 
 
 @dataclass(frozen=True)
 class CompileLog(Hooks):
-    """Logs one line for each graph with a backward, and each warning once for each model.
+    """Logs one line for each graph with a backward, and each kind of warning once for each model.
 
-    In distributed training the first rank logs for all ranks. A graph from PyTorch's caches has no
-    plan, and so no line.
+    In distributed training only the first rank logs. For a graph from PyTorch's caches it logs what
+    it logged when the graph was compiled, once in each process.
     """
+
+    def before_compile(
+        self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
+    ) -> Wrap:
+        """Return a function that stores the messages, or logs the stored ones."""
+        stored = StoredMessages.find(gm, config)
+
+        def finish(program: Program, compiled: CompiledGraph | None) -> Program:
+            if compiled:
+                stored.write(describe(compiled))
+            elif stored.key not in _logged:
+                _log(stored.read())
+            _logged.add(stored.key)
+            return program
+
+        return finish
 
     def after_passes(self, compiled: CompiledGraph) -> None:
         """Log the plan."""
-        plan = compiled.plan
-        if plan.inference or not plan.linears or is_later_rank():
-            log.debug("%s", plan.summary())
-            return
-        _inform(plan.summary())
-        _warn_once("precision", unexpected_precision(plan))
-        _warn_once("gain", doubt([plan], device_of(compiled)))
+        messages = describe(compiled)
+        if not messages:
+            log.debug("%s", compiled.plan.summary())
+        _log(messages)
 
     @contextmanager
     def while_compiling(self, what: str) -> Iterator[None]:
-        """Show `what` with a spinner if stderr is a terminal."""
+        """Show `what` with a spinner while the context is open, if stderr is a terminal."""
         console = Console(stderr=True)
         if not console.is_terminal or is_later_rank():
             yield
             return
         with console.status(Text(f"fp8pass: {what} …")):
             yield
+
+
+def describe(compiled: CompiledGraph) -> dict[str, str]:
+    """Return the messages about a graph by kind: none for inference or without linear layers."""
+    plan = compiled.plan
+    if plan.inference or not plan.linears:
+        return {}
+    warnings = {
+        "precision": unexpected_precision(plan),
+        "gain": slowdown_warning([plan], device_of(compiled)),
+    }
+    return {SUMMARY: plan.summary()} | warnings
+
+
+def _log(messages: dict[str, str]) -> None:
+    if is_later_rank():
+        return
+    for kind, text in messages.items():
+        if kind == SUMMARY:
+            _inform(text)
+        else:
+            _warn_once(kind, text)
 
 
 def unexpected_precision(plan: Plan) -> str:
@@ -71,6 +111,8 @@ def device_of(compiled: CompiledGraph) -> torch.device | None:
     return next((graph.tensor(node).device for node in weights), None)
 
 
+# The keys of the graphs whose messages this process has logged.
+_logged: set[str] = set()
 # The kinds of warnings that were logged, for each call of `torch.compile`.
 _warned: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
 
@@ -93,7 +135,7 @@ def _inform(line: str) -> None:
 
 
 def is_later_rank() -> bool:
-    """Whether another rank of distributed training logs for this one."""
+    """Whether this process is a rank of distributed training other than the first."""
     distributed = torch.distributed
     return (
         distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0

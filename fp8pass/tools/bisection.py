@@ -64,7 +64,7 @@ class Culprit(Unit):
     error_after: float
 
 
-@dataclass
+@dataclass(repr=False)
 class Bisection(Result):
     """The causes of a gradient error. Print it, or use `culprits`, `suggested` and `to_json()`.
 
@@ -98,6 +98,12 @@ class Bisection(Result):
     def suggested(self) -> dict[str, Any]:
         """Options that make the culprits exact, with those entries that `config` already has."""
         return make_options(self.culprits, self.config)
+
+    def _summary(self) -> str:
+        if not self.culprits:
+            return f"gradient error {self.error:.3g}, no culprit found"
+        names = ", ".join(c.name for c in self.culprits)
+        return f"gradient error {self.error:.3g}; {self.remaining:.3g} with {names} exact"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
@@ -231,7 +237,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
         placed += [
             (s.place, Unit("saved", s.value, s.module))
             for s in reversed(plan.saved)
-            if not s.kept_as.startswith("exact")
+            if not s.saved_as.startswith("exact")
         ]
         found.update((unit, None) for _, unit in sorted(placed, key=lambda x: x[0]))
     return list(found)

@@ -66,7 +66,7 @@ class LayerError:
         return not self.relative <= explained
 
 
-@dataclass
+@dataclass(repr=False)
 class Diagnosis(Result):
     """The gradient errors of a model's layers. Print it, or use `layers` and `to_json()`."""
 
@@ -82,6 +82,15 @@ class Diagnosis(Result):
     def suggested_skip(self) -> tuple[str, ...]:
         """Entries for `skip` that leave the suspicious layers in high precision."""
         return tuple(dict.fromkeys(y.entry for y in self.suspicious if y.entry))
+
+    def _summary(self) -> str:
+        if not self.layers:
+            return "no gradient has an error"
+        worst = max(self.layers, key=lambda y: y.relative)
+        return (
+            f"errors of {len(self.layers)} gradients, {len(self.suspicious)} far above the "
+            f"predicted error; largest {worst.relative:.3g} in {worst.module or 'the top level'}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the errors as JSON-ready data."""
@@ -182,7 +191,7 @@ def measure_errors(record: Record) -> Iterable[LayerError]:
             continue  # exact
         yield LayerError(
             record.path(node),
-            graph.module_path(graph.source(node)),
+            graph.module_path(graph.skip_views_and_casts(node)),
             _describe(node, record),
             graph.shape_text(graph.tensor(node)),
             mean_absolute,

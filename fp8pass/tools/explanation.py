@@ -154,6 +154,7 @@ def explain(
     module = model if parts else compat.original_of(model)
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))
     explanation.owners = running.find_owners(module)
+    explanation.convolutions, explanation.convolution_share = running.count_convolutions(module)
     requests = Requests(frontier=frontier, rules=rules)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, requests)
     with running.restore_state(module):
@@ -161,4 +162,6 @@ def explain(
             _measure_in_eager(explanation, module, args, kwargs)
         with running.compile_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
+    for compiled in explanation.graphs:
+        running.name_projections(module, compiled.plan)
     return explanation

@@ -22,7 +22,7 @@ from fp8pass.tools.running import find_module_of_run
 OPERAND_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
-@dataclass
+@dataclass(repr=False)
 class ExplanationData(Result):
     """The decisions about a model, as data.
 
@@ -36,6 +36,8 @@ class ExplanationData(Result):
         graphs: the compiled graphs, in order.
         owners: path of each parameter's module, by the parameter's id.
         linears: path of each linear layer that a forward runs, by the ids of its parameters.
+        convolutions: number of convolution modules, none of which runs in FP8.
+        convolution_share: their share of the model's parameters.
     """
 
     config: Config
@@ -46,6 +48,8 @@ class ExplanationData(Result):
     graphs: list[CompiledGraph] = field(default_factory=list)
     owners: dict[int, str] = field(default_factory=dict)
     linears: dict[int, str] = field(default_factory=dict)
+    convolutions: int = 0
+    convolution_share: float = 0.0
 
     def modules_of(self, compiled: CompiledGraph) -> list[str]:
         """Return the paths of the modules that a graph ran in; '' is the model itself."""
@@ -70,6 +74,22 @@ class ExplanationData(Result):
         in_graphs = sum(g.runs_kept * (g.plan.stock_bytes or 0) for g in self.graphs)
         return in_graphs + self.outside_bytes
 
+    @property
+    def graph_breaks(self) -> int:
+        """Number of places where PyTorch split the model; 0 if only parts are compiled."""
+        runs = sum(len(g.runs) for g in self.graphs)
+        return 0 if self.parts else max(runs - 1, 0)
+
+    def _summary(self) -> str:
+        linears = [y for g in self.graphs for _ in g.runs for y in g.plan.linears]
+        rewritten = sum(bool(y.fp8 or y.simulated) for y in linears)
+        stock, saved = (x / 2**20 for x in (self.stock_bytes, self.saved_bytes))
+        graphs = f"{len(self.graphs)} graph{'s' * (len(self.graphs) != 1)}"
+        return (
+            f"{self.model}, {graphs}, {rewritten} of {len(linears)} linear layers "
+            f"rewritten, {saved:.3g} MiB saved instead of {stock:.3g} MiB; print it for tables"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything except the graphs' code, as JSON-ready data."""
         return {
@@ -84,6 +104,9 @@ class ExplanationData(Result):
             "outside_bytes": self.outside_bytes,
             "parts": list(self.parts),
             "outside_linears": self.outside_linears,
+            "graph_breaks": self.graph_breaks,
+            "convolutions": self.convolutions,
+            "convolution_share": self.convolution_share,
             "graphs": [
                 g.plan.to_dict()
                 | {"runs": len(g.runs), "modules": self.modules_of(g)}
@@ -108,7 +131,7 @@ def _describe_operand(saved: SavedTensor, node: fx.Node) -> SavedTensor:
         return saved
     while kind(node) is Kind.QUANTIZE:
         node = node.all_input_nodes[0]
-    return replace(saved, kept_as=OPERAND_FORMATS[saved.dtype], bytes_exact=graph.nbytes(node))
+    return replace(saved, saved_as=OPERAND_FORMATS[saved.dtype], bytes_exact=graph.nbytes(node))
 
 
 def _plain(option: object) -> object:

@@ -54,7 +54,10 @@ def fold_linears(linears: Iterable[Linear]) -> list[Row]:
         sizes = y.rows, y.experts, y.in_features, y.out_features
         return *sizes, y.fp8, y.fast, y.simulated, y.reason
 
-    return fold_rows((y.module, key(y), y) for y in linears)
+    def name(y: Linear) -> str:
+        return f"{y.module} ({y.projection})" if y.projection else y.module
+
+    return fold_rows((name(y), key(y), y) for y in linears)
 
 
 def fold_collectives(sent: Iterable[Collective]) -> list[Row]:
@@ -79,7 +82,7 @@ def fold_saved(saved: Iterable[SavedTensor], sources: Mapping[str, str] | None =
     lines = sources or {}
 
     def key(s: SavedTensor) -> tuple[Any, ...]:
-        kept = s.kept_as, s.bytes, s.host_bytes, s.reason
+        kept = s.saved_as, s.bytes, s.host_bytes, s.reason
         return s.op, s.shape, s.dtype, *kept, lines.get(s.name)
 
     rows = fold_rows((s.module, key(s), s) for s in saved if not s.is_scalar)

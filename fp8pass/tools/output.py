@@ -5,6 +5,7 @@ Long facts about a row go below its name instead of into columns, so that tables
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
@@ -44,8 +45,19 @@ class Result:
         """Yield the tables and sentences to print."""
         raise NotImplementedError
 
+    def _summary(self) -> str:
+        """Return the main figures in one line."""
+        raise NotImplementedError
+
     def __str__(self) -> str:
         return render_text(self._parts())
+
+    def __repr__(self) -> str:
+        return f"<fp8pass.{type(self).__name__}: {self._summary()}>"
+
+    def _repr_html_(self) -> str:
+        """Show the printed text in notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def replace_nonfinite(data: Any) -> Any:

@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from fp8pass import compat, graph
 from fp8pass.activation_memory.decision import Decision
 from fp8pass.dialect.accumulation import accumulate
-from fp8pass.dialect.coding import encode, is_fp8
+from fp8pass.dialect.encoding import encode, is_fp8
 from fp8pass.dialect.formats import E4M3, FORMATS, Format
 from fp8pass.dialect.ops import OPERATORS
-from fp8pass.dialect.scaling import scale_of
+from fp8pass.dialect.scaling import operand_scale
 from fp8pass.error_analysis.derivation import Derivation
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.regions import Region
@@ -225,7 +225,7 @@ def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
     for x in (a, b):
         rows = torch.linspace(0, len(x) - 1, min(len(x), LARGEST_EMULATED), dtype=torch.float64)
         some = x[rows.long().to(x.device)].float()
-        operands.append(encode(some / scale_of(some.abs().amax(), E4M3), E4M3))
+        operands.append(encode(some / operand_scale(some.abs().amax(), E4M3), E4M3))
     exact = operands[0].double() @ operands[1].double().T
     return relative_change(exact, accumulate(*operands, fast=True).double())
 

@@ -15,7 +15,7 @@ from fp8pass.compilation import Compilation, Inputs
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten
-from fp8pass.graph.tags import GATHERED_AS, STANDS_FOR, TURNED, original_name
+from fp8pass.graph.tags import IS_TRANSPOSED, ORIGINAL_GATHER, REPLACED_GEMM, original_name
 from fp8pass.hooks import weights_by_path
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context, Pass
@@ -74,7 +74,9 @@ class Record:
 
     def path(self, node: fx.Node) -> str:
         """Return the path of a node's module in the model."""
-        return ".".join(filter(None, (self.module, graph.module_path(graph.source(node)))))
+        return ".".join(
+            filter(None, (self.module, graph.module_path(graph.skip_views_and_casts(node))))
+        )
 
     def run(self, interpreter: fx.Interpreter) -> None:
         """Run one of the joint graphs on the inputs, always with the same random numbers.
@@ -100,7 +102,7 @@ class Record:
         """Return the exact values by node of `planned`, also of views and copies from passes."""
         values: dict[fx.Node, Any] = {}
         for node in self.planned.graph.nodes:
-            if (name := node.meta.get(GATHERED_AS, original_name(node))) in exact:
+            if (name := node.meta.get(ORIGINAL_GATHER, original_name(node))) in exact:
                 values[node] = arrange_as(node, exact[name])
             elif _moves_data(node) and all(n in values for n in node.all_input_nodes):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -111,9 +113,9 @@ class Record:
 
 def arrange_as(node: fx.Node, value: Any) -> Any:
     """Transpose or flatten the value of a GEMM to the layout of the node that replaced it."""
-    if STANDS_FOR not in node.meta or not isinstance(value, Tensor):
+    if REPLACED_GEMM not in node.meta or not isinstance(value, Tensor):
         return value
-    value = value.mT if TURNED in node.meta else value
+    value = value.mT if IS_TRANSPOSED in node.meta else value
     return value.flatten(0, -2) if value.ndim > graph.tensor(node).ndim else value
 
 
@@ -139,17 +141,17 @@ class Recorder:
     def before(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
         """Copy the graph before the first pass, and before `materialize_plan`."""
         if self._exact is None:
-            self._exact = graph.copy_of(gm)
+            self._exact = graph.copy_module(gm)
         if pass_ is materialize_plan:
             copies: dict[fx.Node, fx.Node] = {}
-            planned = graph.copy_of(gm, copies)
+            planned = graph.copy_module(gm, copies)
             decisions = {copies[n]: d for n, d in ctx.decisions.items()}
-            self._planned = planned, replace(ctx, facts=ctx.facts.of_copy(copies)), decisions
+            self._planned = planned, replace(ctx, facts=ctx.facts.map_to_copy(copies)), decisions
 
     def after(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
         """Make the record after `materialize_plan`; later passes only merge GEMMs of layers."""
         if pass_ is materialize_plan and self._planned and self._exact:
-            rewritten = graph.copy_of(gm)
+            rewritten = graph.copy_module(gm)
             for module in (self._exact, rewritten):
                 compat.match_generated_code(module)
             planned, planned_ctx, decisions = self._planned

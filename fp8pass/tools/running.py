@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,12 @@ from fp8pass import compat, graph
 from fp8pass.config import FIELDS, RECIPES, Config, checked_config, split_options
 from fp8pass.dynamo import Backend, fp8pass
 from fp8pass.optim.shards import local
+from fp8pass.plan import Plan
+
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 def find_configuration(model: nn.Module) -> Config:
@@ -180,6 +188,33 @@ def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
             hook.remove()
 
 
+def count_convolutions(model: nn.Module) -> tuple[int, float]:
+    """Return the number of convolution modules, and their share of all parameters."""
+    layers = [m for m in model.modules() if isinstance(m, CONVOLUTIONS)]
+    own = {p for layer in layers for p in layer.parameters()}
+    total = sum(p.numel() for p in model.parameters())
+    return len(layers), sum(p.numel() for p in own) / total if total else 0.0
+
+
+def name_projections(model: nn.Module, plan: Plan) -> None:
+    """Name the projections of each `nn.MultiheadAttention` in a plan, which share one path.
+
+    In each run the projections of queries, keys and values, in one to three GEMMs, come first. They
+    have three times as many outputs as the output projection.
+    """
+    modules = [
+        f".{graph.clean_path(path)}"
+        for path, m in model.named_modules()
+        if isinstance(m, nn.MultiheadAttention)
+    ]
+    outputs: Counter[str] = Counter()
+    for i, y in enumerate(plan.linears):
+        if any(path.endswith(f".{y.module}") for path in modules):
+            is_last = outputs[y.module] == 3 * y.out_features
+            outputs[y.module] = 0 if is_last else outputs[y.module] + y.out_features
+            plan.linears[i] = replace(y, projection="out_proj" if is_last else "in_proj")
+
+
 def find_module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
     """Return the path of the module that a graph ran in; '' is the model itself.
 
@@ -207,8 +242,8 @@ def _read_configuration(module: nn.Module) -> Config | None:
     if compat.compiled_in_vain(module):
         name = type(module).__name__
         warnings.warn(
-            f"{name}.compile() has no effect: PyTorch does not trace the forward of classes of "
-            "torch.nn that are compiled in place. Use model = torch.compile(model, ...).",
+            f"fp8pass: {name}.compile() has no effect: before version 2.14 PyTorch does not trace "
+            "classes of torch.nn that are compiled in place. Use torch.compile(model, ...).",
             stacklevel=4,
         )
     if options:

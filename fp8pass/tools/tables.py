@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 
 from fp8pass import hardware
+from fp8pass.config import bytes_text
 from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
-from fp8pass.progress.gain import doubt
+from fp8pass.progress.gain import slowdown_warning
 from fp8pass.tools import folding
 from fp8pass.tools.explanation_data import ExplanationData
 from fp8pass.tools.output import make_name, make_table
@@ -17,7 +18,8 @@ from fp8pass.tools.output import make_name, make_table
 
 def make_tables(title: str, plan: Plan) -> Iterator[Table]:
     """Yield the tables of one graph."""
-    yield make_linears_table(title, plan)
+    if plan.linears:
+        yield make_linears_table(title, plan)
     if plan.saved:
         yield make_saved_table(title, plan)
     if plan.offload:
@@ -52,7 +54,7 @@ def make_saved_table(title: str, plan: Plan) -> Table:
     for path, count, s, _ in folding.fold_saved(plan.saved):
         sizes = format_mib(count * s.bytes_exact), format_mib(count * s.bytes)
         error = f", grad error {s.expected_error:.1%}" if s.expected_error else ""
-        format = s.kept_as + (", on host" if s.host_bytes else "")
+        format = s.saved_as + (", on host" if s.host_bytes else "")
         tensor = f"{shorten_operator(s.op)}, {s.dtype} {s.shape}{error}"
         table.add_row(make_name(path, tensor, s.reason), str(count), format, *sizes)
     if scalars := [s for s in plan.saved if s.is_scalar]:
@@ -66,8 +68,8 @@ def _make_host_table(title: str, offload: Offload) -> Table:
     columns = "×", "MiB", "made at ms", "used ms later", "link ms"
     table = make_table(f"{title}: saved in host memory", "module and tensor", *columns)
     for path, count, c, _ in folding.fold_copies(offload.copies):
-        later = offload.forward_s - c.made_s + c.used_s
-        seconds = c.made_s, later, 2 * count * c.bytes / offload.bandwidth
+        later = offload.forward_s - c.computed_s + c.used_s
+        seconds = c.computed_s, later, 2 * count * c.bytes / offload.bandwidth
         name = make_name(path, f"{c.dtype} {c.shape}")
         times = (f"{1e3 * s:.3g}" for s in seconds)
         table.add_row(name, str(count), format_mib(count * c.bytes), *times)
@@ -100,16 +102,19 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Make the table of memory budgets; shares are of the largest, and the peak is estimated."""
+    """Make the table of memory budgets; shares are of the largest, and the peak is estimated.
+
+    Saved bytes are rounded up, so that they can be pasted as a memory budget.
+    """
     points = sort_points({*plan.frontier, *([plan.point] if plan.point else [])})
     host = ["MiB on host"] if any(p.host_bytes for p in points) else []
-    columns = "MiB saved", "of unlimited", *host, "peak MiB", "added ms", "grad error"
+    columns = "saved", "of unlimited", *host, "peak MiB", "added ms", "grad error"
     title = f"{title}: memory against time, estimated for one {hardware.RATES_OF}"
     table = make_table(title, "", *columns)
     for p in points:
         table.add_row(
             "this plan ▶" if p == plan.point else "",
-            format_mib(p.bytes),
+            bytes_text(max(p.bytes, 1), up=True),
             f"{p.bytes / max(points[-1].bytes, 1):.0%}",
             *([format_mib(p.host_bytes)] if host else []),
             format_mib(p.peak_bytes),
@@ -139,6 +144,9 @@ def format_totals(explanation: ExplanationData) -> str:
         experts = f", including {done} of {len(of_experts)} with {counts} experts each"
     simulated = next((plan.simulated for plan in plans if plan.simulated), None)
     format = f"simulated {simulated}" if simulated else "FP8"
+    layers = f"{len(rewritten)} of {len(linears)} linear layers in {format}{experts}."
+    if not linears:
+        layers = "There is nothing to run in FP8: the compiled graphs have no linear layers."
     saved, stock = explanation.saved_bytes, explanation.stock_bytes
     share = f" ({saved / stock:.0%})" if stock else ""
     uses = [use for plan in plans for use in plan.kernels]
@@ -151,8 +159,7 @@ def format_totals(explanation: ExplanationData) -> str:
         gemms = "one GEMM" if len(groups) == 1 else f"{len(groups)} GEMMs"
         merged = f" Merged the input-gradient GEMMs of {sum(map(len, groups))} layers into {gemms}."
     return (
-        f"{len(rewritten)} of {len(linears)} linear layers in {format}{experts}. "
-        f"Saved for the backward: {format_mib(saved)} MiB; stock torch.compile would save "
+        f"{layers} Saved for the backward: {format_mib(saved)} MiB; stock torch.compile would save "
         f"{format_mib(stock)} MiB{share}.{format_remarks(explanation)}\n"
         f"Kernels: {kernels}. Matrices quantized by generated code: {reasons or 'none'}."
         f"{merged}{_describe_heads(plans)}{_describe_offload(plans)}"
@@ -162,6 +169,16 @@ def format_totals(explanation: ExplanationData) -> str:
 def format_remarks(explanation: ExplanationData) -> str:
     """Return sentences about what is not compiled, not saved or recomputed, or may be slower."""
     text = ""
+    if count := explanation.convolutions:
+        text += (
+            f"\n{count} {'convolutions stay' if count > 1 else 'convolution stays'} in high "
+            f"precision, with {explanation.convolution_share:.0%} of the parameters."
+        )
+    if breaks := explanation.graph_breaks:
+        text += (
+            f"\n{breaks} graph break{'s' * (breaks > 1)}: the model runs as {breaks + 1} graphs, "
+            "each with its own plan. TORCH_LOGS=graph_breaks shows why."
+        )
     if explanation.parts:
         text += (
             f"\nOnly parts of the model are compiled: {folding.format_paths(explanation.parts)}."
@@ -188,7 +205,7 @@ def format_remarks(explanation: ExplanationData) -> str:
     text += _describe_checkpointing(explanation)
     runs = [(g.plan, run) for g in explanation.graphs for run in g.runs]
     devices = (weight.device for _, run in runs for weight in run.weights.values())
-    slower = doubt([plan for plan, _ in runs], next(devices, None))
+    slower = slowdown_warning([plan for plan, _ in runs], next(devices, None))
     return text + (f"\n{slower}" if slower else "")
 
 
@@ -206,8 +223,8 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
             f"\ntorch.utils.checkpoint makes the backward recompute {products} matrix products and "
             "everything between them; none of it is saved in low bits. These graphs save "
             f"{format_mib(saved)} MiB. Without it they would save {format_mib(without)} MiB, or, "
-            f"with a memory_budget, any amount down to {format_mib(least)} MiB, and recompute the "
-            "rest."
+            f"with a memory_budget, any amount down to {bytes_text(least, up=True)}, and "
+            "recompute the rest."
         )
     if around:
         text += (
@@ -234,7 +251,7 @@ def _describe_offload(plans: Sequence[Plan]) -> str:
     found = [plan.offload for plan in plans if plan.offload]
     if not found:
         return ""
-    link, wait = (1e3 * sum(x) for x in ([o.link_s for o in found], [o.wait_s for o in found]))
+    link, wait = (1e3 * sum(x) for x in ([o.copy_s for o in found], [o.wait_s for o in found]))
     return (
         f"\nOn the host: {format_mib(sum(o.bytes for o in found))} MiB. Copies take {link:.3g} ms "
         f"per step at {found[0].bandwidth / 1e9:.3g} GB/s; {wait:.3g} ms of them are exposed. "

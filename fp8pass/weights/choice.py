@@ -1,4 +1,4 @@
-"""Which linear layers of a model can have their weights in codes."""
+"""Which linear layers of a model can have quantized weights."""
 
 from __future__ import annotations
 
@@ -8,64 +8,64 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from fp8pass.config import ConfigError, Pattern
-from fp8pass.graph.linear_layers import why_not_of_this_size
+from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import clean_path, warn_about_idle_patterns
-from fp8pass.graph.output_heads import is_exact, sizes_of_logits
+from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_precision
 
 
 @dataclass
 class Choice:
-    """What is to be in codes, and what is not.
+    """The layers to quantize.
 
     Attributes:
-        layers: those whose weights can be in codes, by their weight, which several may share.
-        reasons: why others cannot, by their paths.
+        layers: layers to quantize, by their weight, which several layers may share.
+        reasons: why other layers cannot be quantized, by path.
     """
 
     layers: dict[Tensor, list[nn.Linear]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def choose(
+def choose_layers(
     model: nn.Module,
     skip: tuple[Pattern, ...],
     why_not: Callable[[Tensor], str],
     considers: Callable[[Tensor], bool] = lambda weight: True,
 ) -> Choice:
-    """The linear layers of a model whose weights can be in codes.
+    """Choose the linear layers of a model that can have quantized weights.
 
     Args:
         model: the model.
-        skip: paths of layers, or parts of them with *, that stay.
-        why_not: why a weight cannot be in codes, beyond what holds for all; '' if it can.
-        considers: whether a weight is asked about at all.
+        skip: paths of layers, or parts of them with *, to leave out.
+        why_not: returns a further reason why a weight cannot be quantized, or ''.
+        considers: returns whether a weight is a candidate; other layers are not listed.
 
     Raises:
-        ConfigError: the model is no module.
+        ConfigError: the model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     modules = model.named_modules()
     linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
-    logits = sizes_of_logits(model)
+    logits = largest_embedding_size(model)
     shared = {p for m in model.modules() if m not in linears for p in m.parameters(recurse=False)}
     choice = Choice()
     for layer, path in linears.items():
         if not considers(layer.weight):
             continue
-        if is_exact(path, layer, logits, skip):
+        if stays_in_high_precision(path, layer, logits, skip):
             choice.reasons[path] = "it is an output head, or skipped"
         elif layer.weight in shared:
-            choice.reasons[path] = "a module that is no linear layer has its weight, too"
-        elif why := _why_no_weight_like_it(layer.weight) or why_not(layer.weight):
+            choice.reasons[path] = "a module that is not a linear layer shares its weight"
+        elif why := _why_not_quantizable(layer.weight) or why_not(layer.weight):
             choice.reasons[path] = why
         else:
             choice.layers.setdefault(layer.weight, []).append(layer)
     return choice
 
 
-def _why_no_weight_like_it(weight: Tensor) -> str:
+def _why_not_quantizable(weight: Tensor) -> str:
     if type(weight) is not nn.Parameter:
         return f"it is a {type(weight).__name__}, not a plain parameter"
-    return why_not_of_this_size(*weight.shape) if weight.numel() else "it is empty"
+    return why_unsuitable_size(*weight.shape) if weight.numel() else "it is empty"

@@ -1,7 +1,7 @@
-"""`coded_weight.coded` as one Triton kernel: codes and scales of the rows of several matrices.
+"""Triton kernel of `quantized_parameter.quantize_rows`, for the rows of several matrices.
 
-A program takes one row of one of them: to launch a kernel for each matrix takes the CPU longer than
-it takes the GPU to run it.
+Each program quantizes one row of one matrix. Launching a kernel for each matrix would take the CPU
+longer than the kernel takes the GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8pass.dialect.triton_functions import largest, scale_of
+from fp8pass.dialect.triton_scaling import largest, scale_of
 from fp8pass.runtime.triton_launcher import Launcher
 
-# Elements of a row that a program holds at once.
+# Elements of a row that a program loads at once.
 ROW_BLOCK = 2048
 TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -29,8 +29,8 @@ TRITON_DTYPES = {
 
 
 @triton.jit
-def _code_rows(
-    table, codes, scales, FROM: tl.constexpr, DTYPE: tl.constexpr, COUNT: tl.constexpr,
+def _quantize_rows(
+    table, data, scales, FROM: tl.constexpr, DTYPE: tl.constexpr, COUNT: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -54,48 +54,49 @@ def _code_rows(
     for first in range(0, left, BLOCK):  # from the cache
         at = first + column
         values = tl.load(source + at, at < left, other=0.0).to(DTYPE).to(tl.float32)
-        tl.store(codes + begin + at, (values * inverse).to(tl.float8e4nv), at < left)
+        tl.store(data + begin + at, (values * inverse).to(tl.float8e4nv), at < left)
 
 
-_launch = Launcher(_code_rows)
+_launch = Launcher(_quantize_rows)
 
 
-def code_rows(
-    matrices: Sequence[Tensor], dtype: torch.dtype, codes: Tensor, scales: Tensor
+def quantize_rows(
+    matrices: Sequence[Tensor], dtype: torch.dtype, data: Tensor, scales: Tensor
 ) -> None:
-    """Write E4M3 codes and fp32 scales of the rows of matrices [M, K], rounded to `dtype`.
+    """Write E4M3 data and fp32 scales of the rows of matrices [M, K], rounded to `dtype`.
 
-    The matrices are contiguous, and of one dtype. Their rows follow each other in `codes`
-    [sum of M·K] and `scales` [sum of M].
+    The matrices are contiguous and have one dtype. Their rows are stored one after the other in
+    `data` [sum of M·K] and `scales` [sum of M].
     """
     first = matrices[0]
     addresses = tuple(x.data_ptr() for x in matrices)
     rows, table, constants = _arguments(
         addresses, tuple(x.shape for x in matrices), first.dtype, dtype, first.device
     )
-    _launch((rows, 1, 1), (table, codes, scales), (), constants)
+    _launch((rows, 1, 1), (table, data, scales), (), constants)
 
 
 @lru_cache(maxsize=4096)
 def _arguments(
     addresses: tuple[int, ...],
     shapes: tuple[torch.Size, ...],
-    rests_in: torch.dtype,
+    source_dtype: torch.dtype,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """The number of all rows, the kernel's table and its constants.
+    """Return the number of all rows, the kernel's table and its constants.
 
-    The table, int64 [matrices, 4], has of each its first row among all, its row length, its first
-    code and its address.
+    The table, int64 [matrices, 4], contains for each matrix its first row and its first element in
+    the results, its row length, and its address: (first row, length, first element, address).
     """
-    table, row, code = [], 0, 0
+    table, row, element = [], 0, 0
     for (rows, length), address in zip(shapes, addresses, strict=True):
-        table.append((row, length, code, address))
-        row, code = row + rows, code + rows * length
-    # Of which power of two, up to 16, all that the kernel adds up is a multiple, in elements.
-    aligned = math.gcd(16, *(n for _, k, c, x in table for n in (k, c, x // rests_in.itemsize)))
+        table.append((row, length, element, address))
+        row, element = row + rows, element + rows * length
+    # The largest power of two, up to 16, that divides all offsets and addresses, in elements.
+    offsets = (n for _, k, e, x in table for n in (k, e, x // source_dtype.itemsize))
+    aligned = math.gcd(16, *offsets)
     block = min(triton.next_power_of_2(max(k for _, k in shapes)), ROW_BLOCK)
-    types = TRITON_DTYPES[rests_in], TRITON_DTYPES[dtype]
+    types = TRITON_DTYPES[source_dtype], TRITON_DTYPES[dtype]
     constants = (*types, len(shapes), aligned, block)
     return row, torch.tensor(table, device=device), constants

@@ -1,11 +1,11 @@
-"""Frozen weights in codes, of which nothing else is left: a byte an element instead of two or four.
+"""Quantize frozen weights in place: one byte an element instead of two or four.
 
-    nn.Linear.weight    bf16 [M, K]  ->  CodedWeight: e4m3 [M, K], fp32 [M, 1]
+    nn.Linear.weight    bf16 [M, K]  ->  QuantizedWeight: e4m3 [M, K], fp32 [M, 1]
 
-They enter graphs as codes, which the forward's GEMM takes as they are: no pass over the weight is
-left of what is made of it in every step. dgrad contracts the other dimension, along which scales
-may not vary: the backward makes other codes of these, in one pass of two bytes an element. To keep
-those, too, would take the byte that is saved.
+The forward's GEMM reads the FP8 data directly, so that no step quantizes the weight. The scales of
+dgrad must not vary along the output features, which it contracts. The backward therefore
+requantizes the data with one scale, in one pass of two bytes an element. Storing that result, too,
+would take the byte that is saved.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from fp8pass import graph
 from fp8pass.config import ConfigError, bytes_text, checked_patterns
 from fp8pass.graph.names import common_reasons, first_reasons
-from fp8pass.weights.choice import choose
-from fp8pass.weights.quantized_parameter import CodedWeight, coded
+from fp8pass.weights.choice import choose_layers
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 log = logging.getLogger("fp8pass")
 
@@ -30,52 +30,53 @@ FREEZABLE_DTYPES = (torch.bfloat16, torch.float32)
 
 @torch.no_grad()
 def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.Module:
-    """Keep the frozen weights of linear layers in FP8 codes, and nothing else of them.
+    """Replace the frozen weights of linear layers by FP8 data.
 
         model.requires_grad_(False)
         model = peft.get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
         fp8pass.quantize_frozen(model)
         model.compile(backend="fp8pass")
 
-    For adapters (LoRA), teachers, encoders: whatever is trained beside weights that are not. A
-    compiled model computes the same forward, bit for bit, as with those weights in BF16, where
-    linear layers run in FP8 with `forward_scales="rowwise"`; gradients of inputs
-    are those of the rounded weights. Elsewhere codes are decoded whenever they are used.
+    For adapters (LoRA), teachers, encoders: models in which only some weights are trained. Where
+    linear layers run in FP8 with a scale for each row (`forward_scales="rowwise"`), the forward of
+    a compiled model is bit-identical to the forward with weights in BF16. Gradients of inputs are
+    computed with the rounded weights. Elsewhere each use dequantizes the weights.
 
-    The model can be moved, copied and saved as before; call this again for what has been frozen
-    since. `state_dict` has the rounded weights, in their dtype and on the host, where there is room
-    for them. `load_state_dict` makes codes of other weights; with `assign=True` it puts these in
-    their place. Nothing else changes a weight in codes: what merges adapters into weights does so
-    before.
+    The model can be moved, copied and saved as before. Call this again after freezing more layers.
+    `state_dict` contains the rounded weights, in their dtype and in host memory, because the GPU
+    may not have the memory for them. `load_state_dict` quantizes the loaded weights; with
+    `assign=True` it replaces the quantized weights. Nothing else can change a quantized weight:
+    merge adapters into weights before this call.
 
     Args:
-        model: a module, on any device, frozen in part or as a whole (`requires_grad_(False)`). Its
-            linear layers' weights are in BF16, or in FP32 for autocast, whose rounding they get.
-            Under DistributedDataParallel, wrap it before.
-        skip: paths of linear layers, or parts of them with *, that stay as they are. So do output
-            heads, and layers that cannot run in FP8.
+        model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`). The
+            weights of its linear layers are in BF16, or in FP32 for autocast, and are rounded as
+            autocast rounds them. Call this before DistributedDataParallel wraps the model.
+        skip: paths of linear layers, or parts of them with *, that stay unquantized. Output heads
+            and layers that cannot run in FP8 always stay unquantized.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: no linear layer is frozen, or none that is can have its weight in codes.
+        ConfigError: no linear layer is frozen, or no frozen layer can be quantized.
     """
-    choice = choose(model, checked_patterns("skip", skip), _why_not_in_codes, _is_frozen)
-    frozen = sum(map(len, choice.layers.values())) + len(choice.reasons)
-    if not choice.layers and not any(map(_is_done, model.modules())):
+    choice = choose_layers(model, checked_patterns("skip", skip), _why_not, _is_frozen)
+    layers = sum(map(len, choice.layers.values()))
+    frozen = layers + len(choice.reasons)
+    if not choice.layers and not any(map(_is_quantized, model.modules())):
         raise ConfigError(_why_nothing(frozen, choice.reasons))
-    before, layers = sum(w.nbytes for w in choice.layers), sum(map(len, choice.layers.values()))
+    before = sum(w.nbytes for w in choice.layers)
     after = 0
-    while choice.layers:  # one weight after the other is freed
+    while choice.layers:  # each weight is freed before the next one is quantized
         weight, users = choice.layers.popitem()
-        parameter = _in_codes(weight)
-        after += parameter.codes.nbytes + parameter.scales.nbytes
+        parameter = _quantize(weight)
+        after += parameter.fp8_data.nbytes + parameter.scales.nbytes
         for layer in users:
             layer.weight = parameter
-            layer.register_state_dict_post_hook(_give_values)
+            layer.register_state_dict_post_hook(_save_values)
     log.info(
-        "quantize_frozen: %d of %d frozen linear layers in codes, %s instead of %s%s",
+        "quantize_frozen: %d of %d frozen linear layers in FP8, %s instead of %s%s",
         *(layers, frozen, bytes_text(after), bytes_text(before)),
         "".join(f"; {line}" for line in first_reasons(choice.reasons, " stays: ")),
     )
@@ -83,15 +84,15 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
 
 
 def _is_frozen(weight: Tensor) -> bool:
-    return not weight.requires_grad and not isinstance(weight, CodedWeight)
+    return not weight.requires_grad and not isinstance(weight, QuantizedWeight)
 
 
-def _is_done(module: nn.Module) -> bool:
+def _is_quantized(module: nn.Module) -> bool:
     weight = module.weight if isinstance(module, nn.Linear) else None
-    return isinstance(weight, CodedWeight) and weight.is_all
+    return isinstance(weight, QuantizedWeight) and weight.is_only_copy
 
 
-def _why_not_in_codes(weight: Tensor) -> str:
+def _why_not(weight: Tensor) -> str:
     if weight.dtype not in FREEZABLE_DTYPES:
         return f"it is in {graph.dtype_text(weight.dtype)}, not in bfloat16 or float32"
     return ""
@@ -100,23 +101,22 @@ def _why_not_in_codes(weight: Tensor) -> str:
 def _why_nothing(frozen: int, reasons: dict[str, str]) -> str:
     if not frozen:
         return (
-            "No linear layer of the model is frozen: model.requires_grad_(False) comes first, then "
-            "requires_grad_(True) for what is trained."
+            "No linear layer of the model is frozen: call model.requires_grad_(False) first, then "
+            "requires_grad_(True) for the layers to train."
         )
     listed = "; ".join(common_reasons(reasons))
     return f"No frozen weight of the model can be in FP8: {listed}."
 
 
-def _in_codes(weight: Tensor) -> CodedWeight:
-    """A weight as a parameter in codes."""
-    ((codes, scales),) = coded([weight], torch.bfloat16)
-    found = CodedWeight(codes, scales, weight.dtype)
-    found.is_all = True
+def _quantize(weight: Tensor) -> QuantizedWeight:
+    ((data, scales),) = quantize_rows([weight], torch.bfloat16)
+    found = QuantizedWeight(data, scales, weight.dtype)
+    found.is_only_copy = True
     return nn.Parameter(found, requires_grad=False)  # type: ignore[return-value]
 
 
-def _give_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put decoded values into a state dict, on the host: a GPU may have no room for all of them."""
+def _save_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put dequantized values into a state dict, in host memory."""
     weight = module.weight
-    if isinstance(weight, CodedWeight) and f"{prefix}weight" in state:
-        state[f"{prefix}weight"] = weight.decoded().cpu()
+    if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
+        state[f"{prefix}weight"] = weight.dequantize().cpu()

@@ -1,22 +1,21 @@
-"""Weights in codes, as they enter a graph: E4M3, a scale for each row (LLMQ 3.2).
+"""Quantized weights, as they enter a graph: E4M3 data with a scale for each row (LLMQ 3.2).
 
-Compiled code takes the codes as they are for the forward's GEMM, which would code a BF16 weight by
-row into the same bits. The backward decodes them.
+The forward's GEMM in compiled code reads the FP8 data, which have the same bits as a BF16 weight
+that is quantized by row in the graph. The backward dequantizes them.
 
-Modules move them as other weights: to another device, to another dtype of their values, as copies
-and through pickles.
+Modules move quantized weights like other weights: to another device, to another dtype of their
+values, as copies and through pickles.
 
-A weight with a `source` is that tensor, which is exact, and its FP8 data are a cache of it. Outside
-of compiled graphs operators read the source. Operators that write to the weight write to the
-source, which is quantized again before the next use of the FP8 data. Where the FP8 data are all
-that is left (`is_all`), only a copy changes the weight, and is quantized. FSDP2 gathers its weights
-anew each time: they cannot be changed.
+A weight with a `source` is exact: the source has its values, and the FP8 data are a cache of it.
+Outside of compiled graphs operators read the source. Operators that write to the weight write to
+the source, which is quantized again before the next use of the FP8 data. If the FP8 data are the
+only copy of a weight (`is_only_copy`), it can only be replaced as a whole, with values that are
+then quantized. The weights that FSDP2 gathers are new in each gather, and cannot be changed.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,34 +31,34 @@ aten = torch.ops.aten
 fp8 = torch.ops.fp8pass
 
 
-class CodedWeight(Tensor):
-    """A matrix [M, K] as E4M3 codes and a scale for each row; its values to every operator.
+class QuantizedWeight(Tensor):
+    """A matrix [M, K] as E4M3 data and a scale for each row. Operators see its values.
 
     Attributes:
         source: the exact matrix [M, K] in host memory, if there is one. It may be written to.
-        is_all: whether nothing else is left of the matrix; copies to the weight are only coded.
+        is_only_copy: whether no other copy of the matrix exists.
     """
 
     source: Tensor | None = None
-    is_all: bool = False
+    is_only_copy: bool = False
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> CodedWeight:
-        return compat.wrapper(cls, codes, dtype)
+    def __new__(cls, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+        return compat.wrapper(cls, fp8_data, dtype)
 
-    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        self._codes, self._scales = codes, scales
-        self._quantized = -1  # of the source, when it was quantized
+    def __init__(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        self._fp8_data, self._scales = fp8_data, scales
+        self._version_of_source = -1  # when it was last quantized
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Without numbers: compilers print weights that have none."""
-        return f"CodedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
+        """Omit the values, because compilers print weights without values."""
+        return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @property
-    def codes(self) -> Tensor:
+    def fp8_data(self) -> Tensor:
         """The quantized matrix, float8_e4m3fn [M, K]."""
         self._follow_source()
-        return self._codes
+        return self._fp8_data
 
     @property
     def scales(self) -> Tensor:
@@ -69,22 +68,21 @@ class CodedWeight(Tensor):
 
     def _follow_source(self) -> None:
         """Quantize the source again if it was written to."""
-        if self.source is not None and self._quantized != compat.version_of(self.source):
+        if self.source is not None and self._version_of_source != compat.version_of(self.source):
             self.mark_quantized()
-            self.code_again()
+            self.requantize()
 
     def mark_quantized(self) -> None:
         """Record that the FP8 data match the present version of the source."""
         assert self.source is not None
-        self._quantized = compat.version_of(self.source)
+        self._version_of_source = compat.version_of(self.source)
 
     @property
     def data(self) -> Tensor:
-        """The weight itself, without a gradient; to assign is to change it.
+        """The weight without a gradient. Assigning to it changes the weight.
 
         Raises:
-            RuntimeError: a tensor is assigned that has another shape, or another dtype than the
-                source.
+            RuntimeError: the assigned tensor has another shape, or another dtype than the source.
         """
         return self.detach()
 
@@ -101,23 +99,23 @@ class CodedWeight(Tensor):
             self.change(values)
 
     def __setitem__(self, index: Any, values: Any) -> None:
-        """Raise RuntimeError: only the whole weight can be changed, and a part would be a copy."""
-        raise RuntimeError(_cannot(aten.index_put_.default, self))
+        """Raise RuntimeError, because the part that indexing returns is a copy."""
+        raise RuntimeError(_explain_refusal(aten.index_put_.default, self))
 
-    def share_memory_(self) -> CodedWeight:
-        """Move codes and scales to memory that processes share; the weight itself has none."""
-        self.codes.share_memory_()
+    def share_memory_(self) -> QuantizedWeight:
+        """Move FP8 data and scales to shared memory; the wrapper itself has no memory."""
+        self.fp8_data.share_memory_()
         self.scales.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Whether processes share it."""
-        return self.codes.is_shared()
+        return self.fp8_data.is_shared()
 
     def exact(self) -> Tensor:
-        """The source in a plain tensor on the device of the weight; without one, the FP8 values."""
+        """Copy the source to the device of the weight; without a source, dequantize."""
         if self.source is None:
-            return self.decoded()
+            return self.dequantize()
         self.wait_for_source()
         return self.source.to(self.device, copy=True)
 
@@ -126,25 +124,27 @@ class CodedWeight(Tensor):
         if self.is_cuda:  # an optimizer may be copying to it
             torch.cuda.synchronize(self.device)
 
-    def decoded(self) -> Tensor:
-        """The values, in a plain tensor."""
-        return fp8.dequantize.default([self.codes], self.scales, BY_ROW, self.dtype)
+    def dequantize(self) -> Tensor:
+        """Return the values of the FP8 data in a plain tensor."""
+        return fp8.dequantize.default([self.fp8_data], self.scales, BY_ROW, self.dtype)
 
-    def like_this(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> CodedWeight:
-        """The same weight with its codes elsewhere, or with values of another dtype."""
-        found = CodedWeight(codes, scales, dtype)
-        found.source, found.is_all, found._quantized = self.source, self.is_all, self._quantized
+    def copy_with(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+        """Return the same weight with FP8 data in other memory, or with another dtype."""
+        found = QuantizedWeight(fp8_data, scales, dtype)
+        found.source, found.is_only_copy = self.source, self.is_only_copy
+        found._version_of_source = self._version_of_source
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Quantize the source first, if it was written to: versions do not survive a pickle."""
+        """Quantize a changed source before pickling, because pickles do not contain versions."""
         self._follow_source()
         return super().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
-        """With a copy of its source; a parameter if this is one."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
+        """Copy the source, too. The copy of a parameter is a parameter."""
         if id(self) not in memo:
-            found = self.like_this(*copy.deepcopy((self.codes, self.scales), memo), self.dtype)
+            parts = copy.deepcopy((self.fp8_data, self.scales), memo)
+            found = self.copy_with(*parts, self.dtype)
             if self.source is not None:
                 self.wait_for_source()
                 found.source = copy.deepcopy(self.source, memo)
@@ -154,76 +154,77 @@ class CodedWeight(Tensor):
         return memo[id(self)]
 
     def change(self, values: Tensor) -> None:
-        """Make `values` the weight, which broadcast to it, of any dtype and on any device.
+        """Replace the weight by `values`, which broadcast, of any dtype and on any device.
 
         Raises:
-            RuntimeError: the weight is not there to be changed.
+            RuntimeError: the weight is a gathered copy.
         """
         if self.source is not None:
-            values = values.exact() if isinstance(values, CodedWeight) else values
+            values = values.exact() if isinstance(values, QuantizedWeight) else values
             self.wait_for_source()
             self.source.copy_(values)
-            self.code_again()  # operators within __torch_dispatch__ leave no trace in versions
-        elif not self.is_all:
-            raise RuntimeError(_cannot(aten.copy_.default, self))
-        elif isinstance(values, CodedWeight):
-            self.codes.copy_(values.codes)
+            self.requantize()  # within __torch_dispatch__ operators do not increment versions
+        elif not self.is_only_copy:
+            raise RuntimeError(_explain_refusal(aten.copy_.default, self))
+        elif isinstance(values, QuantizedWeight):
+            self.fp8_data.copy_(values.fp8_data)
             self.scales.copy_(values.scales)
         else:
-            # Rounded as autocast rounds weights in FP32.
+            # Rounded like weights in FP32 under autocast.
             rows = values.to(self.device, torch.bfloat16)
-            self.code_again(0, rows.expand(self.shape))
+            self.requantize(0, rows.expand(self.shape))
 
-    def code_again(self, first: int = 0, rows: Tensor | None = None) -> None:
-        """Make codes of the source anew, or of `rows` [R, K] of it, from row `first` on."""
+    def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
+        """Quantize the source, or `rows` [R, K] of it, which begin at row `first`."""
         if rows is None:
             assert self.source is not None
             self.wait_for_source()
             rows = self.source.to(self.device)
         part = slice(first, first + len(rows))
-        into = self._codes[part], self._scales[part]
-        coded([rows], rows.dtype, Room(into[0].view(-1), into[1].view(-1), [into]))
+        data, scales = self._fp8_data[part], self._scales[part]
+        buffers = RowBuffers(data.view(-1), scales.view(-1), [(data, scales)])
+        quantize_rows([rows], rows.dtype, buffers)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["codes", "scales"], self.dtype
+        return ["fp8_data", "scales"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any
-    ) -> CodedWeight:
-        return CodedWeight(inner["codes"], inner["scales"], dtype)
+    ) -> QuantizedWeight:
+        return QuantizedWeight(inner["fp8_data"], inner["scales"], dtype)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for its cache."""
-        return f"CodedWeight {tuple(self.shape)} {self.dtype} {self.requires_grad}"
+        """Return the properties that compiled code depends on, for its cache."""
+        return f"QuantizedWeight {tuple(self.shape)} {self.dtype} {self.requires_grad}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # FSDP2 and nn.Parameter look at a weight in these ways, which change nothing of it.
+        # FSDP2 and nn.Parameter make such views of a weight, which do not change it.
         if func is aten.detach.default or (
             func is aten.as_strided.default and tuple(args[1]) == tuple(args[0].shape)
         ):
-            return args[0].like_this(args[0].codes, args[0].scales, args[0].dtype)
+            return args[0].copy_with(args[0].fp8_data, args[0].scales, args[0].dtype)
         kwargs = kwargs or {}
-        if func is aten._to_copy.default and (moved := _moved(args[0], **kwargs)) is not None:
+        if func is aten._to_copy.default and (moved := _move(args[0], **kwargs)) is not None:
             return moved
-        if written := _written(func, args, kwargs, CodedWeight):
+        if written := _find_written(func, args, kwargs, QuantizedWeight):
             return _write(func, args, kwargs, written)
         is_owned = any(
-            isinstance(x, CodedWeight) and (x.source is not None or x.is_all)
+            isinstance(x, QuantizedWeight) and (x.source is not None or x.is_only_copy)
             for x in compat.tree_leaves((args, kwargs))
         )
-        args, kwargs = compat.tree_map_only(CodedWeight, CodedWeight.exact, (args, kwargs))
+        args, kwargs = compat.tree_map_only(QuantizedWeight, QuantizedWeight.exact, (args, kwargs))
         found = func(*args, **kwargs)
         return _protect_views(func, found) if is_owned else found
 
 
 class WeightView(Tensor):
-    """A view of a `CodedWeight`, or of a view of one, which cannot be written to.
+    """A read-only view of a `QuantizedWeight`, or of such a view.
 
-    It is a copy of the values: what is written to it would be lost.
+    It holds a copy of the values, so that writing to it would not change the weight.
     """
 
     @staticmethod
@@ -237,7 +238,7 @@ class WeightView(Tensor):
         return repr(self.values_of_weight)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
-        """A plain tensor: collectives that scatter views read their memory without dispatch."""
+        """Return a plain tensor: scatter collectives read a view's memory without dispatch."""
         return self.values_of_weight.contiguous(*args, **kwargs)
 
     @classmethod
@@ -245,7 +246,7 @@ class WeightView(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if written := _written(func, args, kwargs, WeightView):
+        if written := _find_written(func, args, kwargs, WeightView):
             raise RuntimeError(
                 f"{func} would change a part or a view {tuple(written[0].shape)} of a quantized "
                 "weight, and be lost: write to all of the weight, with weight.copy_(values)."
@@ -263,8 +264,8 @@ def _protect_views(func: Any, found: Any) -> Any:
     return compat.tree_map_only(Tensor, WeightView, found)
 
 
-def _write(func: Any, args: Any, kwargs: Any, written: Sequence[CodedWeight]) -> Any:
-    """Run an operator that writes to weights on their exact values, and make these the weights.
+def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]) -> Any:
+    """Run an operator that writes to weights on their exact values, and change the weights.
 
     Raises:
         RuntimeError: a weight cannot be changed, or not by this operator.
@@ -275,15 +276,15 @@ def _write(func: Any, args: Any, kwargs: Any, written: Sequence[CodedWeight]) ->
     changes_values = func.namespace == "aten" and torch.Tag.inplace_view not in func.tags
     for weight in written:
         if weight.source is None or not changes_values:
-            raise RuntimeError(_cannot(func, weight))
+            raise RuntimeError(_explain_refusal(func, weight))
     values: dict[int, Tensor] = {}
 
-    def exact(weight: CodedWeight) -> Tensor:
+    def exact(weight: QuantizedWeight) -> Tensor:
         if id(weight) not in values:
             values[id(weight)] = weight.exact()
         return values[id(weight)]
 
-    args, kwargs = compat.tree_map_only(CodedWeight, exact, (args, kwargs))
+    args, kwargs = compat.tree_map_only(QuantizedWeight, exact, (args, kwargs))
     found = func(*args, **kwargs)
     for weight in written:
         weight.change(values[id(weight)])
@@ -291,31 +292,32 @@ def _write(func: Any, args: Any, kwargs: Any, written: Sequence[CodedWeight]) ->
     return compat.tree_map_only(Tensor, lambda x: weights.get(id(x), x), found)
 
 
-def _moved(
-    weight: CodedWeight,
+def _move(
+    weight: QuantizedWeight,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
-    **_: Any,  # layouts, of which matrices of codes have one
-) -> CodedWeight | None:
-    """A weight on another device, or with another dtype; None if that cannot be in codes."""
+    **_: Any,  # layouts; FP8 matrices have only one
+) -> QuantizedWeight | None:
+    """Return a copy on another device or with another dtype; None if the dtype is not a float."""
     dtype = dtype or weight.dtype
     if not dtype.is_floating_point:
         return None
     if weight.source is None:
-        codes, scales = weight.codes, weight.scales
-        codes, scales = (x.to(device, non_blocking=non_blocking) for x in (codes, scales))
-        return weight.like_this(codes, scales, dtype)
-    codes, scales = (torch.empty_like(x, device=device) for x in (weight._codes, weight._scales))
-    moved = CodedWeight(codes, scales, dtype)
+        parts = weight.fp8_data, weight.scales
+        data, scales = (x.to(device, non_blocking=non_blocking) for x in parts)
+        return weight.copy_with(data, scales, dtype)
+    parts = weight._fp8_data, weight._scales
+    data, scales = (torch.empty_like(x, device=device) for x in parts)
+    moved = QuantizedWeight(data, scales, dtype)
     weight.wait_for_source()
     moved.source = weight.source.to(dtype, copy=True)  # a write to the copy is its own
     return moved
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> list[Any]:
-    """The tensors of a kind that an operator writes to."""
+def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> list[Any]:
+    """Return the tensors of a kind that an operator writes to."""
     schema = compat.schema_of(func)
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     written = [
@@ -326,73 +328,70 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type)
     return [x for x in compat.tree_leaves(written) if isinstance(x, kind)]
 
 
-def _cannot(func: Any, weight: CodedWeight) -> str:
-    changes = f"{func} would change a weight whose values are lost: it is in codes."
-    if weight.is_all:
-        return (
-            f"{changes} fp8pass.quantize_frozen made them, of a layer that is not trained: leave "
-            "its weight out of the optimizer, with requires_grad_(False), or the layer out of "
-            "quantize_frozen, with skip=. load_state_dict gives it new values."
-        )
+def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
+    """Return the message of an error about an operator that cannot change a weight."""
     if weight.source is not None:
         return (
             f"{func} cannot change a quantized weight, whose exact values are in host memory: run "
             "it on a copy, weight.clone(), and write that back with weight.copy_(values)."
         )
-    return f"{changes} Change the shard it was made of, or name its layer in skip= of compress."
+    fix = "Change the shard that it was gathered from, or name its layer in skip= of compress."
+    if weight.is_only_copy:
+        fix = (
+            "To merge an adapter (merge_and_unload), merge before fp8pass.quantize_frozen; to "
+            "train the layer, name it in skip=; to replace its values, use load_state_dict."
+        )
+    return f"{func} cannot change a quantized weight, whose exact values no longer exist. {fix}"
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory for the codes of some matrices [M, K], which may be written again and again.
+class RowBuffers:
+    """Memory for the FP8 data of some matrices [M, K], which may be written again and again.
 
     Attributes:
-        codes: float8_e4m3fn [sum of M·K].
+        data: float8_e4m3fn [sum of M·K].
         scales: fp32 [sum of M].
-        parts: those of each matrix: codes [M, K] and scales [M, 1].
+        parts: views for each matrix: data [M, K] and scales [M, 1].
     """
 
-    codes: Tensor
+    data: Tensor
     scales: Tensor
     parts: Sequence[tuple[Tensor, Tensor]]
 
 
-def room_for(shapes: Sequence[torch.Size], device: torch.device) -> Room:
-    """New memory for the codes of matrices of these shapes."""
+def allocate_buffers(shapes: Sequence[torch.Size], device: torch.device) -> RowBuffers:
+    """Allocate memory for the FP8 data of matrices of these shapes."""
     elements, rows = sum(m * k for m, k in shapes), sum(m for m, _ in shapes)
-    codes = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
-    return divided(codes, torch.empty(rows, dtype=torch.float32, device=device), shapes)
+    data = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
+    return split_buffers(data, torch.empty(rows, dtype=torch.float32, device=device), shapes)
 
 
-def divided(codes: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> Room:
-    """Memory for the codes [sum of M·K] and scales [sum of M] of matrices of these shapes."""
-    matrices = codes.split([m * k for m, k in shapes])
+def split_buffers(data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> RowBuffers:
+    """Split data [sum of M·K] and scales [sum of M] into matrices of these shapes."""
+    matrices = data.split([m * k for m, k in shapes])
     rows = scales.view(-1, 1).split([m for m, _ in shapes])
     views = (x.view(shape) for x, shape in zip(matrices, shapes, strict=True))
-    return Room(codes, scales, list(zip(views, rows, strict=True)))
+    return RowBuffers(data, scales, list(zip(views, rows, strict=True)))
 
 
-def coded(
-    matrices: Sequence[Tensor], dtype: torch.dtype, room: Room | None = None
+def quantize_rows(
+    matrices: Sequence[Tensor], dtype: torch.dtype, buffers: RowBuffers | None = None
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Codes and scales of matrices [M, K], rounded to `dtype` before, as `quantize` gives them.
+    """Round matrices [M, K] to `dtype`, and quantize each row; return FP8 data and scales.
 
-    They are written to `room`, if it is given.
+    The dialect's `quantize` returns the same bits. They are written to
+    `buffers`, if given.
     """
-    room = room or room_for([x.shape for x in matrices], matrices[0].device)
-    if hardware.why_no_triton_kernels(matrices[0].device) is None:
-        _kernel().code_rows([x.contiguous() for x in matrices], dtype, room.codes, room.scales)
-        return room.parts
+    device = matrices[0].device
+    buffers = buffers or allocate_buffers([x.shape for x in matrices], device)
+    if hardware.why_no_triton_kernels(device) is None:
+        from fp8pass.weights import quantization_kernel  # imports Triton
+
+        contiguous = [x.contiguous() for x in matrices]
+        quantization_kernel.quantize_rows(contiguous, dtype, buffers.data, buffers.scales)
+        return buffers.parts
     with torch.no_grad():
-        for x, (codes, scales) in zip(matrices, room.parts, strict=True):
+        for x, (data, scales) in zip(matrices, buffers.parts, strict=True):
             scales.copy_(fp8.scale.default(fp8.amax.default(x.to(dtype), "row"), BY_ROW))
-            codes.copy_(fp8.quantize.default(x.to(dtype), scales, BY_ROW))
-    return room.parts
-
-
-@functools.cache
-def _kernel() -> Any:
-    """The kernel, which can only be imported where there is Triton."""
-    from fp8pass.weights import quantization_kernel as coding_kernel
-
-    return coding_kernel
+            data.copy_(fp8.quantize.default(x.to(dtype), scales, BY_ROW))
+    return buffers.parts

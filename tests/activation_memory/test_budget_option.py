@@ -1,4 +1,4 @@
-"""`memory_budget`: sizes, shares and bytes, and what it may not be."""
+"""`memory_budget`: sizes, shares and bytes, and errors for other values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sizes(text, bytes_):
         (2.5, "a float is a share, up to 2.0; for bytes give an int or a size such as '24GiB'"),
     ],
 )
-def test_errors_say_what_a_budget_is(budget, says):
+def test_errors_name_valid_budgets(budget, says):
     with pytest.raises(ConfigError, match=says):
         Config(memory_budget=budget)
 

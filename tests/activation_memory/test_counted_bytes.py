@@ -36,16 +36,16 @@ def test_sizes_that_depend_on_data(function):
     torch.manual_seed(0)
     layer, x, scores = nn.Linear(64, 64), torch.randn(128, 64), torch.randn(128)
     run, spy = compiled(lambda *inputs: function(layer, *inputs), fullgraph=True)
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(t):
         if not isinstance(t, nn.Parameter) and t is not x:
-            kept[t.data_ptr()] = t.untyped_storage().nbytes()
+            saved[t.data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         run(x, scores)
-    really = sum(kept.values())
+    really = sum(saved.values())
     assert spy.plan.saved_bytes < 3 * really
 
 

@@ -1,4 +1,4 @@
-"""The minimum cut against brute force, and what the plan must respect."""
+"""The minimum cut against brute force, and the guarantees of the plan."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import graph
 from fp8pass.activation_memory import cuts
 from fp8pass.activation_memory.cuts import Cut, components, min_cut
+from fp8pass.activation_memory.reasons import Reason
 from fp8pass.config import Config
 from fp8pass.error_analysis.differences import COPIES, TOTALS
 from fp8pass.error_analysis.regions import FORMULAS
@@ -44,7 +45,7 @@ from fp8pass.testing.strategies import programs
 
 @st.composite
 def problems(draw):
-    """A random graph with costs: (values, needed, bytes, price)."""
+    """Draw a random graph with costs: (values, needed, bytes, price)."""
     g = fx.Graph()
     values: list[fx.Node] = []
     sizes: dict[fx.Node, float] = {}
@@ -60,15 +61,15 @@ def problems(draw):
     return values, needed, sizes, prices
 
 
-def cost(problem, kept, recomputed) -> float:
-    """What a choice costs; infinite where the backward could not have what it needs."""
+def cost(problem, saved, recomputed) -> float:
+    """Return the cost of a choice; infinite if the backward would miss a needed value."""
     _, needed, sizes, prices = problem
-    available = kept | recomputed
+    available = saved | recomputed
     if not needed <= available:
         return math.inf
     if any(n not in available for node in recomputed for n in node.all_input_nodes):
         return math.inf
-    return sum(sizes[n] for n in kept) + sum(prices[n] for n in recomputed)
+    return sum(sizes[n] for n in saved) + sum(prices[n] for n in recomputed)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -76,7 +77,7 @@ def cost(problem, kept, recomputed) -> float:
 def test_min_cut_is_optimal(early, problem):
     values, needed, sizes, prices = problem
     cut = min_cut(values, needed, sizes.__getitem__, prices.__getitem__, early=early)
-    assert not cut.kept & cut.recomputed
+    assert not cut.saved & cut.recomputed
     best = min(
         cost(
             problem,
@@ -85,12 +86,12 @@ def test_min_cut_is_optimal(early, problem):
         )
         for choices in itertools.product(range(3), repeat=len(values))
     )
-    assert cost(problem, cut.kept, cut.recomputed) == best
+    assert cost(problem, cut.saved, cut.recomputed) == best
     assert cut.cost == best
 
 
 def test_min_cut_of_a_chain():
-    """One cheap value to keep, everything else follows from it."""
+    """The cheapest value is saved, and the other values are recomputed from it."""
     g = fx.Graph()
     x = g.placeholder("x")
     y = g.call_function(operator.neg, (x,))
@@ -103,18 +104,18 @@ def test_min_cut_of_a_chain():
     assert cut == Cut({x}, {y, z}, 7)
 
 
-def test_equal_cuts_are_told_apart_by_early():
+def test_early_selects_among_equal_cuts():
     g = fx.Graph()
     x = g.placeholder("x")
     y = g.call_function(operator.neg, (x,))
     sizes, prices = {x: 10, y: 10}, {x: math.inf, y: 0}
-    for early, kept in ((False, y), (True, x)):
+    for early, saved in ((False, y), (True, x)):
         cut = min_cut([x, y], {y}, sizes.__getitem__, prices.__getitem__, early=early)
-        assert (cut.kept, cut.cost) == ({kept}, 10)
+        assert (cut.saved, cut.cost) == ({saved}, 10)
 
 
 @given(problems())
-def test_regions_can_be_solved_one_by_one(problem):
+def test_components_can_be_solved_one_by_one(problem):
     values, needed, sizes, prices = problem
     whole = min_cut(values, needed, sizes.__getitem__, prices.__getitem__)
     parts = components(values, needed, prices.__getitem__)
@@ -126,8 +127,8 @@ def test_regions_can_be_solved_one_by_one(problem):
     assert total == whole.cost
 
 
-def test_equal_regions_are_solved_once():
-    """As those of a model's layers are; another price is another problem."""
+def test_equal_components_are_solved_once():
+    """The layers of a model have equal components. Another price is another problem."""
 
     def region(price: int) -> Cut:
         g = fx.Graph()
@@ -136,12 +137,12 @@ def test_equal_regions_are_solved_once():
         sizes, prices = {x: 10, y: 7}, {x: math.inf, y: price}
         return min_cut([x, y], {y}, sizes.__getitem__, prices.__getitem__)
 
-    cuts._solved.cache_clear()
+    cuts._solve.cache_clear()
     assert [region(price).cost for price in (1, 1, 1, 3, 3)] == [7, 7, 7, 7, 7]
-    assert cuts._solved.cache_info().misses == 2
+    assert cuts._solve.cache_info().misses == 2
 
 
-# --- what the plan respects ---------------------------------------------------------------------
+# --- guarantees of the plan ---------------------------------------------------------------------
 
 
 def plan_of(model, *args, config=COAT_EAGER, **options):
@@ -157,20 +158,20 @@ def decoder(**options):
     return plan_of(models.Stack(1, 128, 4, 352).bfloat16(), x, cos, sin, **options)
 
 
-def test_attention_is_kept_exactly():
-    """q, k, v and the output, each at full size; nothing else of that size is."""
+def test_attention_is_saved_exactly():
+    """q, k, v and the output are the only values saved at full size."""
     plan = decoder()
     elements = 2 * 32 * 128
-    exact = [s for s in plan.saved if s.kept_as == "exact" and s.bytes_exact == 2 * elements]
+    exact = [s for s in plan.saved if s.saved_as == "exact" and s.bytes_exact == 2 * elements]
     kept = [s for s in exact if s.bytes]
     assert len(kept) == 4
     assert sum("attention" in s.op for s in kept) == 1
     assert all("attention may amplify" in s.reason for s in kept)
-    assert any("computed from it" in s.reason for s in kept)  # a view of v is what attention reads
+    assert any("computed from it" in s.reason for s in kept)  # attention reads a view of v
 
 
-def test_what_a_decoder_layer_keeps():
-    """design.md's account: the residual stream and gate and up in FP8, attention in bf16."""
+def test_saved_tensors_of_a_decoder_layer():
+    """As in design.md: the residual stream, gate and up in FP8, attention in BF16."""
     plan = decoder()
     low = sorted(s.shape for s in plan.saved if s.expected_error)
     assert low == ["2×32×128", "2×32×352", "2×32×352"]
@@ -183,47 +184,46 @@ def test_what_a_decoder_layer_keeps():
 def test_a_leaf_input_is_free_and_exact():
     plan = plan_of(FFN(64, 128), torch.randn(32, 64, requires_grad=True))
     (held,) = [s for s in plan.saved if s.op == "placeholder"]
-    assert (held.bytes, held.kept_as) == (0, "exact")
-    assert "leaf" in held.reason
+    assert (held.bytes, held.saved_as) == (0, "exact")
+    assert held.reason == Reason.LEAF
 
 
-def test_an_input_that_is_no_leaf_is_priced_and_kept_in_low_bits():
-    """When blocks are compiled one by one it is the previous block's output."""
+def test_an_input_that_is_not_a_leaf_is_saved_in_low_bits():
+    """If blocks are compiled one by one, such an input is the previous block's output."""
     x = torch.randn(32, 64, requires_grad=True) * 1
     plan = plan_of(lambda x: F.silu(x) * x, x)
     (stored,) = plan.saved
-    assert (stored.op, stored.kept_as) == ("placeholder", "e4m3 1×64")
+    assert (stored.op, stored.saved_as) == ("placeholder", "e4m3 1×64")
     assert stored.bytes == plan.saved_bytes == 32 * 64 + 32 * 2
 
 
 def test_an_input_without_gradient_stays_exact():
-    """A table of rotary embeddings, a mask, data."""
+    """Such as a table of rotary embeddings, a mask or data."""
     plan = plan_of(
         lambda x, w: (x * w) * 2, torch.randn(32, 64, requires_grad=True), torch.rand(64)
     )
     (table,) = plan.saved
-    assert (table.op, table.kept_as, table.shape) == ("placeholder", "exact", "64")
+    assert (table.op, table.saved_as, table.shape) == ("placeholder", "exact", "64")
     torch._dynamo.reset()
     x = torch.randn(32, 64, requires_grad=True) * 1
     plan = plan_of(lambda x, w: F.silu(x * w), x, torch.rand(32, 64))
-    kept = {s.kept_as for s in plan.saved if s.op == "placeholder" and "no gradient" in s.reason}
+    kept = {s.saved_as for s in plan.saved if s.reason == Reason.INPUT}
     assert kept == {"exact"}
 
 
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
-def test_parameters_are_no_part_of_the_bytes(recipe):
+def test_parameters_are_not_counted(recipe):
     plan = plan_of(MLP(), torch.randn(32, 64), config=Config.recipe(recipe, compiler="eager"))
-    assert plan.parameters
-    assert not [s for s in plan.saved if s.reason == "parameter"]
+    assert not [s for s in plan.saved if s.reason == Reason.PARAMETER]
 
 
-def test_linear_recipe_keeps_everything_exactly():
+def test_linear_recipe_saves_everything_exactly():
     plan = decoder(config=Config.recipe("linear", compiler="eager"))
     assert {s.expected_error for s in plan.saved} == {0.0}
 
 
 @pytest.mark.long
-def test_softmax_is_kept_exactly_with_eager_attention():
+def test_softmax_of_eager_attention_is_saved_exactly():
     plan = plan_of(llama("eager"), tokens())
     low = {s.op for s in plan.saved if s.expected_error}
     assert not {op for op in low if "softmax" in op or "exp" in op or "amax" in op}
@@ -231,7 +231,7 @@ def test_softmax_is_kept_exactly_with_eager_attention():
 
 def test_group_size_divides_the_row():
     plan = plan_of(FFN(64, 176), torch.randn(32, 64))
-    kept = {s.shape: s.kept_as for s in plan.saved if s.expected_error}
+    kept = {s.shape: s.saved_as for s in plan.saved if s.expected_error}
     assert kept == {"32×176": "e4m3 1×88"}
     for s in plan.saved:
         if s.expected_error:
@@ -280,7 +280,7 @@ class Attention(nn.Module):
 
 
 def test_checkpointed_attention_is_recomputed():
-    """Its operator may draw random numbers, for dropout, but does not here."""
+    """The operator can draw random numbers for dropout, but does not here."""
     kept = {}
     for recompute in (False, True):
         torch._dynamo.reset()
@@ -290,7 +290,7 @@ def test_checkpointed_attention_is_recomputed():
     assert not kept[True]
 
 
-def test_random_masks_are_kept_or_recomputed_but_not_rounded():
+def test_random_masks_are_not_rounded():
     def run(x):
         return F.dropout(x.sin(), 0.3) * x
 
@@ -300,7 +300,7 @@ def test_random_masks_are_kept_or_recomputed_but_not_rounded():
 
 
 def has_derivation(node: fx.Node) -> bool:
-    """Whether the error rules can say what an error of an operand of `node` does."""
+    """Whether the error rules can derive the effect of an error of an operand of `node`."""
     linear = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE, Kind.MOVEMENT)
     known = FORMULAS.keys() | COPIES | set(TOTALS)
     target = graph.operator_of(node).target
@@ -308,7 +308,7 @@ def has_derivation(node: fx.Node) -> bool:
 
 
 def reads_rounded(joint: JointGraph) -> list[fx.Node]:
-    """Operators that tolerate no error but are computed from values kept in low bits."""
+    """Return operators that tolerate no error but are computed from values in low bits."""
     gradients = graph.tangent_dependent(joint.gm.graph)
     rounded: set[fx.Node] = set()
     wrong = []
@@ -325,10 +325,10 @@ def reads_rounded(joint: JointGraph) -> list[fx.Node]:
 
 @pytest.mark.long
 @given(programs())
-def test_what_tolerates_no_error_reads_nothing_that_was_rounded(case):
+def test_operators_that_tolerate_no_error_read_exact_values(case):
     program, inputs = case
     torch._dynamo.reset()
-    inputs = [x * 1 for x in inputs]  # no leaves: everything has to be kept
+    inputs = [x * 1 for x in inputs]  # not leaves, which would be saved at no cost
     if not any(t.requires_grad for t in (*inputs, *program.parameters())):
         return
     for joint in capture_joints(program, *inputs):
@@ -339,7 +339,7 @@ def test_what_tolerates_no_error_reads_nothing_that_was_rounded(case):
 
 @pytest.mark.parametrize("sensitive", [torch.log, torch.cos, lambda x: x.softmax(-1), torch.cumsum])
 def test_sensitive_operators_read_exact_values(sensitive):
-    """A value that sensitive and tolerant operators share, and one rounded value beside it."""
+    """Sensitive and tolerant operators share one value; another value is rounded."""
 
     def run(x, y):
         if sensitive is torch.cumsum:
@@ -353,12 +353,12 @@ def test_sensitive_operators_read_exact_values(sensitive):
     assert not reads_rounded(joint)
 
 
-def test_a_sensitive_operator_of_one_exact_and_one_rounded_value_is_not_recomputed():
+def test_a_sensitive_operator_with_a_rounded_operand_is_not_recomputed():
     def run(x, y, w):
         angle = torch.atan2(x.detach(), y.detach()) * 2
         return angle * w + F.silu(y) * y + x
 
-    x = torch.randn(32, 64, requires_grad=True)  # a leaf, exact for nothing
+    x = torch.randn(32, 64, requires_grad=True)  # a leaf, exact at no cost
     y, w = (torch.randn(32, 64, requires_grad=True) * 1 for _ in range(2))
     joint = capture_joint(run, x, y, w)
     for pass_ in JOINT_PASSES:
@@ -367,18 +367,18 @@ def test_a_sensitive_operator_of_one_exact_and_one_rounded_value_is_not_recomput
     assert not reads_rounded(joint)
 
 
-# --- kept exactly as asked ----------------------------------------------------------------------
+# --- keep_exact ---------------------------------------------------------------------------------
 
 UNRULED = Config.recipe("agoq", compiler="eager", error_tolerance=math.inf)
 
 
 def low_bit(plan: Plan) -> dict[str, str]:
-    """Names of what is kept in low bits, and as what."""
-    return {s.value: s.kept_as for s in plan.saved if not s.kept_as.startswith("exact")}
+    """Return the names and formats of the values saved in low bits."""
+    return {s.value: s.saved_as for s in plan.saved if not s.saved_as.startswith("exact")}
 
 
-def test_what_is_expanded_is_kept_once_and_seen_from_its_copy():
-    """A view of memory that rows share is none of a copy, in which they do not."""
+def test_views_of_an_expanded_tensor_are_recomputed_from_its_copy():
+    """A view may be invalid on the saved copy, because its rows do not share memory."""
 
     def model(x, weight):
         right = x.chunk(2, -1)[1]
@@ -395,7 +395,7 @@ def test_what_is_expanded_is_kept_once_and_seen_from_its_copy():
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_a_value_by_its_name(recipe):
-    """Of those of a decoder layer each one, alone."""
+    """Each value of a decoder layer is kept exactly, one at a time."""
     config = Config.recipe(recipe, compiler="eager")
     names = low_bit(decoder(config=config)).keys()
     assert len(names) == 3
@@ -422,12 +422,12 @@ def test_values_by_module():
 
 
 def exponential(x, y):
-    """The gradient of `y` is an exponential, which is recomputed from `x`."""
+    """The gradient of `y` is an exponential, which can be recomputed from `x`."""
     return torch.exp(x) * y + F.silu(x) * x
 
 
 @pytest.mark.parametrize("keep", ["", ":exp.default:0", ":placeholder:0"])
-def test_what_is_kept_exactly_is_not_recomputed_from_what_is_not(keep):
+def test_exact_values_are_not_recomputed_from_rounded_values(keep):
     x, y = torch.randn(32, 64), torch.randn(32, 64)
     gradients = []
     for config in (replace(UNRULED, keep_exact=(keep,) if keep else ()), EXACT_EAGER):
@@ -441,8 +441,8 @@ def test_what_is_kept_exactly_is_not_recomputed_from_what_is_not(keep):
     assert not torch.equal(x_grad, x_exact)
 
 
-def test_nothing_stands_in_for_what_is_kept_exactly():
-    """With `down` in high precision the derivative of GELU would be kept rather than its input."""
+def test_keep_exact_values_are_not_replaced_by_their_derivative():
+    """With `down` in high precision, GELU's derivative would be saved instead of its input."""
     names = low_bit(plan_of(MLP(), torch.randn(32, 64))).keys()
     torch._dynamo.reset()
     config = replace(COAT_EAGER, skip=("up", "down"), keep_exact=tuple(names))
@@ -450,7 +450,7 @@ def test_nothing_stands_in_for_what_is_kept_exactly():
     assert not low_bit(plan_of(MLP(), torch.randn(32, 64), config=config))
 
 
-def test_names_do_not_depend_on_sizes_or_on_what_runs_in_fp8():
+def test_names_depend_neither_on_sizes_nor_on_skipped_layers():
     model = nn.Sequential(MLP((64, 128, 64)), MLP((64, 128, 64)))
     found = []
     for dynamic, skip in ((False, ()), (True, ()), (False, ("up",))):
@@ -482,7 +482,7 @@ def test_a_pattern_that_matches_nothing_warns(pattern, says):
         plan_of(model, batch, config=replace(COAT_EAGER, keep_exact=(pattern,)))
 
 
-def test_checkpointed_values_are_kept_exactly_by_what_they_are_computed_from():
+def test_checkpointed_values_are_recomputed_from_exact_values():
     config = replace(UNRULED, keep_exact=("norm",))
     plan = plan_of(Block(recompute=True), torch.randn(32, 64, requires_grad=True), config=config)
     assert not [s for s in plan.saved if s.module == "norm" and s.value in low_bit(plan)]

@@ -1,4 +1,4 @@
-"""Residual streams: which sums the backward computes again, and what it holds at once for that."""
+"""Residual streams: the sums that the backward recomputes, and the bytes alive for them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import graph
 from fp8pass.activation_memory.backward_memory import is_buffered
 from fp8pass.config import Config
-from fp8pass.graph.patterns import is_sum_of_alike
-from fp8pass.graph.tags import CARRIES
+from fp8pass.graph.patterns import is_same_shape_addition
+from fp8pass.graph.tags import COPIED_VALUE
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.runner import run_passes
 
@@ -64,20 +64,20 @@ class Planned:
         self.g, self.ctx = joint.gm.graph, joint.ctx
 
     @property
-    def kept(self) -> int:
+    def saved(self) -> int:
         return self.ctx.plan.saved_bytes
 
     def longest_chain(self) -> int:
-        """How many sums of the residual stream are computed again, each from the one before."""
+        """Return the most sums of the residual stream that are recomputed from one another."""
         lengths: dict[fx.Node, int] = {}
         for node in self.g.nodes:
-            if CARRIES in node.meta and node.target not in STORED:
+            if COPIED_VALUE in node.meta and node.target not in STORED:
                 before = max((lengths.get(n, 0) for n in node.all_input_nodes), default=0)
-                lengths[node] = before + is_sum_of_alike(node)
+                lengths[node] = before + is_same_shape_addition(node)
         return max(lengths.values(), default=0)
 
     def held_at_once(self) -> int:
-        """The most bytes in memory at a time of the backward, but for parameters."""
+        """Return the most bytes alive at a time of the backward, except parameters."""
         facts = self.ctx.facts
         results = graph.outputs(self.g)[: facts.num_fwd_outputs]
         given = [*(n for n in results if isinstance(n, fx.Node)), *self.ctx.saved]
@@ -90,7 +90,7 @@ class Planned:
             users = [u for u in node.users if u in position]
             inlined = [last[u] for u in users if not has_buffer(u)]
             last[node] = max([*(position[u] for u in users), *inlined], default=-1)
-            if node in facts.parameters | facts.held or not (node in forward or has_buffer(node)):
+            if node in facts.parameters | facts.leaves or not (node in forward or has_buffer(node)):
                 continue
             change[position.get(node, 0)] += graph.nbytes(node)
             change[last[node] + 1] -= graph.nbytes(node)
@@ -101,21 +101,21 @@ STORED = {torch.ops.fp8pass.dequantize.default}
 
 
 def has_buffer(node: fx.Node) -> bool:
-    """Whether a node of the backward is in memory; others are computed by their users."""
+    """Whether a node of the backward has a buffer, instead of being fused with its users."""
     if node.op == "output":
         return True
     return node.target not in STORED and graph.value(node) is not None and is_buffered(node)
 
 
 def planned_stack(shape: tuple[int, ...], dtype: torch.dtype, recipe: str) -> Planned:
-    """A stack in 16 bits, or with FP32 weights under autocast."""
+    """Plan a stack in 16 bits, or with FP32 weights under autocast."""
     model = stack().to(dtype)
     run = under_autocast(model) if dtype is torch.float32 else model
     return Planned(run, torch.randn(shape, dtype=dtype).requires_grad_() * 1, recipe=recipe)
 
 
 def planned_gpt(recipe: str) -> Planned:
-    """nanoGPT's GPT-2, small, with FP32 weights under autocast."""
+    """Plan a small GPT-2 of nanoGPT, with FP32 weights under autocast."""
     torch.manual_seed(0)
     model = benchmark_models().GPT(6, HIDDEN, 2, vocabulary=96, length=64)
     ids = tokens(ROWS // 64, 64)
@@ -133,34 +133,34 @@ CASES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_who_keeps_less_holds_less(case):
+def test_plans_that_save_less_have_lower_peaks(case):
     plans = []
     for recipe in RECIPES:
         torch._dynamo.reset()
         plans.append(CASES[case](recipe))
-    for a, b in combinations(sorted(plans, key=lambda p: p.kept), 2):
+    for a, b in combinations(sorted(plans, key=lambda p: p.saved), 2):
         assert a.held_at_once() <= b.held_at_once()
     agoq, coat, linear = plans
-    # In low bits a sum takes what its branch does.
+    # In low bits a sum is no larger than its branch.
     assert agoq.longest_chain() <= 1
     assert coat.longest_chain() <= 1
-    assert linear.longest_chain() <= 2  # with the sum of embeddings, which is never kept
-    for plan in plans:  # beyond what is kept, one block's values, some of them in FP32
-        assert plan.held_at_once() < plan.kept + 7.5 * U
+    assert linear.longest_chain() <= 2  # with the sum of embeddings, which is never saved
+    for plan in plans:  # besides saved bytes, one block's values, some of them in FP32
+        assert plan.held_at_once() < plan.saved + 7.5 * U
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["agoq", "coat"])
-def test_streams_in_two_dimensions_are_held_as_in_three(recipe):
-    """There no view lies between a branch and its sum."""
+def test_streams_take_equal_bytes_in_two_and_three_dimensions(recipe):
+    """In two dimensions there is no view between a branch and its sum."""
     flat = planned_stack(FLAT, torch.bfloat16, recipe)
     torch._dynamo.reset()
     batched = planned_stack(BATCHED, torch.bfloat16, recipe)
-    assert flat.kept == batched.kept
+    assert flat.saved == batched.saved
     assert flat.held_at_once() == batched.held_at_once()
 
 
-def test_in_full_precision_every_second_sum_is_kept():
+def test_every_second_sum_is_saved_in_full_precision():
     """Under autocast a sum takes twice the bytes of its branch."""
     model, x = under_autocast(stack(6)), torch.randn(FLAT).requires_grad_() * 1
     plan = Planned(model, x, recipe="linear")
@@ -171,15 +171,15 @@ def test_in_full_precision_every_second_sum_is_kept():
     assert plan.longest_chain() == 1
 
 
-def test_streams_through_norms_have_no_long_chains():
-    """Post-norm layers: the sum after a norm of a sum."""
+def test_post_norm_streams_have_no_long_chains():
+    """In post-norm layers a norm lies between two sums."""
     model, x = under_autocast(stack(6, post=True)), torch.randn(FLAT).requires_grad_() * 1
     plan = Planned(model, x, recipe="linear")
     assert plan.longest_chain() <= 2
 
 
-def test_sums_that_cannot_be_kept_are_made_again():
-    """A user's checkpoint around the whole stream."""
+def test_sums_of_a_checkpointed_region_are_recomputed():
+    """The checkpoint includes the whole stream."""
     model, x = stack(3).bfloat16(), torch.randn(FLAT).bfloat16().requires_grad_() * 1
 
     def run(x):
@@ -189,8 +189,8 @@ def test_sums_that_cannot_be_kept_are_made_again():
     assert plan.longest_chain() == 3
 
 
-def test_branches_that_follow_from_the_stream_cost_nothing():
-    """Every sum is computed again from the input, which autograd holds anyway."""
+def test_branches_computed_from_a_leaf_are_not_saved():
+    """Every sum is recomputed from the input, which autograd keeps alive anyway."""
 
     def run(x):
         for _ in range(3):
@@ -198,11 +198,11 @@ def test_branches_that_follow_from_the_stream_cost_nothing():
         return x.exp()
 
     plan = Planned(run, torch.randn(FLAT, requires_grad=True), recipe="linear")
-    assert plan.kept == 0
+    assert plan.saved == 0
 
 
-def test_sums_of_what_is_alive_anyway_cost_nothing():
-    """The backward holds nothing for them: a leaf that requires a gradient, and what follows."""
+def test_sums_of_a_leaf_are_not_saved():
+    """They are recomputed from the leaf, which autograd keeps alive anyway."""
 
     class Distances(nn.Module):
         def forward(self, x):

@@ -335,7 +335,8 @@ def test_fit_prints_lines_to_paste(run, tmp_path):
     out = expect_ok(
         run("fit", "factories:with_loss", *SIZES, "--plot", str(tmp_path / "memory.png"))
     )
-    assert "MLP on H200: default · AdamW" in out
+    assert out.startswith("MLP ")
+    assert "· H200 of 2 GiB (rates: measured)\ndefault · AdamW" in out
     assert "◀ fits" in out
     assert "optimizer = fp8pass.optim.AdamW(model.parameters())" in out
     assert (tmp_path / "memory.png").stat().st_size
@@ -367,7 +368,11 @@ def test_fit_notes_the_default_dtype(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     note = "Weights are in float32: the config names no dtype."
     assert note in expect_ok(run("fit", str(tmp_path), *SIZES))
-    assert note not in expect_ok(run("fit", str(tmp_path), *SIZES, "--dtype", "bfloat16"))
+    inputs = ("--input", "input_ids=2x64:int64:256", "--input", "labels=2x64:int64:256")
+    out = expect_ok(run("fit", str(tmp_path), *SIZES, "--dtype", "bfloat16", *inputs))
+    assert note not in out
+    assert "made up" not in out
+    assert "micro-batch 2 × 64 tokens · H200" in out
 
 
 def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
@@ -381,6 +386,9 @@ def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
     found = json.loads(out)
     assert not found["fits"]
     assert "does not fit a GPU of 2 GiB and a host of 8 GiB" in found["why_not"]
+    usual = "--input input_ids=4x2048:int64:32000 --input labels=4x2048:int64:32000"
+    assert "The inputs are made up: 2 x 128 tokens." in found["notes"][0]
+    assert found["notes"][0].endswith(usual)
     assert found["blocks"] == ["model.layers.*"]
     assert found["tried"][0]["gpu"]["weights"] > 24e9
     assert "no way to train the model fits" in err

@@ -35,6 +35,16 @@ def test_env_without_cuda_reports_no_error():
     assert "Error" not in out
 
 
+def test_env_without_a_driver_reports_no_error(run, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("torch.utils.collect_env.get_nvidia_driver_version", lambda run: None)
+    out = expect_ok(run("env"))
+    assert "cuda:\n  name             no GPU" in out
+    monkeypatch.setattr("torch.utils.collect_env.get_nvidia_driver_version", lambda run: "580")
+    assert "AssertionError: Torch not compiled with CUDA" in expect_ok(run("env"))
+
+
 def test_env_works_without_pytorch():
     """All other optional packages are missing, too."""
     missing = ("torch", "triton", "transformers", "torchao", "rich")

@@ -79,7 +79,9 @@ def test_warnings_come_without_lines_of_source(run):
     code, _, err = run("explain", "factories:with_tensor", "--option", "skip=no_such_layer")
     assert code == 0
     (warning,) = (line for line in err.splitlines() if "no_such_layer" in line)
-    assert warning.startswith("warning: skip pattern 'no_such_layer' matches no linear layer")
+    assert warning.startswith(
+        "fp8pass: warning: skip pattern 'no_such_layer' matches no linear layer"
+    )
     assert ".py" not in err
 
 

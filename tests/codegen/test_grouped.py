@@ -1,4 +1,4 @@
-"""GEMMs of experts: their operators mean what they say, in aten, in kernels and on a GPU."""
+"""Operators of expert GEMMs: references, lowered graphs, the kernel, and GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fp8pass.codegen.lowering import lower
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.graph.nodes import aten
 
 fp8 = torch.ops.fp8pass
@@ -34,26 +34,26 @@ def ends(counts: list[int]) -> Tensor:
 
 
 def tokens(counts: list[int], columns: int, left_over: int = 3) -> Tensor:
-    """Rows of BF16 as different in size as they are, some of which are nobody's."""
+    """Return BF16 rows of very different magnitudes; the last ones belong to no expert."""
     rows = sum(counts) + left_over
     torch.manual_seed(rows)
     return (torch.randn(rows, columns) * torch.logspace(-2, 2, rows).unsqueeze(1)).bfloat16()
 
 
 def kernel() -> Any:
-    """The kernel's module, where there is Triton."""
+    """Import the kernel's module, or skip without Triton."""
     pytest.importorskip("triton")
-    return importlib.import_module("fp8pass.codegen.kernels.segments")
+    return importlib.import_module("fp8pass.codegen.kernels.expert_transpose")
 
 
 def of_segments(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Padded codes of tokens, transposed, and the scales of segments."""
+    """Return the quantized, padded, transposed tokens and the scales of expert groups."""
     scale = fp8.scale(fp8.segment_amax(fp8.amax(x, "row"), offsets), "e4m3 row")
     return fp8.transpose_segments(x, scale, offsets, "e4m3"), scale
 
 
 def of_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """Padded codes of some rows, transposed."""
+    """Return quantized, padded, transposed rows `x[rows]`."""
     scale = fp8.scale(fp8.segment_amax(fp8.amax(x, "row")[rows], offsets), "e4m3 row")
     return fp8.transpose_segments(x, scale, offsets, "e4m3", rows)
 
@@ -70,13 +70,13 @@ def lowered(function, *args) -> fx.GraphModule:
 
 
 def product(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Tokens times weights [E, N, K] of their experts."""
+    """Multiply tokens by the weights [E, N, K] of their experts."""
     flat = weights.reshape(-1, weights.shape[-1])
     return fp8.scaled_grouped_mm(*by_row(x), *by_row(flat), offsets, torch.bfloat16)
 
 
 def outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """A product for each expert, of its tokens."""
+    """Contract the tokens of each expert."""
     operands = *of_segments(x, offsets), *of_segments(y, offsets)
     return fp8.scaled_grouped_outer(*operands, fp8.padded_ends(offsets), torch.bfloat16)
 
@@ -85,11 +85,11 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
 
 
-# --- what they mean -----------------------------------------------------------------------------
+# --- references ---------------------------------------------------------------------------------
 
 
 @given(counts_of_experts)
-def test_segments_are_padded(counts):
+def test_groups_are_padded(counts):
     offsets = ends(counts)
     lengths = fp8.padded_ends(offsets).diff(prepend=torch.zeros(1, dtype=torch.int32))
     for count, length in zip(counts, lengths.tolist(), strict=True):
@@ -113,7 +113,7 @@ def test_products_are_those_of_each_expert(counts):
             assert not of_tokens[expert].any()
 
 
-def test_what_is_nobodys_reaches_nothing():
+def test_rows_without_an_expert_have_no_effect():
     counts = [5, 0, 11]
     x, y, offsets = tokens(counts, 32), tokens(counts, 32), ends(counts)
     weights = torch.randn(3, 16, 32).bfloat16()
@@ -124,7 +124,7 @@ def test_what_is_nobodys_reaches_nothing():
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_what_is_not_finite_reaches_its_expert_alone(value):
+def test_nan_and_inf_stay_in_their_expert_group(value):
     counts = [5, 9, 4]
     x, y, offsets = tokens(counts, 32), tokens(counts, 32), ends(counts)
     x[7, 3] = value
@@ -137,11 +137,11 @@ def test_what_is_not_finite_reaches_its_expert_alone(value):
     assert not finite[1].any()
 
 
-# --- in aten, and in the kernel -----------------------------------------------------------------
+# --- lowered graphs and the kernel --------------------------------------------------------------
 
 
 @each_count
-def test_lowered_codes_are_the_references(counts):
+def test_lowered_quantization_equals_the_reference(counts):
     x, offsets = tokens(counts, 48), ends(counts)
     gm = lowered(of_segments, x, offsets)
     for got, want in zip(gm(x, offsets), of_segments(x, offsets), strict=True):
@@ -155,18 +155,18 @@ def test_lowered_codes_are_the_references(counts):
 
 @each_count
 def test_lowered_products_are_rounded_once_more(counts):
-    """Twice half a unit in the last place of BF16, besides the order in which GEMMs add up."""
+    """The error is two roundings to BF16, and the summation order of GEMMs."""
     x, y, offsets = tokens(counts, 64), tokens(counts, 48), ends(counts)
     weights = torch.randn(len(counts), 48, 64).bfloat16()
     for function, *args in ((product, x, weights), (outer, y, x)):
         got, want = lowered(function, *args, offsets)(*args, offsets), function(*args, offsets)
-        if function is product:  # the other rows are nobody's, and hold anything
+        if function is product:  # other rows belong to no expert and are undefined
             got, want = got[: sum(counts)], want[: sum(counts)]
         assert torch.allclose(got.float(), want.float(), rtol=2**-7, atol=1e-4 * sum(counts))
 
 
-def test_the_number_of_tokens_may_vary():
-    """One graph for all of them."""
+def test_dynamic_number_of_tokens():
+    """One graph is correct for several numbers of tokens."""
     counts = [0, 7, 33, 16, 1]
     args = tokens(counts, 48), tokens(counts, 32), ends(counts)
     varies, stays = DimDynamic.DYNAMIC, DimDynamic.STATIC
@@ -186,8 +186,8 @@ def test_the_number_of_tokens_may_vary():
 
 @both_devices
 @each_count
-def test_kernel_codes_are_the_references(counts, device):
-    """Columns that are no multiple of a tile's, too."""
+def test_kernel_equals_the_reference(counts, device):
+    """Also with columns that are not a multiple of the tile."""
     for columns in (16, 80, 528):
         x, offsets = tokens(counts, columns).to(device), ends(counts).to(device)
         scale = of_segments(x, offsets)[1]
@@ -201,12 +201,12 @@ def test_kernel_codes_are_the_references(counts, device):
 
 
 def test_the_kernel_refuses_other_formats():
-    with pytest.raises(ValueError, match="codes in e4m3, not in e5m2"):
+    with pytest.raises(ValueError, match="quantizes to e4m3, not e5m2"):
         kernel().transpose_segments(tokens([4], 16), torch.ones(1, 1), ends([4]), "e5m2")
 
 
-def test_cuda_takes_the_layouts():
-    """PyTorch checks layouts and scales where tensors are fake, too; nobody asks for offsets."""
+def test_cuda_accepts_the_layouts():
+    """PyTorch checks layouts and scales of fake tensors, too. Lowering does not read offsets."""
     with FakeTensorMode():
         x, y = (torch.empty(50, n, device="cuda", dtype=torch.bfloat16) for n in (32, 64))
         weights = torch.empty(4, 64, 32, device="cuda", dtype=torch.bfloat16)
@@ -220,8 +220,8 @@ def test_cuda_takes_the_layouts():
 
 @pytest.mark.gpu
 @each_count
-def test_gpu_products_are_the_references(counts):
-    """Tensor cores add up with 13 bits behind the point of the largest term."""
+def test_gpu_products_are_close_to_the_reference(counts):
+    """Tensor cores truncate addends 13 bits below the largest one."""
     x, y, offsets = tokens(counts, 64), tokens(counts, 48), ends(counts)
     weights = torch.randn(len(counts), 48, 64).bfloat16()
     owned = sum(counts)
@@ -229,7 +229,7 @@ def test_gpu_products_are_the_references(counts):
         on_gpu = [t.cuda() for t in (*args, offsets)]
         got = lowered(function, *on_gpu)(*on_gpu).cpu()
         want, terms = (function(*values, offsets) for values in (args, map(torch.abs, args)))
-        if function is product:  # the other rows are nobody's, and hold anything
+        if function is product:  # other rows belong to no expert and are undefined
             got, want, terms = got[:owned], want[:owned], terms[:owned]
         allowed = want.float().abs() * 2**-6 + terms.float() * 2**-10
         assert ((got.float() - want.float()).abs() <= allowed).all()

@@ -1,4 +1,4 @@
-"""What the interpreter does not see: that kernels compile for a GPU, with its own instructions."""
+"""Kernels compile for a GPU and contain its instructions, which the interpreter cannot show."""
 
 from __future__ import annotations
 
@@ -23,26 +23,32 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import kernel_helpers as t
 from fp8pass.codegen.kernels import launch as launching
-from fp8pass.codegen.kernels import prelude, rows, tiles
-from fp8pass.codegen.kernels.operator import parts_of
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels import device_functions, row_kernel, tile_kernel
+from fp8pass.codegen.kernels.kernel_operator import prepare_batch
+from fp8pass.codegen.program.program_batch import Batch
+from fp8pass.dialect.formats import FORMATS
 
-TYPES = {"e4m3": "fp8e4nv", "e2m1": "u8", "bfloat16": "bf16", "float32": "fp32"}
+TYPES = {"e4m3": "fp8e4nv", "bfloat16": "bf16", "float32": "fp32"}
+
+def data_types(format):
+    return [TYPES.get(format, "u8") for _ in FORMATS[format].planes]
 
 def types(program):
     operands = {"row": "fp32", "scalar": "fp32"}
     reads, writes = [], []
     for load in program.loads:
         operand = operands.get(load.operand, "bf16")
-        reads += [TYPES[load.format], "bf16"] if load.operand == "groups" else [operand]
+        reads += [*data_types(load.format), "bf16"] if load.operand == "groups" else [operand]
     for store in program.stores:
         for layout in store.layouts:
-            writes += [TYPES[store.format or store.dtype or "float32"]]
-            writes += ["bf16"] * (layout == "groups")
+            if layout == "groups":
+                writes += [*data_types(store.format), "bf16"]
+            else:
+                writes += [TYPES[store.format or store.dtype or "float32"]]
     return reads, writes
 
 def code_size(cubin):
-    # Bytes of the sections of an ELF file that are executed.
+    # Bytes of the executable sections of an ELF file.
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count = struct.unpack_from("<2H", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
@@ -51,7 +57,7 @@ def code_size(cubin):
 def compiled(module, *programs):
     inputs = [size for program, *size in programs for _ in range(program.input_count)]
     batch = Batch(tuple(program for program, *_ in programs))
-    (launch,) = launching.launches(parts_of(module.prepare, batch, inputs))
+    (launch,) = launching.plan_launches(prepare_batch(module.prepare, batch, inputs))
     reads, writes = zip(*(types(program) for program, *_ in programs))
     pointers = [n for n in launch.kernel.arg_names if n.startswith(("in", "out"))]
     signature = {n: f"*{t}" for n, t in zip(pointers, sum(reads + writes, []), strict=True)}
@@ -61,28 +67,32 @@ def compiled(module, *programs):
     binary = triton.compile(source, GPUTarget("cuda", 90, 32), options)
     return code_size(binary.asm["cubin"])
 
-assembled = prelude.assembled
+write_functions = device_functions.write_functions
 
 def as_triton_has_them(functions):
     triton.knobs.runtime.interpret = True
-    found = assembled(functions)
+    found = write_functions(functions)
     triton.knobs.runtime.interpret = False
     return found
 
 swiglu = t.swiglu(128), 4096, 1024
 backward = t.swiglu_backward(128), 4096, 1024
 found = {
-    "nibbles in tiles": compiled(tiles, (t.swiglu_backward(128, "e2m1"), 4096, 1024)),
-    "nibbles in rows": compiled(rows, (t.swiglu(128, "e2m1"), 4096, 1024)),
-    "nibbles in a norm": compiled(rows, (t.norm_backward(384, "e2m1"), 4096, 384)),
-    "tiles": compiled(tiles, backward),
-    "rows": compiled(rows, swiglu),
-    "norm": compiled(rows, (t.norm_backward(384), 4096, 384)),
-    "two": compiled(rows, swiglu, (t.swiglu(128), 512, 2048)),
+    "nibbles in tiles": compiled(tile_kernel, (t.swiglu_backward(128, "e2m1"), 4096, 1024)),
+    "nibbles in rows": compiled(row_kernel, (t.swiglu(128, "e2m1"), 4096, 1024)),
+    "nibbles in a norm": compiled(row_kernel, (t.norm_backward(384, "e2m1"), 4096, 384)),
+    "5 bits in tiles": compiled(tile_kernel, (t.swiglu_backward(128, "e2m2"), 4096, 1024)),
+    "5 bits in rows": compiled(row_kernel, (t.swiglu(128, "e2m2"), 4096, 1024)),
+    "5 bits in a norm": compiled(row_kernel, (t.norm_backward(384, "e2m2"), 4096, 384)),
+    "tiles": compiled(tile_kernel, backward),
+    "rows": compiled(row_kernel, swiglu),
+    "norm": compiled(row_kernel, (t.norm_backward(384), 4096, 384)),
+    "two": compiled(row_kernel, swiglu, (t.swiglu(128), 512, 2048)),
 }
-prelude.assembled = as_triton_has_them
-launching._kernel.cache_clear()
-found |= {"plain tiles": compiled(tiles, backward), "plain rows": compiled(rows, swiglu)}
+device_functions.write_functions = as_triton_has_them
+launching._load_kernel.cache_clear()
+found["plain tiles"] = compiled(tile_kernel, backward)
+found["plain rows"] = compiled(row_kernel, swiglu)
 print(json.dumps(found))
 """
 
@@ -90,7 +100,7 @@ print(json.dumps(found))
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles in every other test")
 def test_compiles_for_a_gpu(tmp_path):
-    """To less code than what Triton itself makes of functions that are instructions of the GPU."""
+    """The inline assembly gives less code than Triton's own functions."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(Path(__file__).parents[1]), str(Path(fp8pass.__file__).parents[1])]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}

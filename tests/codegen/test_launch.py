@@ -24,13 +24,12 @@ from kernel_helpers import (
     swiglu_backward,
 )
 
-from fp8pass.codegen.kernels import rows as row_kernel
-from fp8pass.codegen.kernels import tiles as tile_kernel
-from fp8pass.codegen.kernels.launch import MOST_PARTS, launches, parts_by_launch
-from fp8pass.codegen.kernels.operator import parts_of
-from fp8pass.codegen.kernels.rows import LONGEST_HELD
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels import row_kernel, tile_kernel
+from fp8pass.codegen.kernels.kernel_operator import prepare_batch
+from fp8pass.codegen.kernels.launch import MOST_PARTS, group_into_launches, plan_launches
+from fp8pass.codegen.kernels.row_kernel import LONGEST_HELD
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.program_batch import Batch
 
 pytest.importorskip("triton")
 
@@ -42,11 +41,11 @@ SCALE = Program(
 
 
 def parts(module, batch: Batch, inputs: list) -> list:
-    return list(parts_of(module.prepare, batch, [x.shape for x in inputs]))
+    return list(prepare_batch(module.prepare, batch, [x.shape for x in inputs]))
 
 
 def check_together(module, programs: list[tuple[Program, int, int]], device: str) -> None:
-    """Programs of a batch compute what their references do."""
+    """Check the programs of a batch against their references."""
     batch = Batch(tuple(program for program, *_ in programs))
     inputs = [x for program, *size in programs for x in operands(program, *size, device)]
     wanted, found = batch.reference(inputs), run_batch(module, batch, inputs)
@@ -86,7 +85,7 @@ def test_tile_programs_of_several_kinds(device):
 
 @both_devices
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_stays_in_its_matrix(device, bad):
+def test_nan_and_inf_stay_in_their_matrix(device, bad):
     batch = Batch((SCALE, SCALE, SCALE))
     inputs = [torch.rand(1, count, device=device) for count in (20, 300, 5)]
     inputs[1][0, 17] = bad
@@ -97,33 +96,33 @@ def test_what_is_not_finite_stays_in_its_matrix(device, bad):
 
 
 @both_devices
-def test_a_launch_has_not_too_many_parts(device):
+def test_a_launch_has_at_most_most_parts(device):
     count = MOST_PARTS + 3
     batch = Batch((ROW_CAST,) * count)
     inputs = [torch.randn(2 + i, 32, device=device).bfloat16() for i in range(count)]
-    found = [len(group) for group in parts_by_launch(parts(row_kernel, batch, inputs))]
+    found = [len(group) for group in group_into_launches(parts(row_kernel, batch, inputs))]
     assert found == [MOST_PARTS, 3]
     check_together(row_kernel, [(ROW_CAST, 2 + i, 32) for i in range(count)], device)
 
 
-def test_parts_of_as_many_warps_share_a_launch():
+def test_parts_with_equal_warps_share_a_launch():
     batch = Batch((ROW_CAST, ROW_CAST, ROW_CAST))
     inputs = [torch.empty(4, columns, device="meta") for columns in (64, LONGEST_HELD, 128)]
-    small, large = launches(parts(row_kernel, batch, inputs))
+    small, large = plan_launches(parts(row_kernel, batch, inputs))
     assert (sorted(small.inputs), large.inputs) == ([0, 2], (1,))
     assert small.num_warps < large.num_warps
     assert (small.grid, large.grid) == (8, 4)
 
 
 def rows_kernel(*programs: Program):
-    """The launch of row programs, which share one, on matrices of several sizes."""
+    """Return the single launch of row programs on matrices of several sizes."""
     inputs = [torch.empty((1 + i) * 4, 64, device="meta") for i in range(len(programs))]
-    (launch,) = launches(parts(row_kernel, Batch(programs), inputs))
+    (launch,) = plan_launches(parts(row_kernel, Batch(programs), inputs))
     return launch
 
 
 def functions_in(kernel) -> int:
-    """How many functions the source of a kernel has."""
+    """Count the functions in the source of a kernel."""
     module = ast.parse(Path(inspect.getfile(kernel.fn)).read_text())
     return sum(isinstance(node, ast.FunctionDef) for node in module.body)
 
@@ -133,8 +132,8 @@ def test_equal_parts_are_written_once():
     assert functions_in(once.kernel) == functions_in(twice.kernel)
 
 
-def test_the_order_of_parts_makes_no_other_kernel():
-    """Equal ones lie side by side, so that models of many layers have few kernels."""
+def test_the_order_of_parts_does_not_change_the_kernel():
+    """Equal parts are adjacent, so that models with many layers have few kernels."""
     apart, together = (
         rows_kernel(ROW_CAST, SCALE, ROW_CAST, SCALE),
         rows_kernel(ROW_CAST, ROW_CAST, SCALE, SCALE),
@@ -143,12 +142,12 @@ def test_the_order_of_parts_makes_no_other_kernel():
     assert (apart.inputs, together.inputs) == ((0, 2, 1, 3), (0, 1, 2, 3))
 
 
-def test_what_programs_store_side_by_side_is_one_result():
+def test_programs_store_columns_of_one_result():
     codes = Store("x", ("rows",), "s", "e4m3", width=96)
     program = Program((Load("s", "scalar"), Load("x", "full")), (), (codes,))
     beside = replace(program, stores=(replace(codes, offset=64),))
     batch = Batch((program, beside))
     one = torch.tensor(1.0, device="meta")
     inputs = [one, torch.empty(32, 64, device="meta"), one, torch.empty(32, 32, device="meta")]
-    (launch,) = launches(parts(tile_kernel, batch, inputs))
+    (launch,) = plan_launches(parts(tile_kernel, batch, inputs))
     assert launch.outputs == (0,)

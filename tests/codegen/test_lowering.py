@@ -1,4 +1,4 @@
-"""The lowering to aten gives the reference kernels' results, bit for bit."""
+"""Lowered graphs compute the results of the references, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def tracing(request) -> str:
 
 
 def lowered(function, *args, tracing: str) -> fx.GraphModule:
-    """`function` as a graph without operators of the dialect.
+    """Trace and lower `function`.
 
-    With "symbolic" all sizes vary but the last one, as in a model of dynamic batch and length.
+    With "symbolic" all sizes except the last are symbolic, as for dynamic batch and length.
     """
     if tracing == "symbolic":
         mode = FakeTensorMode(shape_env=ShapeEnv())
         fakes = [mode.from_tensor(x, symbolic_context=_varying(x)) for x in args]
-        # The dispatcher that AOTAutograd traces and compiles under.
+        # AOTAutograd traces and compiles with this dispatcher.
         with mode, enable_python_dispatcher():
             return _lowered(make_fx(function, tracing_mode="real")(*fakes))
     return _lowered(make_fx(function, tracing_mode="fake")(*args))
@@ -66,7 +66,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check(function, *args, tracing: str, others: tuple[tuple, ...] = ()) -> fx.GraphModule:
-    """Lowered and reference agree on `args`, and on `others` if traced with varying sizes."""
+    """Compare the lowered graph with the reference, also on `others` if sizes are symbolic."""
     gm = lowered(function, *args, tracing=tracing)
     for batch in (args, *(others if tracing == "symbolic" else ())):
         got, want = gm(*batch), function(*batch)
@@ -191,7 +191,7 @@ def test_groups(format, dtype, tracing):
     check(dequantize, *coded[0], tracing=tracing, others=tuple(coded[1:]))
 
 
-def test_every_byte_decodes_to_what_torch_says():
+def test_every_byte_decodes_as_in_torch():
     codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
     scales = torch.ones(4, 4, dtype=torch.bfloat16)
     gm = lowered(
@@ -205,8 +205,8 @@ def test_every_byte_decodes_to_what_torch_says():
     assert torch.equal(got.signbit() | got.isnan(), want.signbit() | want.isnan())
 
 
-def test_encoding_rounds_as_torch_does():
-    """All codes, the ties between them, and their neighbours; denormals; NaN; random numbers."""
+def test_encoding_rounds_as_in_torch():
+    """All E4M3 numbers, ties between them, and adjacent numbers; denormals; NaN; random numbers."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (codes[1:] + codes[:-1]) / 2
     points = torch.cat([codes, ties])
@@ -226,7 +226,7 @@ def test_encoding_rounds_as_torch_does():
     assert ((got[nan] & 0x7F) == 0x7F).all()
 
 
-def test_a_graph_without_the_dialect_is_left_alone():
+def test_a_graph_without_the_dialect_does_not_change():
     gm = make_fx(lambda x: x.relu() @ x.t(), tracing_mode="fake")(torch.randn(16, 16))
     code = gm.code
     lower(gm)
@@ -234,7 +234,7 @@ def test_a_graph_without_the_dialect_is_left_alone():
 
 
 def with_inductor(gm, inputs):
-    """A backend that lowers the dialect in an inference graph and generates code for it."""
+    """Backend that lowers the dialect in an inference graph and generates code."""
 
     def inner(graph, example_inputs, **kwargs):
         lower(graph)
@@ -246,7 +246,7 @@ def with_inductor(gm, inputs):
 @pytest.mark.long
 @pytest.mark.parametrize("format", ["e4m3", "e5m2", "e4m3_bytes"])
 def test_generated_code_uses_the_scales_that_it_stores(format):
-    """Invariant 4: the codes are those of the bf16 scale, not of the fp32 number before it."""
+    """Values are divided by the bf16 scale that is stored, not by the fp32 number before it."""
 
     def function(x):
         scales = fp8.scale(fp8.amax(x, "1×16"), f"{format} 1×16")
@@ -264,7 +264,7 @@ def test_generated_code_uses_the_scales_that_it_stores(format):
     assert torch.equal(scales[1:], want_scales[1:])
     assert torch.equal(codes[1:], want_codes[1:])
     assert torch.allclose(back[1:], want_back[1:], rtol=1e-6, atol=0)
-    # What is not finite stays so.
+    # NaN and Inf stay in their group.
     assert not back[0, :3].isfinite().any()
     assert back[1:].isfinite().all()
     assert torch.allclose(back[1:], x[1:], rtol=0.26, atol=1e-3)
@@ -272,8 +272,8 @@ def test_generated_code_uses_the_scales_that_it_stores(format):
 
 @pytest.mark.long
 @pytest.mark.parametrize("format", [*PACKED, "e2m5"])
-def test_generated_code_packs_as_the_reference_does(format):
-    """Bit for bit: all dtypes, odd and strided shapes, huge, tiny, zero and not finite values."""
+def test_generated_code_packs_like_the_reference(format):
+    """Bit for bit: all dtypes, odd and strided shapes; huge, tiny, zero, NaN and Inf values."""
     x = torch.randn(3, 5, 96) * 10.0 ** torch.tensor([-37.0, -6.0, 0.0, 4.0, 37.0])[:, None]
     x[2, :, 16:32] = 0
     x = poisoned(x)
@@ -308,7 +308,7 @@ def test_generated_code_packs_as_the_reference_does(format):
 
 
 @pytest.mark.long
-def test_packing_in_generated_code_takes_varying_sizes():
+def test_packing_in_generated_code_with_dynamic_shapes():
     format = "e2m2"  # of two planes
 
     def function(x):
@@ -345,8 +345,9 @@ def test_masks(mask, dtype, tracing):
     assert same_bits(gm(x), function(x))
 
 
-def test_generated_masks_round_results_of_16_bits_first():
-    """What is masked in the kernel that computes it is masked as it would be in memory."""
+@pytest.mark.long
+def test_generated_masks_round_16_bit_results_first():
+    """A fused mask gives the same result as a mask of the value in memory."""
     x = torch.randn(64, 64) * torch.logspace(-30, 30, 64)
 
     def function(x):

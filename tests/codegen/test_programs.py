@@ -1,4 +1,4 @@
-"""Programs: simpler ones are equal, and all are their texts."""
+"""Programs: simplification, serialization, and reading a residual stream."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.codegen.program.reader import Reader
-from fp8pass.codegen.program.reference import reference
+from fp8pass.codegen.program.reference import compute_program
 from fp8pass.codegen.program.simplify import simplify
 
 
 def spelled_out_silu() -> Program:
-    """x / (1 + exp(-x)), its derivative's sigmoid, and a power that does nothing."""
+    """Return x / (1 + exp(-x)), the sigmoid of its derivative, and a power of 1."""
     steps, store = by_row("y")
     return Program(
         (Load("x", "full"),),
@@ -34,32 +34,32 @@ def spelled_out_silu() -> Program:
     )
 
 
-def test_what_is_spelled_out_is_computed_once():
+def test_formulas_are_computed_once():
     targets = [step.target for step in simplify(spelled_out_silu()).steps]
     assert targets[:3] == ["aten.sigmoid.default", "aten.mul.Tensor", "aten.mul.Tensor"]
     assert targets[3:] == ["row_amax", "scale"]
 
 
 @pytest.mark.parametrize("make", [spelled_out_silu, lambda: norm(96, 32), lambda: swiglu(32)])
-def test_simpler_programs_are_equal(make):
+def test_simplified_programs_are_equivalent(make):
     program = make()
     inputs = operands(program, 11, 96, "cpu")
     inputs[0][3], inputs[-1][4, :3] = -200.0, torch.tensor([math.nan, math.inf, -math.inf])
-    wanted = reference(program, inputs)
-    for got, want in zip(reference(simplify(program), inputs), wanted, strict=True):
+    wanted = compute_program(program, inputs)
+    for got, want in zip(compute_program(simplify(program), inputs), wanted, strict=True):
         assert_same(got, want, exact=False)
 
 
-def test_what_is_stored_keeps_its_name():
-    """Of two equal values that are stored, each is."""
+def test_stored_values_keep_their_names():
+    """Two equal values that are stored remain two values."""
     squares = [Step(name, "aten.mul.Tensor", ("x", "x")) for name in ("a", "b", "c")]
     stores = tuple(Store(name, ("full",), dtype="float32") for name in ("a", "b"))
     program = Program((Load("x", "full"),), tuple(squares), stores)
     assert [step.name for step in simplify(program).steps] == ["a", "b"]
 
 
-def test_what_is_rounded_is_not_taken_for_what_is_not():
-    """A sum in bf16, and what it lacks."""
+def test_rounded_values_are_not_merged_with_unrounded_ones():
+    """A sum in bf16, and its rounding error."""
     program = Program(
         (Load("x", "full"), Load("y", "full")),
         (
@@ -70,17 +70,17 @@ def test_what_is_rounded_is_not_taken_for_what_is_not():
         (Store("a", ("full",), dtype="bfloat16"), Store("d", ("full",), dtype="float32")),
     )
     inputs = [torch.full((1, 16), x) for x in (256.0, 0.5)]
-    assert reference(simplify(program), inputs)[1][0, 0] == 0.5
+    assert compute_program(simplify(program), inputs)[1][0, 0] == 0.5
 
 
-def test_a_program_is_its_text():
+def test_programs_survive_serialization():
     program = norm(640, 128).canonical()
     assert Program.parse(program.dumps()) == program
     assert program.canonical() == program
 
 
-def test_a_kernel_adds_up_one_sum_of_a_residual_stream():
-    """The stream is in memory: else the kernels of n layers would read n²/2 branches."""
+def test_a_kernel_computes_one_sum_of_a_residual_stream():
+    """Other sums are read from memory; otherwise n layers would read n²/2 branches."""
 
     def stream(x, *branches):
         sums = []

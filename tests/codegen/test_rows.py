@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_helpers import (
+    PACKED,
+    PACKED_GROUPS,
     ROW_CAST,
     assert_same,
     both_devices,
@@ -22,19 +24,19 @@ from kernel_helpers import (
     values,
 )
 
-from fp8pass.codegen.kernels import rows as row_kernel
+from fp8pass.codegen.kernels import row_kernel
 from fp8pass.codegen.kernels.row_source import Shape, write
 from fp8pass.codegen.program import ir as program_module
 from fp8pass.codegen.program import reference as reference_module
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
-from fp8pass.codegen.program.reference import reference
+from fp8pass.codegen.program.reference import compute_program
 
 pytest.importorskip("triton")
 
 
 @pytest.fixture(params=["held", "loop"])
 def reading(request, monkeypatch):
-    """Rows held in registers, or read in a loop."""
+    """Whether registers hold rows, or a loop reads them."""
     if request.param == "loop":
         monkeypatch.setattr(row_kernel, "LONGEST_HELD", 64)
         monkeypatch.setattr(row_kernel, "CHUNK", 128)
@@ -43,11 +45,11 @@ def reading(request, monkeypatch):
 @both_devices
 @pytest.mark.parametrize("columns", [16, 128, 272, 640])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_codes_by_row(device, reading, columns, scale):
+def test_quantization_by_row(device, reading, columns, scale):
     inputs = operands(ROW_CAST, 21, columns, device, scale)
     x = inputs[0]
     x[3, 5], x[4, 6], x[5] = math.nan, math.inf, 0.0
-    (got,), (want,) = run(row_kernel, ROW_CAST, inputs), reference(ROW_CAST, inputs)
+    (got,), (want,) = run(row_kernel, ROW_CAST, inputs), compute_program(ROW_CAST, inputs)
     assert_same(got, want, exact=scale == 1.0 and device == "cpu")
     assert values(got)[3].isnan().all()
 
@@ -77,7 +79,7 @@ def test_parts_of_wider_matrices(device, reading, columns, group):
 
 
 def swiglu_of_groups(group):
-    """Gate and up decoded; their product, quantized by row."""
+    """Return a program that dequantizes gate and up, and quantizes their product by row."""
     loads = tuple(Load(name, "groups", group, "e4m3") for name in "gu")
     whole = swiglu(group)
     return replace(whole, loads=loads, stores=tuple(s for s in whole.stores if not s.group_size))
@@ -95,19 +97,19 @@ def test_norm_backward(device, rows, columns, monkeypatch):
     program = norm_backward(columns)
     inputs = operands(program, rows, columns, device)
     gradient, sums, amax = run(row_kernel, program, inputs)
-    wanted = reference(program, inputs)
-    # Sums are taken in another order, and little may be left of a gradient after one is subtracted.
+    wanted = compute_program(program, inputs)
+    # The summation order differs, and subtracting a sum from a gradient may leave little.
     torch.testing.assert_close(gradient, wanted[0], rtol=2**-7, atol=1e-5)
     assert torch.allclose(sums, wanted[1], rtol=1e-4, atol=1e-3)
-    assert_same(amax.bfloat16(), wanted[2].bfloat16(), exact=False)  # of what is rounded to it
+    assert_same(amax.bfloat16(), wanted[2].bfloat16(), exact=False)  # the operand is rounded
 
 
 @both_devices
 @pytest.mark.parametrize(
-    ("saved", "group"), [*(("e4m3", n) for n in (16, 17, 20, 128)), ("e2m1", 16), ("e2m1", 128)]
+    ("saved", "group"), [*(("e4m3", n) for n in (16, 17, 20, 128)), *PACKED_GROUPS]
 )
 def test_reading_groups_of_any_size(device, reading, group, saved):
-    """Where several neighbours share a load of their scale, and where they do not."""
+    """With and without several neighboring elements that share the load of a scale."""
     steps, store = by_row("x")
     program = Program((Load("x", "groups", group, saved),), steps, (store,))
     check(row_kernel, program, operands(program, 3, 6 * group, device))
@@ -125,10 +127,10 @@ def test_values_that_are_used_twice_are_written_once():
 @both_devices
 @pytest.mark.parametrize("columns", [96, 1024, 1056, 1376])
 def test_rows_in_several_chunks(device, columns, monkeypatch):
-    """Some full, one not."""
+    """The last chunk is not full."""
     monkeypatch.setattr(row_kernel, "VECTOR", 1)
     program = swiglu(32)
-    shape, _ = row_kernel._shape(program, columns)
+    shape, _ = row_kernel._choose_shape(program, columns)
     assert len(shape.chunks) == -(-columns // 256)
     check(row_kernel, program, operands(program, 5, columns, device))
 
@@ -136,7 +138,7 @@ def test_rows_in_several_chunks(device, columns, monkeypatch):
 @both_devices
 @pytest.mark.parametrize("columns", [128, 130, 20480])
 def test_values_that_do_not_vary_along_a_row(device, columns):
-    """Reduced, and stored, as those that do."""
+    """They are reduced and stored like values that vary."""
     program = Program(
         (Load("x", "full"), Load("r", "row")),
         (
@@ -169,11 +171,12 @@ def test_equal_sums_are_stored_twice(device, monkeypatch):
 
 
 @both_devices
+@pytest.mark.parametrize("format", PACKED)
 @pytest.mark.parametrize(("columns", "group"), [(16, 16), (48, 16), (384, 128)])
-def test_groups_in_nibbles(device, reading, columns, group):
-    """Codes as the reference finds them: ties, denormals, zeros and what is not finite, too."""
+def test_packed_groups(device, reading, columns, group, format):
+    """Rounding equals the reference, including ties, denormals, zeros, NaN and Inf."""
     steps, store = by_row("x")
-    kept = Store("x", ("groups",), format="e2m1", group_size=group)
+    kept = Store("x", ("groups",), format=format, group_size=group)
     program = Program((Load("x", "full"),), steps, (kept, store))
     x = torch.randn(5, columns)
     x[0] = torch.arange(columns) % 97 / 16 - 3  # with 3: all multiples of a 32nd of the scale
@@ -181,10 +184,10 @@ def test_groups_in_nibbles(device, reading, columns, group):
     x[2] = 0
     x[3, 3], x[3, 5], x[4, 7] = torch.nan, torch.inf, -torch.inf
     x = x.to(device)
-    for got, want in zip(run(row_kernel, program, [x]), reference(program, [x]), strict=True):
+    for got, want in zip(run(row_kernel, program, [x]), compute_program(program, [x]), strict=True):
         assert_same(got[:3], want[:3], exact=True)
     values = [
-        torch.ops.fp8pass.dequantize([codes], scales, f"e2m1 1×{group}", torch.float32)
-        for codes, scales, _ in (run(row_kernel, program, [x]), reference(program, [x]))
+        torch.ops.fp8pass.dequantize(planes, scales, f"{format} 1×{group}", torch.float32)
+        for *planes, scales, _ in (run(row_kernel, program, [x]), compute_program(program, [x]))
     ]
     assert torch.equal(*(v.isfinite() for v in values))

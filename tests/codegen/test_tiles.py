@@ -1,6 +1,6 @@
 """Tile kernels against the references of their programs: on a GPU, or in Triton's interpreter.
 
-The interpreter runs where `TRITON_INTERPRET` is set when Triton is imported (see conftest.py).
+The interpreter runs if `TRITON_INTERPRET` is set when Triton is imported (see conftest.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from kernel_helpers import (
     CAST,
     INEXACT,
+    PACKED,
+    PACKED_GROUPS,
     assert_same,
     both_devices,
     check,
@@ -23,73 +25,77 @@ from kernel_helpers import (
     swiglu_backward,
 )
 
-from fp8pass.codegen.kernels import tiles as tile_kernel
-from fp8pass.codegen.kernels.triton_ops import expression
+from fp8pass.codegen.kernels import tile_kernel
+from fp8pass.codegen.kernels.triton_ops import write_expression
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
-from fp8pass.codegen.program.reference import reference
-from fp8pass.graph.pointwise import POWERS, TRITON
+from fp8pass.codegen.program.reference import compute_program
+from fp8pass.graph.pointwise import POWERS, TRITON_TEMPLATES
 
 pytest.importorskip("triton")
 
 
 @both_devices
 @given(rows=st.integers(1, 150), columns=st.integers(1, 10).map(lambda n: 16 * n))
-def test_codes_in_both_layouts(device, rows, columns):
+def test_quantization_in_both_layouts(device, rows, columns):
     inputs = operands(CAST, rows, columns, device)
     by_rows, by_columns = run(tile_kernel, CAST, inputs)
-    want = reference(CAST, inputs)
+    want = compute_program(CAST, inputs)
     assert_same(by_rows, want[0], exact=True)
     assert_same(by_columns, want[1], exact=True)
 
 
 @both_devices
 @given(rows=st.integers(1, 150), columns=st.integers(1, 10).map(lambda n: 16 * n))
-def test_codes_that_are_there(device, rows, columns):
-    """They are transposed as they are, with zeros of both signs, subnormal numbers and NaN."""
+def test_transposition_of_quantized_data(device, rows, columns):
+    """All bit patterns are transposed unchanged: both zeros, subnormal numbers and NaN."""
     program = Program((Load("x", "full"),), (), (Store("x", ("columns",), format="e4m3"),))
     codes = torch.randint(256, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
     inputs = [codes.to(device)]
-    (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
+    (got,), (want,) = run(tile_kernel, program, inputs), compute_program(program, inputs)
     assert_same(got, want, exact=True)
-    numbers = ~want.float().isnan()  # the sign of NaN is nobody's
+    numbers = ~want.float().isnan()  # the sign of NaN is undefined
     assert torch.equal(got.float()[numbers].signbit(), want.float()[numbers].signbit())
     assert_same(got[:, :rows].t(), inputs[0], exact=True)
 
 
 @both_devices
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_what_is_tiny_huge_or_not_finite(device, scale):
+def test_tiny_huge_and_not_finite_values(device, scale):
     _, x = operands(CAST, 70, 48, device, scale)
     x[3, 5], x[4, 6], x[5, 7], x[6] = math.nan, math.inf, -math.inf, 0.0
     for amax in (x[:3].abs().amax().float(), torch.tensor(math.inf, device=device)):
         s = amax / 448
-        for got, want in zip(run(tile_kernel, CAST, [s, x]), reference(CAST, [s, x]), strict=True):
+        for got, want in zip(
+            run(tile_kernel, CAST, [s, x]), compute_program(CAST, [s, x]), strict=True
+        ):
             assert_same(got, want, exact=True)
 
 
 @pytest.mark.long
 @both_devices
 @pytest.mark.parametrize(
-    ("saved", "group"), [*(("e4m3", n) for n in (16, 48, 128, 256)), ("e2m1", 16), ("e2m1", 128)]
+    ("saved", "group"), [*(("e4m3", n) for n in (16, 48, 128, 256)), *PACKED_GROUPS]
 )
 @given(rows=st.integers(1, 100))
 def test_several_matrices_out_of_groups(device, saved, group, rows):
     program = swiglu_backward(group, saved)
-    wider = [] if saved == "e2m1" else [in_parts(program, 3 * group, gap=2 * group)]
+    wider = [] if saved in PACKED else [in_parts(program, 3 * group, gap=2 * group)]
     for each in (program, *wider):
         inputs = operands(each, rows, 3 * group, device)
-        for got, want in zip(run(tile_kernel, each, inputs), reference(each, inputs), strict=True):
+        for got, want in zip(
+            run(tile_kernel, each, inputs), compute_program(each, inputs), strict=True
+        ):
             assert_same(got, want, exact=False)
 
 
 def _arity(target: str) -> int:
-    return max(int(i) + 1 for i in range(3) if f"{{{i}}}" in TRITON[target])
+    return max(int(i) + 1 for i in range(3) if f"{{{i}}}" in TRITON_TEMPLATES[target])
 
 
 @both_devices
-@pytest.mark.parametrize("target", sorted(TRITON))
+@pytest.mark.parametrize("target", sorted(TRITON_TEMPLATES))
 def test_every_operator(device, target):
-    """What a kernel makes of an operator is what PyTorch does."""
+    """A kernel computes the same result as PyTorch."""
     arity = _arity(target)
     takes_scalar = target.endswith(".Scalar") or "clamp_m" in target or "threshold" in target
     names = ["x", "y", "z"][: arity - takes_scalar]
@@ -110,7 +116,7 @@ def test_every_operator(device, target):
     exact = not any(name in target for name in INEXACT) and "addcmul" not in target
     exact &= "backward" not in target and "reciprocal" not in target
     for got, want in zip(
-        run(tile_kernel, program, inputs), reference(program, inputs), strict=True
+        run(tile_kernel, program, inputs), compute_program(program, inputs), strict=True
     ):
         assert_same(got, want, exact=exact)
 
@@ -125,7 +131,7 @@ def test_powers(device, power):
     )
     inputs = operands(program, 37, 96, device)
     inputs[1] = inputs[1].abs() + 0.1
-    (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
+    (got,), (want,) = run(tile_kernel, program, inputs), compute_program(program, inputs)
     assert_same(got, want, exact=False)
 
 
@@ -146,8 +152,8 @@ def test_constants(device, number):
     check(tile_kernel, program, inputs)
 
 
-def test_no_kernel_makes_all_of_a_matrix_nan():
-    assert expression(Step("y", "aten.add.Scalar", ("x", math.nan))) is None
+def test_nan_constants_are_not_supported():
+    assert write_expression(Step("y", "aten.add.Scalar", ("x", math.nan))) is None
 
 
 @both_devices
@@ -169,7 +175,7 @@ def test_rows_columns_and_groups_are_broadcast(device):
     )
     inputs = operands(program, 67, 192, device)
     for got, want in zip(
-        run(tile_kernel, program, inputs), reference(program, inputs), strict=True
+        run(tile_kernel, program, inputs), compute_program(program, inputs), strict=True
     ):
         assert_same(got, want, exact=False)
 
@@ -181,6 +187,6 @@ def test_amax_of_tiles(device, rows, columns):
     program = Program((Load("x", "full"),), (), (Store("x", ("amax",)),))
     inputs = operands(program, rows, columns, device)
     inputs[0][rows // 2, columns // 3] = math.nan
-    (got,), (want,) = run(tile_kernel, program, inputs), reference(program, inputs)
+    (got,), (want,) = run(tile_kernel, program, inputs), compute_program(program, inputs)
     assert_same(got, want, exact=True)
     assert got.isnan().sum() == 1

@@ -1,4 +1,4 @@
-"""Every way in which a program may be malformed is refused, and says what is wrong where."""
+"""Malformed programs are rejected with a message that names the place and the problem."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from kernel_helpers import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass.codegen.kernels import row_source, rows, tile_source, tiles
-from fp8pass.codegen.kernels.limits import UnsupportedProgram
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels import row_kernel, row_source, tile_kernel, tile_source
+from fp8pass.codegen.kernels.supported import UnsupportedProgram
 from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.codegen.program.verify import MalformedProgram, verify
 
 X = Load("x", "full")
 R = Load("r", "row")
 S = Load("s", "scalar")
 SUM = Step("y", "aten.add.Tensor", ("x", "r"))
-KEPT = Store("y", ("full",), dtype="bfloat16")
-CODES = Store("y", ("rows", "columns"), "s", "e4m3")
+VALUE = Store("y", ("full",), dtype="bfloat16")
+DATA = Store("y", ("rows", "columns"), "s", "e4m3")
 
 
 def program(
-    *, loads: tuple = (S, R, X), steps: tuple = (SUM,), stores: tuple = (KEPT, CODES)
+    *, loads: tuple = (S, R, X), steps: tuple = (SUM,), stores: tuple = (VALUE, DATA)
 ) -> Program:
     return Program(loads, steps, stores)
 
@@ -49,13 +49,13 @@ WELL_FORMED = {
     "amax": program(stores=(Store("y", ("amax",)), Store("x", ("amax",)))),
     "a value of rows": program(stores=(Store("r", ("row",), dtype="float32"),)),
     "sums twice": program(stores=(Store("y", ("sums",)), Store("y", ("sums",)))),
-    "beside others": program(stores=(Store("y", ("rows",), "s", "e4m3", width=96, offset=32),)),
+    "in a wider matrix": program(stores=(Store("y", ("rows",), "s", "e4m3", width=96, offset=32),)),
 }
 
 
 @pytest.mark.parametrize("case", WELL_FORMED)
 def test_well_formed(case):
-    verify(WELL_FORMED[case], operands(WELL_FORMED[case], 4, 128 - 64 * ("beside" in case), "cpu"))
+    verify(WELL_FORMED[case], operands(WELL_FORMED[case], 4, 128 - 64 * ("wider" in case), "cpu"))
 
 
 MALFORMED = {
@@ -70,7 +70,7 @@ MALFORMED = {
     ),
     "groups of nothing known": (
         program(loads=(S, R, Load("x", "groups", 16))),
-        "load x (groups): '' is not a format of codes",
+        "load x (groups): '' is not a format of quantized data",
     ),
     "full with a format": (
         program(loads=(S, R, Load("x", "full", format="e4m3"))),
@@ -119,40 +119,43 @@ MALFORMED = {
     "a scale of nothing": (program(steps=(Step("y", "scale", ("x",)),)), "an amax and a format"),
     "a scale of no format": (
         program(steps=(Step("y", "scale", ("r", "e9m9")),)),
-        "'e9m9' is not a format of codes",
+        "'e9m9' is not a format of quantized data",
     ),
     "a lossless scale": (
         program(steps=(Step("y", "scale", ("r", "exact")),)),
-        "'exact' is not a format of codes",
+        "'exact' is not a format of quantized data",
     ),
     "no store": (program(stores=()), "the program: stores nothing"),
     "nothing by that name": (
-        program(stores=(replace(KEPT, name="z"),)),
+        program(stores=(replace(VALUE, name="z"),)),
         "store of z (full): is not defined",
     ),
-    "no layout": (program(stores=(replace(KEPT, layouts=()),)), "has no layout"),
+    "no layout": (program(stores=(replace(VALUE, layouts=()),)), "has no layout"),
     "unknown layout": (
-        program(stores=(replace(KEPT, layouts=("diagonal",)),)),
+        program(stores=(replace(VALUE, layouts=("diagonal",)),)),
         "store of y (diagonal): unknown layout 'diagonal'",
     ),
     "values and codes": (
-        program(stores=(replace(CODES, layouts=("rows", "full")),)),
+        program(stores=(replace(DATA, layouts=("rows", "full")),)),
         "rows and full are not stored together",
     ),
     "twice in one layout": (
-        program(stores=(replace(CODES, layouts=("rows", "rows")),)),
+        program(stores=(replace(DATA, layouts=("rows", "rows")),)),
         "rows and rows are not stored together",
     ),
-    "codes without a scale": (program(stores=(replace(CODES, scale=""),)), "has no scale"),
-    "codes without a format": (program(stores=(replace(CODES, format=""),)), "has no format"),
-    "codes of a dtype": (program(stores=(replace(CODES, dtype="float32"),)), "has a dtype, which"),
-    "codes of no format": (
-        program(stores=(replace(CODES, format="exact"),)),
-        "'exact' is not a format of codes",
+    "data without a scale": (program(stores=(replace(DATA, scale=""),)), "has no scale"),
+    "data without a format": (program(stores=(replace(DATA, format=""),)), "has no format"),
+    "data of a dtype": (
+        program(stores=(replace(DATA, dtype="float32"),)),
+        "has a dtype, which",
     ),
-    "no such scale": (program(stores=(replace(CODES, scale="z"),)), "scale z is not defined"),
+    "data of no format": (
+        program(stores=(replace(DATA, format="exact"),)),
+        "'exact' is not a format of quantized data",
+    ),
+    "no such scale": (program(stores=(replace(DATA, scale="z"),)), "scale z is not defined"),
     "a scale for each column": (
-        program(stores=(replace(CODES, scale="x"),)),
+        program(stores=(replace(DATA, scale="x"),)),
         "its scale x varies along a row",
     ),
     "groups without a size": (
@@ -163,13 +166,13 @@ MALFORMED = {
         program(stores=(Store("y", ("groups",), "s", "e4m3", 16),)),
         "has a scale, which groups do not take",
     ),
-    "values of no dtype": (program(stores=(replace(KEPT, dtype=""),)), "has no dtype"),
+    "values of no dtype": (program(stores=(replace(VALUE, dtype=""),)), "has no dtype"),
     "values as integers": (
-        program(stores=(replace(KEPT, dtype="int32"),)),
+        program(stores=(replace(VALUE, dtype="int32"),)),
         "'int32' is not a floating point dtype",
     ),
     "values as something else": (
-        program(stores=(replace(KEPT, dtype="randn"),)),
+        program(stores=(replace(VALUE, dtype="randn"),)),
         "'randn' is not a floating point dtype",
     ),
     "a matrix as a value of rows": (
@@ -181,32 +184,32 @@ MALFORMED = {
         "has a dtype, which sums do not take",
     ),
     "amaxes beside values": (
-        program(stores=(Store("y", ("amax",)), KEPT)),
-        "store of y (full): is stored beside amaxes of tiles",
+        program(stores=(Store("y", ("amax",)), VALUE)),
+        "store of y (full): is stored together with amaxes of tiles",
     ),
     "rounded two ways": (
-        program(stores=(KEPT, replace(KEPT, dtype="float32"))),
+        program(stores=(VALUE, replace(VALUE, dtype="float32"))),
         "is rounded to bfloat16, too",
     ),
     "an offset alone": (
-        program(stores=(replace(CODES, offset=16),)),
+        program(stores=(replace(DATA, offset=16),)),
         "has an offset, but no width",
     ),
-    "both layouts beside others": (
-        program(stores=(replace(CODES, width=96),)),
-        "which only codes in one layout do",
+    "both layouts in a wider matrix": (
+        program(stores=(replace(DATA, width=96),)),
+        "which needs exactly one quantized layout",
     ),
-    "values beside others": (
-        program(stores=(replace(KEPT, width=96),)),
-        "which only codes in one layout do",
+    "values in a wider matrix": (
+        program(stores=(replace(VALUE, width=96),)),
+        "which needs exactly one quantized layout",
     ),
     "outside": (
-        program(stores=(replace(CODES, layouts=("rows",), width=96, offset=96),)),
+        program(stores=(replace(DATA, layouts=("rows",), width=96, offset=96),)),
         "lies outside of 96 columns",
     ),
     "between words": (
-        program(stores=(replace(CODES, layouts=("columns",), width=96, offset=8),)),
-        "its place is not a multiple of 16",
+        program(stores=(replace(DATA, layouts=("columns",), width=96, offset=8),)),
+        "its columns do not start at a multiple of 16",
     ),
 }
 
@@ -224,10 +227,13 @@ def test_malformed(case):
     [
         (swiglu(48), "store of g (groups): groups of 48 do not divide 64 columns"),
         (norm_backward(64), "load x (groups): groups of 128 do not divide 64 columns"),
-        (program(stores=(replace(CODES, layouts=("rows",), width=96, offset=48),)), "do not fit"),
+        (
+            program(stores=(replace(DATA, layouts=("rows",), width=96, offset=48),)),
+            "do not fit",
+        ),
         (
             program(loads=(S, R, X, Load("p", "full", columns=32, width=64))),
-            "load p (full): has 32 columns, and others 64",
+            "load p (full): has 32 columns instead of 64",
         ),
     ],
 )
@@ -248,7 +254,7 @@ def test_a_part_of_another_matrix(operand):
     inputs = operands(part, 4, 64, "cpu")
     verify(part, inputs)
     inputs[-1] = inputs[-1][:, :-1]
-    with pytest.raises(MalformedProgram, match=r"is a part of \d+ columns, and its tensor has"):
+    with pytest.raises(MalformedProgram, match=r"is a part of \d+ columns, but its tensor has"):
         verify(part, inputs)
 
 
@@ -257,15 +263,15 @@ def test_programs_are_verified_when_they_are_emitted():
     x, y, _ = gm.graph.nodes
     malformed = Program((X,), (), (Store("y", ("amax",)),))
     with pytest.raises(MalformedProgram, match="store of y"):
-        emit_batch(tiles.tiles, Batch((malformed,)), [x], like=y)
+        emit_batch(tile_kernel.tiles, Batch((malformed,)), [x], like=y)
 
 
-# --- what each kernel stores --------------------------------------------------------------------
+# --- stores that kernels support ----------------------------------------------------------------
 
 
-def test_kernels_store_all_layouts_that_they_state():
-    assert tile_source.STORES.keys() == tiles.FORMATS_BY_LAYOUT.keys()
-    assert row_source.STORES.keys() | {"row"} == rows.FORMATS_BY_LAYOUT.keys()
+def test_kernels_can_store_all_their_layouts():
+    assert tile_source.STORES.keys() == tile_kernel.FORMATS_BY_LAYOUT.keys()
+    assert row_source.STORES.keys() | {"row"} == row_kernel.FORMATS_BY_LAYOUT.keys()
 
 
 STORES = {
@@ -280,7 +286,7 @@ STORES = {
 
 
 @pytest.mark.parametrize("layout", STORES)
-@pytest.mark.parametrize(("module", "kind"), [(rows, "row"), (tiles, "tile")])
+@pytest.mark.parametrize(("module", "kind"), [(row_kernel, "row"), (tile_kernel, "tile")])
 def test_a_kernel_refuses_other_layouts(module, kind, layout):
     stored = Program((S, X), (), (STORES[layout],))
     verify(stored)
@@ -292,7 +298,7 @@ def test_a_kernel_refuses_other_layouts(module, kind, layout):
     assert f"the {kind} kernel cannot store layout '{layout}' of" in str(raised.value)
 
 
-@pytest.mark.parametrize(("module", "kind"), [(rows, "row"), (tiles, "tile")])
+@pytest.mark.parametrize(("module", "kind"), [(row_kernel, "row"), (tile_kernel, "tile")])
 def test_a_kernel_refuses_other_formats(module, kind):
     stored = Program((S, X), (), (replace(STORES["rows"], format="e5m2"),))
     verify(stored)
@@ -302,18 +308,18 @@ def test_a_kernel_refuses_other_formats(module, kind):
 
 def test_the_tile_kernel_refuses_reductions():
     with pytest.raises(UnsupportedProgram, match="the tile kernel cannot compute row_amax"):
-        tiles.prepare(ROW_CAST, 64, 128)
+        tile_kernel.prepare(ROW_CAST, 64, 128)
 
 
 @pytest.mark.parametrize(
     ("store", "columns", "problem"),
     [
-        (replace(STORES["rows"], width=256), 128, "cannot store x beside others"),
+        (replace(STORES["rows"], width=256), 128, "cannot store x in a wider matrix"),
         (replace(STORES["groups"], group_size=48), 96, "cannot store groups of 48"),
         (replace(STORES["groups"], group_size=8192), 8192, "cannot store groups of 8192"),
         (STORES["sums"], 1 << 15, "cannot sum over rows of 32768"),
     ],
 )
-def test_what_else_the_row_kernel_refuses(store, columns, problem):
+def test_other_stores_that_the_row_kernel_refuses(store, columns, problem):
     with pytest.raises(UnsupportedProgram, match=f"the row kernel {problem}"):
-        rows.prepare(Program((S, X), (), (store,)), 64, columns)
+        row_kernel.prepare(Program((S, X), (), (store,)), 64, columns)

@@ -14,7 +14,7 @@ from ways import WAYS
 
 import fp8pass
 from fp8pass.runtime import copies
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 
 class Option(Feature):
@@ -85,7 +85,7 @@ class OffloadedWeights(Feature):
         t.optimizer_options = t.optimizer_options or {}
 
     def finish(self, t: Training) -> None:
-        offloaded = [isinstance(p, CodedWeight) for p in t.model.parameters() if p.ndim == 2]
+        offloaded = [isinstance(p, QuantizedWeight) for p in t.model.parameters() if p.ndim == 2]
         assert any(offloaded) != t.way.shards
 
 
@@ -264,7 +264,7 @@ class OffloadedActivations(Option):
 
     def configure(self, t: Training) -> None:
         super().configure(t)
-        t.patches.enter_context(patch("fp8pass.activation_memory.link.SMALLEST", 1 << 10))
+        t.patches.enter_context(patch("fp8pass.activation_memory.host_transfer.SMALLEST", 1 << 10))
         copies.lane_of.cache_clear()
 
     def finish(self, t: Training) -> None:

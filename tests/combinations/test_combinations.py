@@ -44,6 +44,7 @@ def results_of(names: tuple[str, ...], groups) -> list[Result]:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", [f.name for f in FEATURES if ALL or f.ranks == 1])
 def test_one_feature(name, groups):
@@ -64,6 +65,7 @@ def complaints_of(feature: Feature) -> list[str]:
     return train([feature]).complaints
 
 
+@pytest.mark.long
 def test_a_training_that_loses_weights_is_found():
     """Each check of `compare` can fail."""
 
@@ -87,6 +89,7 @@ def test_a_training_that_loses_weights_is_found():
     assert any("the loss ends at" in complaint for complaint in complaints_of(Stuck("stuck")))
 
 
+@pytest.mark.long
 def test_a_wrong_gradient_is_found():
     class Negated(Feature):
         ours = True

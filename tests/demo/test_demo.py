@@ -87,6 +87,7 @@ def test_both_start_from_the_same_weights_and_batches(outcome: Outcome) -> None:
     assert outcome.ours.losses[0] == pytest.approx(outcome.stock.losses[0], rel=0.01)
 
 
+@pytest.mark.long
 def test_measured_bytes_equal_the_plan(outcome: Outcome) -> None:
     data = Data.of(read_text(None), TINY, CPU)
     model = new_model(TINY, 0, CPU)

@@ -31,18 +31,18 @@ BF16_ERROR = 2.0**-9
 
 
 def correlated(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-    """A matrix whose mean is half its standard deviation."""
+    """Return a matrix with a mean of half its standard deviation."""
     return (torch.randn(rows, columns) + 0.5).to(dtype)
 
 
 def error(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative L2 error of `a @ b.T`."""
+    """Return the relative L2 error of `a @ b.T`."""
     exact = a.double() @ b.double().T
     return float((found.double() - exact).norm() / exact.norm())
 
 
 def small_sum(terms: list[float], *, fast: bool = True) -> float:
-    """A sum as tensor cores add it up: each term is the product of itself and 1."""
+    """Sum like tensor cores: each term is its product with 1."""
     a = torch.tensor([terms]).to(torch.float8_e4m3fn)
     assert torch.equal(a.float(), torch.tensor([terms]))
     return accumulate(a, torch.ones_like(a.float()).to(a.dtype), fast=fast).item()
@@ -63,7 +63,7 @@ def test_addends_are_truncated_13_bits_below_the_largest(sign):
 
 
 def test_the_running_sum_is_an_addend():
-    """A later instruction's products are aligned to it, within one instruction's to each other."""
+    """Products of a later instruction are aligned to it."""
     tiny = 2.0**-9
     assert small_sum([tiny] * 32) == 32 * tiny
     assert small_sum([448.0] + [0.0] * 31 + [tiny] * 32) == 448
@@ -71,7 +71,7 @@ def test_the_running_sum_is_an_addend():
 
 
 def test_precise_accumulation_adds_to_an_fp32_sum():
-    """After 128 products: those before and after do not meet in a running sum."""
+    """After 128 products a new running sum starts."""
     tiny = 2.0**-9
     terms = [448.0] + [0.0] * (PROMOTION - 1) + [tiny] * PROMOTION
     assert small_sum(terms, fast=True) == 448
@@ -82,7 +82,7 @@ def test_precise_accumulation_adds_to_an_fp32_sum():
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 20), st.integers(0, 3))
 def test_an_exact_sum_is_exact(rows, columns, length, seed):
-    """Where all products and sums are small whole numbers nothing is truncated."""
+    """Small integers are not truncated."""
     torch.manual_seed(seed)
     a, b = (torch.randint(-4, 5, (n, 16 * length)).float() for n in (rows, columns))
     for fast in (False, True):
@@ -110,8 +110,8 @@ def test_blocks_of_rows_make_no_difference(monkeypatch):
     assert torch.equal(accumulate(a, b, fast=True), whole)
 
 
-def test_fast_accumulation_loses_what_an_h100_loses():
-    """Relative errors of correlated operands, measured there (`benchmarks/accumulation.py`)."""
+def test_fast_accumulation_has_the_error_of_an_h100():
+    """Relative errors of correlated operands, measured by `benchmarks/accumulation.py`."""
     torch.manual_seed(0)
     for length, fast, precise in ((1024, 9.6e-4, 6e-5), (4096, 6.9e-3, 5e-5), (LONG, 3.8e-2, 5e-5)):
         a, b = correlated(32, length), correlated(32, length)
@@ -119,7 +119,7 @@ def test_fast_accumulation_loses_what_an_h100_loses():
         assert error(accumulate(a, b, fast=False), a, b) == pytest.approx(precise, rel=0.5)
 
 
-def test_references_sum_in_fp32_unless_asked():
+def test_references_sum_in_fp32_by_default():
     a, b = correlated(16, 4096), correlated(16, 4096)
     exact = a.float() @ b.float().T
     assert torch.equal(product(a, b, fast=True), exact)
@@ -133,12 +133,12 @@ def test_references_sum_in_fp32_unless_asked():
 
 
 def wgrad_of(config: Config, tokens: int) -> float:
-    """The error of a layer's weight gradient by accumulation alone, as Hopper computes it."""
+    """Return the error of a weight gradient that Hopper's accumulation causes."""
     torch.manual_seed(0)
     layer = nn.Linear(16, 16, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.randint(-3, 4, (16, 16)))
-    # Numbers that E4M3 holds with a scale that is a power of two.
+    # Numbers that E4M3 represents with a power of two as scale.
     x = correlated(tokens, 16).float().clamp(-1.75, 1.75)
     x[0] = 1.75
     gradient = correlated(tokens, 16).float().clamp(-1.75, 1.75)
@@ -152,19 +152,20 @@ def wgrad_of(config: Config, tokens: int) -> float:
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "exact"])
 def test_the_default_does_not_lose_precision(recipe):
-    """At 16384 tokens the error is hidden by the rounding of a BF16 gradient."""
+    """At 16384 tokens the error is smaller than the rounding of a BF16 gradient."""
     assert wgrad_of(Config.recipe(recipe, compiler="eager"), LONG) < BF16_ERROR
 
 
+@pytest.mark.long
 def test_fast_accumulation_everywhere_loses_precision():
-    """What all GEMMs did once: this fails if the reference does not see it."""
+    """The reference must show the error of fast accumulation in all GEMMs."""
     config = Config(compiler="eager", longest_fast=LONG)
     assert wgrad_of(config, LONG) > 5 * BF16_ERROR
     assert wgrad_of(Config(compiler="eager", fast_accumulation=()), LONG) < BF16_ERROR
 
 
 def judged(layer: nn.Module, x: torch.Tensor, config: Config, formats: Formats) -> list[str]:
-    """What `assert_close` finds, with formats of its own."""
+    """Run `assert_close` with other formats."""
     batches = [(x,)]
     with hardware_accumulation():
         torch.compiler.reset()
@@ -173,8 +174,9 @@ def judged(layer: nn.Module, x: torch.Tensor, config: Config, formats: Formats) 
     return Reference(layer, lambda: batches, formats).judge([got], more=6).complaints
 
 
+@pytest.mark.long
 def test_assert_close_accounts_for_accumulation():
-    """Of numbers of one sign rounding errors average out, while truncation does not."""
+    """Rounding errors of numbers with one sign average out; truncation does not."""
     torch.manual_seed(0)
     layer, x = nn.Linear(4096, 80, bias=False), torch.rand(8, 4096)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Number formats: what their error is said to be, and how rows are cut into groups."""
+"""Number formats: their stated errors, and the groups of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8pass.dialect.coding import decode, encode
+from fp8pass.dialect.encoding import decode, encode
 from fp8pass.dialect.formats import (
     E2M1,
     E2M2,
@@ -25,7 +25,7 @@ from fp8pass.dialect.formats import (
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
-def test_relative_error_is_that_of_log_uniform_values(fmt):
+def test_relative_error_of_log_uniform_values(fmt):
     exponents = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0)) * 8 - 4
     x = exponents.exp2()
     error = ((x.to(fmt.dtype).float() - x) / x).square().mean().sqrt().item()
@@ -33,7 +33,7 @@ def test_relative_error_is_that_of_log_uniform_values(fmt):
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
-def test_limits_are_those_of_the_dtype(fmt):
+def test_limits_equal_the_dtype(fmt):
     info = torch.finfo(fmt.dtype)
     assert fmt.max == info.max
     assert 2.0**fmt.min_exponent == info.smallest_normal
@@ -41,7 +41,7 @@ def test_limits_are_those_of_the_dtype(fmt):
 
 
 @pytest.mark.parametrize("fmt", [E2M1, E2M2, E2M3, E2M5])
-def test_limits_are_those_of_the_codes(fmt):
+def test_limits_equal_the_decoded_limits(fmt):
     values = decode(torch.arange(1 << fmt.bits - 1, dtype=torch.uint8), fmt)
     assert values[-1] == values.max() == fmt.max
     assert values[1 << fmt.mantissa] == 2.0**fmt.min_exponent
@@ -54,7 +54,7 @@ def test_half_step_is_the_largest_relative_error(fmt):
     codes = encode(x, fmt)
     largest = ((decode(codes, fmt) - x).abs() / x).max().item()
     assert largest <= fmt.half_step
-    # A tie, half a step above a power of two, is off by as much of itself.
+    # The relative error of a tie half a step above a power of two.
     assert largest == pytest.approx(fmt.half_step / (1 + fmt.half_step), rel=0.01)
 
 
@@ -64,7 +64,7 @@ def test_stored_bytes(fmt, bits):
     assert fmt.stored_bytes(4096, 128) == 4096 * bits / 8 + 32 * 2
 
 
-def test_groups_whose_parts_would_differ_cannot_be_stored():
+def test_groups_must_fill_whole_bytes():
     assert E2M1.stored_bytes(510, 51) == math.inf
     assert E2M2.stored_bytes(440, 44) == math.inf
     assert math.isfinite(E2M1.stored_bytes(440, 44))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8pass.dialect.formats import E4M3, FORMATS, simulated_format
-from fp8pass.dialect.masking import is_identity, masked
+from fp8pass.dialect.masking import is_identity, mask
 
 fp8 = torch.ops.fp8pass
 WIDTHS = [(e, m) for e in range(1, 9) for m in range(24)]
@@ -19,12 +19,12 @@ MANTISSAS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
 
 
 def all_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every number of a 16-bit dtype: NaNs, infinities, subnormals, both zeros."""
+    """Return every number of a 16-bit dtype: NaNs, infinities, subnormals, both zeros."""
     return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
 
 
 def limits(exponent: int, mantissa: int) -> tuple[float, float]:
-    """The smallest normal and the largest number of a format, told anew."""
+    """Return the smallest normal and the largest number of a format, computed independently."""
     known = {(4, 3): 448.0, (2, 1): 6.0, (2, 2): 7.0, (2, 3): 7.5, (2, 5): 7.875}
     bias = 2 ** (exponent - 1) - 1
     least, top = 1 - bias, max(2**exponent - 2 - bias, 1 - bias)
@@ -32,7 +32,7 @@ def limits(exponent: int, mantissa: int) -> tuple[float, float]:
 
 
 def reference(x: torch.Tensor, exponent: int, mantissa: int, inner=True, outer=True) -> np.ndarray:
-    """FP8 and back 3.2 in float64: magnitudes rounded down to a grid, then clamped."""
+    """Mask in float64 (FP8 and back 3.2): round magnitudes down to a grid, then clamp."""
     values = x.double().numpy()
     magnitude = np.abs(values)
     finite = np.isfinite(values) & (values != 0)
@@ -86,7 +86,7 @@ def test_any_values_clamped_inside_and_outside_separately(widths, values, dtype,
 def test_formats_that_hold_a_16_bit_dtype_are_the_identity(name, dtype):
     x = all_values(dtype)
     assert is_identity(simulated_format(name), dtype)
-    got, finite = fp8.mask_format(x, name, True, True), ~x.isnan()  # which NaN it is may change
+    got, finite = fp8.mask_format(x, name, True, True), ~x.isnan()  # the payload of NaN may change
     assert torch.equal(got.view(torch.int16)[finite], x.view(torch.int16)[finite])
     assert got.isnan().equal(x.isnan())
 
@@ -99,25 +99,25 @@ def test_e8m23_is_the_identity_of_float32(values):
     assert torch.equal(got.view(torch.int32), x.view(torch.int32))
 
 
-def test_a_mask_changes_nothing_twice_and_keeps_the_layout():
+def test_masks_are_idempotent_and_keep_the_layout():
     x = torch.randn(6, 8).bfloat16().t()
     once = fp8.mask_format(x, "e5m2", True, True)
     assert torch.equal(fp8.mask_format(once, "e5m2", True, True), once)
     assert once.stride() == x.stride()
 
 
-def test_a_nan_whose_payload_is_cut_off_stays_one():
+def test_nan_stays_nan_when_its_payload_is_cut_off():
     signalling = torch.tensor([0x7F800001, 0x7F810000]).to(torch.int32).view(torch.float32)
-    assert masked(signalling, simulated_format("e8m0"), True, True).isnan().all()
+    assert mask(signalling, simulated_format("e8m0"), True, True).isnan().all()
 
 
-def test_formats_of_the_table_are_themselves():
+def test_simulated_formats_in_the_table():
     assert simulated_format("e4m3") is E4M3
     assert all(simulated_format(f.name) is f for f in FORMATS.values() if f.saves or f.multiplies)
 
 
 @pytest.mark.parametrize("name", ["e8m7", "e5m10", "e8m23"])
-def test_formats_without_a_place_in_the_table_are_ieee(name):
+def test_other_simulated_formats_follow_ieee(name):
     fmt = simulated_format(name)
     info = torch.finfo({"e8m7": torch.bfloat16, "e5m10": torch.float16}.get(name, torch.float32))
     assert (fmt.max, 2.0**fmt.min_exponent) == (info.max, info.smallest_normal)
@@ -126,6 +126,6 @@ def test_formats_without_a_place_in_the_table_are_ieee(name):
 
 
 @pytest.mark.parametrize("name", ["e9m3", "e0m3", "e8m24", "m3e8", "fp8", "e8m3 "])
-def test_what_is_no_format(name):
+def test_invalid_format_names(name):
     with pytest.raises(ValueError, match="is no format such as"):
         simulated_format(name)

@@ -1,4 +1,4 @@
-"""The dialect's reference kernels against fp64 arithmetic written out here."""
+"""The references of the dialect against fp64 arithmetic."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ ANY_WIDTH = st.integers(1, 70)
 
 
 def values(data: Tensor) -> Tensor:
-    """Codes as fp64 numbers."""
+    """Return FP8 data as fp64 numbers."""
     return (data.view(torch.float8_e4m3fn) if data.dtype == torch.uint8 else data).double()
 
 
 def half_step(v: Tensor, fmt) -> Tensor:
-    """Half the distance between the codes around `v`."""
+    """Return half the distance between the FP8 numbers around `v`."""
     exponent = v.abs().clamp_min(2.0**fmt.min_exponent).log2().floor()
     return (exponent - fmt.mantissa - 1).exp2()
 
 
 def assert_rounded(data: Tensor, x: Tensor, scale: Tensor, fmt) -> None:
-    """`data * scale` is `x` within half a step, and a hair for fp32's own rounding."""
+    """Check that `data * scale` is `x` within half a step, plus fp32's own rounding."""
     wanted = x.double() / scale.double()
     slack = half_step(wanted, fmt) * (1 + 1e-4)
     assert ((values(data) - wanted).abs() <= slack).all()
 
 
-# --- one scale a tensor -------------------------------------------------------------------------
+# --- one scale for the tensor -------------------------------------------------------------------
 
 
 @given(matrices())
@@ -63,8 +63,8 @@ def test_scale(format, amax):
 
 
 @given(x=matrices(), factor=st.integers(0, 3))
-def test_codes_of_another_scale_are_not_rounded_again(x, factor):
-    """By row and then as a whole, or with a scale that has room: scales are powers of two."""
+def test_requantizing_with_another_scale_rounds_nothing(x, factor):
+    """First by row, then by tensor or with a larger scale: scales are powers of two."""
     by_row = fp8.scale(fp8.amax(x, "row"), "e4m3 row")
     once = fp8.dequantize([fp8.quantize(x, by_row, "e4m3 row")], by_row, "e4m3 row", torch.float32)
     scale = by_row.amax() * 2**factor
@@ -76,7 +76,7 @@ def test_codes_of_another_scale_are_not_rounded_again(x, factor):
 
 
 @pytest.mark.parametrize("format", LOSSY)
-def test_scale_of_what_is_not_finite(format):
+def test_scale_of_nan_and_inf(format):
     assert fp8.scale(torch.tensor(float("nan")), f"{format} tensor").isnan()
     assert fp8.scale(torch.tensor(float("inf")), f"{format} tensor").isinf()
 
@@ -114,7 +114,7 @@ def test_quantize_uses_the_whole_range(format):
 
 @pytest.mark.parametrize("format", LOSSY)
 def test_beyond_the_range_is_the_largest_value(format):
-    """Rounding a scale down takes a value there; E5M2 has an infinity that it must not become."""
+    """A scale that is rounded down causes this. In E5M2 the value must not become Inf."""
     largest = FORMATS[format].max
     x = torch.tensor([[largest * 1.5, -largest * 1.5, largest, 1.0]])
     data = values(fp8.quantize(x, torch.ones(()), f"{format} tensor"))
@@ -124,7 +124,7 @@ def test_beyond_the_range_is_the_largest_value(format):
 @pytest.mark.parametrize("format", LOSSY)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantize_keeps_what_is_not_finite(format, poison, dtype):
+def test_quantize_keeps_nan_and_inf(format, poison, dtype):
     x = torch.randn(4, 16).to(dtype)
     x[1, 3] = poison
     scale = fp8.scale(fp8.amax(x, "tensor"), f"{format} tensor")
@@ -205,7 +205,7 @@ def test_exact_scaled_mm_is_mm(dtype, with_bias, sizes):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 1])
-def test_scaled_mm_spreads_what_is_not_finite(poison, place):
+def test_scaled_mm_propagates_nan_and_inf(poison, place):
     operands = [torch.randn(16, 32), torch.randn(16, 32)]
     operands[place][3, 4] = poison
     args = []
@@ -217,7 +217,7 @@ def test_scaled_mm_spreads_what_is_not_finite(poison, place):
     assert not line.isfinite().any()
 
 
-# --- one scale a group --------------------------------------------------------------------------
+# --- one scale for each group -------------------------------------------------------------------
 
 GROUPED = st.sampled_from([(16, 16), (48, 16), (128, 64), (88, 44), (51, 17)])
 
@@ -268,7 +268,7 @@ def test_groups_of_very_different_magnitude(format):
 
 @pytest.mark.parametrize("format", [*LOSSY, *PACKED])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_group(format, poison):
+def test_nan_and_inf_stay_in_their_group(format, poison):
     x = torch.randn(2, 64)
     x[1, 20] = poison
     back = fp8.dequantize(*in_groups(x, format, 16), f"{format} 1×16", torch.float32)
@@ -288,7 +288,7 @@ def test_exact_groups_are_a_copy(x):
     assert torch.equal(fp8.dequantize([data], scales, "exact 1×16", x.dtype), x)
 
 
-def test_e4m3_bytes_are_the_codes_of_e4m3():
+def test_e4m3_bytes_equal_e4m3():
     x = torch.randn(8, 64)
     scales = fp8.scale(fp8.amax(x, "1×16"), "e4m3 1×16")
     assert torch.equal(fp8.scale(fp8.amax(x, "1×16"), "e4m3_bytes 1×16"), scales)
@@ -297,11 +297,11 @@ def test_e4m3_bytes_are_the_codes_of_e4m3():
     assert torch.equal(codes.view(torch.uint8), as_bytes)
 
 
-# --- less than a byte an element ----------------------------------------------------------------
+# --- several elements in a byte -----------------------------------------------------------------
 
 
 def code_values(fmt) -> Tensor:
-    """The magnitudes that a format without Inf and NaN has, by code, fp64."""
+    """Return the magnitudes of a format without Inf and NaN, by their bits, fp64."""
     found = []
     for code in range(1 << fmt.bits - 1):
         exponent, fraction = code >> fmt.mantissa, code % (1 << fmt.mantissa) / 2**fmt.mantissa
@@ -311,7 +311,7 @@ def code_values(fmt) -> Tensor:
 
 
 def unpacked(planes: list[Tensor], fmt, group: int) -> Tensor:
-    """The codes behind planes, element by element, as the docstring has it."""
+    """Unpack planes element by element, as the docstring of `quantize` defines."""
     rows = [plane.flatten(0, -2).tolist() for plane in planes]
     length = planes[0].shape[-1] * 8 // fmt.planes[0]
     codes = torch.zeros(len(rows[0]), length, dtype=torch.int64)
@@ -327,15 +327,15 @@ def unpacked(planes: list[Tensor], fmt, group: int) -> Tensor:
 
 
 def signed(codes: Tensor, fmt) -> Tensor:
-    """The fp64 numbers behind codes."""
+    """Return the fp64 numbers of elements."""
     size = code_values(fmt)[codes % (1 << fmt.bits - 1)]
     return torch.where(codes >> fmt.bits - 1 == 1, -size, size)
 
 
 @pytest.mark.parametrize("format", PACKED)
 @given(group=st.sampled_from([16, 48, 128]), rows=st.integers(1, 3), seed=st.integers(0, 99))
-def test_packing_keeps_every_code(format, group, rows, seed):
-    """Where the docstring says, and also -0, which is a code."""
+def test_packing_keeps_every_bit_pattern(format, group, rows, seed):
+    """At the place that the docstring of `quantize` defines, including -0."""
     fmt = FORMATS[format]
     length = 384
     codes = torch.arange(rows * length) % (1 << fmt.bits)
@@ -356,7 +356,7 @@ def test_packing_keeps_every_code(format, group, rows, seed):
 @pytest.mark.parametrize("format", PACKED)
 @given(numbers=st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=64))
 def test_rounding_is_to_the_nearest_and_to_even(format, numbers):
-    """Against all codes; with the ties between neighbours, and what is next to them."""
+    """Compare with all numbers of the format, for ties and the fp32 numbers next to them."""
     fmt = FORMATS[format]
     values = code_values(fmt)
     ties = ((values[1:] + values[:-1]) / 2).float()
@@ -377,10 +377,10 @@ def test_rounding_is_to_the_nearest_and_to_even(format, numbers):
 @pytest.mark.parametrize("format", PACKED)
 @given(data=st.data(), sizes=st.sampled_from([(16, 16), (48, 48), (96, 32), (128, 128)]))
 def test_packed_groups_are_off_by_half_a_step(format, data, sizes):
-    """Of the binade, or of the denormals, that x / scale is in.
+    """Half a step of the binade, or of the denormals, that x / scale is in.
 
-    What saturates too: truncation takes less than 2^-7 of a scale, which leaves x / scale below
-    max / (1 - 2^-7), in the binade 2^E of max < 2·2^E. It is off by less than 2·2^E / 127, and
+    This includes saturation. Truncation lowers a scale by less than 2^-7, so x / scale is below
+    max / (1 - 2^-7), in the binade 2^E of max < 2·2^E. Its error is less than 2·2^E / 127, and
     half a step is 2^-(mantissa + 1)·2^E, at least 2^-4·2^E.
     """
     length, group = sizes
@@ -413,11 +413,11 @@ def test_packed_groups_of_any_leading_sizes(format, shape):
         assert torch.equal(plane.reshape(want.shape), want)
 
 
-# --- fake kernels -------------------------------------------------------------------------------
+# --- shape rules --------------------------------------------------------------------------------
 
 
 def calls(x: Tensor, format: str) -> list[tuple]:
-    """Every operator of the dialect on `x`: (operator, arguments)."""
+    """Return calls of operators on `x`: (operator, arguments)."""
     planes, scales = in_groups(x, format, 16)
     found = [
         (fp8.amax.default, (x, "tensor")),
@@ -440,18 +440,18 @@ def calls(x: Tensor, format: str) -> list[tuple]:
 
 @pytest.mark.parametrize("format", [*LOSSY, *PACKED, "exact"])
 @given(x=matrices(columns=st.sampled_from([16, 48])))
-def test_fake_kernels_agree_with_the_real_ones(format, x):
+def test_shape_rules_match_results(format, x):
     for op, args in calls(x, format):
         real = op(*args)
         with FakeTensorMode() as mode:
             fake = op(*torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, args))
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype), op
-        if real.numel() and min(real.shape, default=2) > 1:  # strides of one-element sizes are free
+        if real.numel() and min(real.shape, default=2) > 1:  # strides of sizes 1 are arbitrary
             assert fake.stride() == real.stride(), op
 
 
 @pytest.mark.parametrize("format", [*LOSSY, *PACKED])
-def test_operators_are_what_their_schema_says(format):
+def test_operators_match_their_schema(format):
     """Functional, aliasing nothing, and traceable."""
     for op, args in calls(torch.randn(17, 48), format):
         takes_fp8 = any(

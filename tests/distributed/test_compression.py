@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8pass
 from fp8pass import Config
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 # --- functions of ranks -------------------------------------------------------------------------
 
@@ -254,8 +254,8 @@ def gathered_weights_are_freed(device: str) -> None:
     ids = parallel.batch(device, of_rank=True)
     parallel.loss_of(model(ids), ids).backward()
     assert len(seen) == 2
-    assert all(isinstance(weight, CodedWeight) for weight in seen)
-    for part in (x for weight in seen for x in (weight.codes, weight.scales)):
+    assert all(isinstance(weight, QuantizedWeight) for weight in seen)
+    for part in (x for weight in seen for x in (weight.fp8_data, weight.scales)):
         assert part.untyped_storage().nbytes() == 0
 
 
@@ -302,7 +302,7 @@ def replaced_shards_are_requantized(device: str) -> None:
         model.load_state_dict(state, assign=True)
     assert losses[0] != losses[1]
     model.blocks[0].unshard()
-    assert isinstance(model.blocks[0].mlp.up.weight, CodedWeight)
+    assert isinstance(model.blocks[0].mlp.up.weight, QuantizedWeight)
 
 
 def modules_sharded_together(device: str) -> None:
@@ -456,10 +456,12 @@ def test_compression_trains_on_two_ranks(two, way, claim):
     two(claim, way)
 
 
+@pytest.mark.long
 def test_gradients_can_have_other_factors_than_the_mean(two):
     two(other_factors_than_the_mean, "fsdp blocks")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
 def test_a_nonfinite_gradient_reaches_all_ranks(two, way):
     two(a_nonfinite_gradient_reaches_all_ranks, way)
@@ -518,9 +520,11 @@ def test_copies_of_ddp_can_be_compressed(two, tmp_path):
     two(copies_of_ddp, str(tmp_path))
 
 
+@pytest.mark.long
 def test_a_monitor_measures_sent_gradients(two):
     two(a_monitor_measures_sent_gradients)
 
 
+@pytest.mark.long
 def test_wrong_models_are_refused(two):
     two(wrong_models)

@@ -109,6 +109,7 @@ def explain_blocks(device: str) -> None:
     assert totals[0] == totals[1]
 
 
+@pytest.mark.long
 def test_explain_counts_no_gathered_weights(two):
     two(explain_blocks)
 
@@ -130,5 +131,6 @@ def explain_whole(device: str) -> None:
     assert "2 linear layers run outside of compiled graphs, in high precision: *." in text, text
 
 
+@pytest.mark.long
 def test_explain_of_a_whole_model_causes_no_warning(two):
     two(explain_whole)

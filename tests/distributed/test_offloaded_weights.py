@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8pass
-from fp8pass.weights.quantized_parameter import CodedWeight, coded
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 
 def offloaded(device: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -24,7 +24,7 @@ def offloaded(device: str) -> tuple[nn.Module, dict[str, Tensor]]:
     model.bfloat16()
     before = copy.deepcopy(model.state_dict())
     fp8pass.optim.offload_weights(model, device)
-    assert isinstance(model[0].weight, CodedWeight)
+    assert isinstance(model[0].weight, QuantizedWeight)
     return model, before
 
 
@@ -41,8 +41,8 @@ def ddp_broadcasts_exact_weights(device: str) -> None:
             model[0].weight.zero_()
     nn.parallel.DistributedDataParallel(model)
     check_exact(model, before)
-    ((codes, _),) = coded([before["0.weight"].to(device)], torch.bfloat16)
-    assert torch.equal(model[0].weight.codes.view(torch.uint8), codes.view(torch.uint8))
+    ((codes, _),) = quantize_rows([before["0.weight"].to(device)], torch.bfloat16)
+    assert torch.equal(model[0].weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
 
 
 def fsdp_shards_exact_weights(device: str) -> None:

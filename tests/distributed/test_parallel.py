@@ -111,10 +111,10 @@ def checkpointed_blocks_equal_eager(device: str, way: str) -> None:
     assert_near(found[1], found[0], 4e-5)
 
 
-def gathering_quantized_tensors_changes_no_bit(device: str, way: str, recipe: str) -> None:
-    """Loss and gradients have the same bits without pass `gather_codes`."""
+def gathered_data_changes_no_bit(device: str, way: str, recipe: str) -> None:
+    """Loss and gradients of each rank are the same bits without `gather_quantized`."""
     found = []
-    for left_out in ("", "gather_codes"):
+    for left_out in ("", "gather_quantized"):
         torch._dynamo.reset()
         with mock.patch.dict(os.environ, FP8PASS_DISABLE_PASSES=left_out):
             model = distributed(way, device, recipe, blocks=1, dtype=torch.bfloat16)
@@ -238,6 +238,7 @@ def test_every_way_trains_on_two_ranks(two, way, claim):
     two(claim, way)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "claim", [zero_redundancy_optimizer_shares_tensors, ddp_with_options], ids=lambda c: c.__name__
 )
@@ -253,13 +254,14 @@ LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "recipe"), GATHERED if LONG else GATHERED[:2])
 def test_gathering_quantized_tensors(two, way, recipe):
-    two(gathering_quantized_tensors_changes_no_bit, way, recipe)
+    two(gathered_data_changes_no_bit, way, recipe)
 
 
 def test_a_nan_of_one_rank_reaches_all(two):
     two(a_nan_of_one_rank_reaches_all)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])
 def test_diagnose_measures_distributed_models(two, way):
     two(diagnose_errors, way)

@@ -148,6 +148,7 @@ def backwards_in_two_parts_are_refused(device: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.long
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("claim", [exact_equals_eager, trains], ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("schedule", STAGES_EACH)

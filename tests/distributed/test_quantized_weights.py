@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8pass import Config
 from fp8pass.dynamo import Backend
-from fp8pass.weights.quantized_parameter import CodedWeight, coded
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 
 class Block(nn.Module):
@@ -29,8 +29,8 @@ def quantize_weights(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            ((codes, scales),) = coded([layer.weight.detach()], layer.weight.dtype)
-            layer.weight = nn.Parameter(CodedWeight(codes, scales, layer.weight.dtype))
+            ((codes, scales),) = quantize_rows([layer.weight.detach()], layer.weight.dtype)
+            layer.weight = nn.Parameter(QuantizedWeight(codes, scales, layer.weight.dtype))
     return model
 
 
@@ -55,6 +55,7 @@ def x() -> torch.Tensor:
     return torch.randn(32, 128).bfloat16().requires_grad_()
 
 
+@pytest.mark.long
 def test_the_forward_is_equal_and_saves_no_more_bytes(model, x):
     (want, plain), (got, planned) = run_both(model, x, COAT_EAGER)
     assert torch.equal(got.outputs[0], want.outputs[0])
@@ -78,6 +79,7 @@ def test_kernels_read_quantized_weights(model, x, graphs):
     assert backward["tiles"] == plain["tiles"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zeros", [slice(0, 16), slice(None)])
 def test_rows_of_zeros_do_not_affect_other_rows(model, x, zeros):
     """Rows of zeros must not determine the scale of other rows."""
@@ -107,5 +109,5 @@ def test_eager_pytorch_uses_dequantized_weights(model, x):
 
 def test_writing_to_a_quantized_weight_raises_an_error(model):
     weight = quantize_weights(model).ffn.up.weight
-    with torch.no_grad(), pytest.raises(RuntimeError, match="it is in codes"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="it is quantized to FP8"):
         weight.mul_(2)

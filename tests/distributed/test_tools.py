@@ -140,6 +140,7 @@ def a_step_with_tools(device: str, way: str, tool: str, where: str) -> None:
         assert torch.equal(with_tool, without)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("where", ["between backwards", "before the step"])
 @pytest.mark.parametrize("way", WAYS)
@@ -166,6 +167,7 @@ def warnings_about_a_wrapper(device: str) -> list[str]:
     return [str(w.message) for w in caught if "has no effect" in str(w.message)]
 
 
+@pytest.mark.long
 def test_a_compiled_wrapper_causes_no_warning(two):
     assert two(warnings_about_a_wrapper) == [[], []]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8pass import hardware
 from fp8pass.distributed.weight_gather import PackedWeights, SendBuffers, ShardKey, unpack
 from fp8pass.distributed.wire import add_up, pack, packed_bytes
-from fp8pass.weights.quantized_parameter import coded, room_for
+from fp8pass.weights.quantized_parameter import allocate_buffers, quantize_rows
 
 # Largest relative error of an FP8 value.
 ROUNDING = 2.0**-4 + 2.0**-20
@@ -116,6 +116,7 @@ def test_kernels_agree_with_pytorch(device, dtype, length, request):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rests_in", [torch.float32, torch.bfloat16], ids=str)
@@ -130,10 +131,10 @@ def test_the_kernel_quantizes_weights_like_pytorch(device, rests_in, shift, requ
     small[1] *= 1e-30
     small[2] = 0.0
     large[3, 2500], large[4, 3] = float("inf"), float("nan")
-    wanted = coded(matrices, torch.bfloat16)
+    wanted = quantize_rows(matrices, torch.bfloat16)
     request.getfixturevalue("fused")
     for (codes, scales), (want, want_scales) in zip(
-        coded(matrices, torch.bfloat16), wanted, strict=True
+        quantize_rows(matrices, torch.bfloat16), wanted, strict=True
     ):
         torch.testing.assert_close(scales, want_scales, rtol=0, atol=0, equal_nan=True)
         assert codes.shape == want.shape
@@ -142,18 +143,19 @@ def test_the_kernel_quantizes_weights_like_pytorch(device, rests_in, shift, requ
         assert torch.equal(codes.float()[finite], want.float()[finite])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "shifted"])
 def test_weights_are_requantized_in_place(device, shift, fused):
     """A second launch bypasses Triton, which must not happen for other addresses."""
     matrices = [torch.randn(m, 48).to(device) for m in (6, 16)]
-    wanted = coded(matrices, torch.bfloat16)
-    room = room_for([x.shape for x in matrices], matrices[0].device)
+    wanted = quantize_rows(matrices, torch.bfloat16)
+    room = allocate_buffers([x.shape for x in matrices], matrices[0].device)
     moved = replace(room, scales=room.scales.new_empty(len(room.scales) + shift)[shift:])
     for _ in range(3):
         for each in (room, moved):
-            each.codes.zero_(), each.scales.zero_()
-            assert coded(matrices, torch.bfloat16, each) is each.parts
+            each.data.zero_(), each.scales.zero_()
+            assert quantize_rows(matrices, torch.bfloat16, each) is each.parts
             for (codes, scales), (want, want_scales) in zip(each.parts, wanted, strict=True):
                 assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
                 assert each is moved or torch.equal(scales, want_scales)
@@ -172,6 +174,7 @@ def test_modules_with_equal_shards_share_a_send_buffer():
     assert buffers.get(once) is not buffers.get(once)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -188,7 +191,7 @@ def test_packed_shards_are_unpacked_to_quantized_weights(
     for rank in range(ranks):
         shards = [x.chunk(ranks)[rank] for x in weights]
         packed = PackedWeights([x.shape for x in shards], shards[0].device)
-        coded(shards, torch.bfloat16, packed.views)
+        quantize_rows(shards, torch.bfloat16, packed.views)
         sent.append(packed.memory)
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: "none")
     if fuses:
@@ -197,7 +200,7 @@ def test_packed_shards_are_unpacked_to_quantized_weights(
         whole = PackedWeights([x.shape for x in weights], weights[0].device)
         versions = [] if inference else [x._version for x in whole.views.parts[0]]
         unpack(torch.stack(sent), whole)
-    for got, want in zip(whole.views.parts, coded(weights, torch.bfloat16), strict=True):
+    for got, want in zip(whole.views.parts, quantize_rows(weights, torch.bfloat16), strict=True):
         assert all(map(torch.equal, _bytes(got), _bytes(want)))
     if not inference:  # autograd may have saved them
         assert [x._version for x in whole.views.parts[0]] == versions
@@ -211,23 +214,25 @@ OFFLINE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp8pass.weights import quantization_kernel as coding_kernel
+from fp8pass.weights import quantization_kernel
 from fp8pass.distributed import wire_kernels
 
 TYPES = {
-    "rows": "*fp32", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32", "table": "*i64",
+    "rows": "*fp32", "data": "*fp8e4nv", "codes": "*fp8e4nv", "into": "*fp32", "factor": "fp32",
+    "table": "*i64",
     "shards": "*i32", "whole": "*i32",
 }
-DTYPES = coding_kernel.TRITON_DTYPES
-BF16, FP32 = (DTYPES[getattr(coding_kernel.torch, x)] for x in ("bfloat16", "float32"))
+DTYPES = quantization_kernel.TRITON_DTYPES
+BF16, FP32 = (DTYPES[getattr(quantization_kernel.torch, x)] for x in ("bfloat16", "float32"))
 ROWS = {"FROM": FP32, "DTYPE": BF16, "COUNT": 7, "ALIGNED": 16, "BLOCK": 2048}
 for function, constants in (
     (wire_kernels._pack, {"SIZE": 128, "GROUPS": 8}),
     (wire_kernels._add_up, {"SIZE": 128, "GROUPS": 8}),
-    (coding_kernel._code_rows, ROWS),
+    (quantization_kernel._quantize_rows, ROWS),
     (wire_kernels._unpack, {"COUNT": 14, "ALIGNED": 4, "WORDS": 4096}),
 ):
-    types = TYPES | {"scales": "*fp32" if function is coding_kernel._code_rows else "*bf16"}
+    quantizes = function is quantization_kernel._quantize_rows
+    types = TYPES | {"scales": "*fp32" if quantizes else "*bf16"}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in function.arg_names
@@ -239,7 +244,7 @@ for function, constants in (
     ptx = compiled.asm["ptx"]
     copies = function is wire_kernels._unpack
     assert copies or "e4m3x2" in ptx
-    if copies or function is coding_kernel._code_rows:
+    if copies or quantizes:
         assert "ld.global.v4" in ptx or "v4.b32" in ptx
 """
 

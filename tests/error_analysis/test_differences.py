@@ -35,7 +35,7 @@ def test_gradients_are_right_if_values_share_a_large_mean(function, save_format)
 def test_a_difference_is_saved():
     """The backward of a norm does not recompute it from `x`, although `x` is saved, too."""
     saved = plan_of(layer_norm, "e4m3").saved
-    operators = [s.op for s in saved if s.kept_as.startswith("e4m3")]
+    operators = [s.op for s in saved if s.saved_as.startswith("e4m3")]
     assert len(operators) == 2
     assert {"aten.sub.Tensor", "aten.mul.Tensor"} & {*operators}
 
@@ -161,10 +161,11 @@ class SiluOf211(torch.autograd.Function):
         return g * sigmoid * (1 + x * (1 - sigmoid))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save_format", ["e2m2", "e4m3"])
 def test_a_gate_saves_as_much_with_the_silu_of_another_version(save_format):
     def saved(silu):
         plan = plan_of(lambda m, x: silu(x) * x.roll(1, 0), save_format)
-        return sorted((s.kept_as, s.bytes) for s in plan.saved)
+        return sorted((s.saved_as, s.bytes) for s in plan.saved)
 
     assert saved(SiluOf211.apply) == saved(F.silu)

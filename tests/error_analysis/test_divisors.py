@@ -41,7 +41,7 @@ def test_the_argument_is_stored_instead_of_the_divisor():
 
     rules = rules_of(function)
     assert {"add"} == {n.name for n in rules.graph.nodes if "divides" in rules.why_ungrouped(n)}
-    stored = {s.name for s in plan_of(function, "e2m1").saved if "e2m1" in s.kept_as}
+    stored = {s.name for s in plan_of(function, "e2m1").saved if "e2m1" in s.saved_as}
     assert len(stored) == 2
     assert "add" not in stored
 
@@ -77,4 +77,4 @@ def test_terms_of_divisors(function, names):
     ids=["norm", "silu", "swish by hand", "softplus"],
 )
 def test_inputs_of_usual_functions_take_four_bits(function):
-    assert any("e2m1" in s.kept_as for s in plan_of(function, "e2m1").saved)
+    assert any("e2m1" in s.saved_as for s in plan_of(function, "e2m1").saved)

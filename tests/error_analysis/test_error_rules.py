@@ -474,6 +474,7 @@ def test_repeated_regions_are_derived_once(monkeypatch):
     assert len(calls) == before
 
 
+@pytest.mark.long
 def test_deriving_is_fast():
     regions = [region_of(*UNLISTED[name]) for name in UNLISTED]
     start = time.perf_counter()

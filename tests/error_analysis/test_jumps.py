@@ -36,10 +36,11 @@ JUMPING = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_piecewise_functions_without_a_jump_get_a_4_bit_rule(name):
     saved = plan_of(CONTINUOUS[name], "e2m1").saved
-    assert any(s.kept_as.startswith("e2m1") for s in saved)
+    assert any(s.saved_as.startswith("e2m1") for s in saved)
     assert min(gradient_cosines(CONTINUOUS[name], "e2m1")) > 0.97
 
 
@@ -53,7 +54,7 @@ def test_functions_that_jump_use_the_masks_of_the_forward(name):
 def test_a_mask_is_saved_instead_of_its_exact_operand():
     plan = plan_of(JUMPING["relu6"], "e2m1")
     assert any(s.dtype == "bool" for s in plan.saved)
-    assert any(s.kept_as.startswith("e2m1") for s in plan.saved)
+    assert any(s.saved_as.startswith("e2m1") for s in plan.saved)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +94,4 @@ def test_sign_roots_are_found_through_functions_that_keep_signs():
 def test_a_region_that_computes_indices_alone_has_no_rule():
     """Its results are not floats, so that none of them could jump."""
     plan = plan_of(lambda m, x: x.gather(-1, (x.detach() > 0).long()), "e2m1")
-    assert not any(s.kept_as.startswith("e2m1") and s.op == "aten.gt.Scalar" for s in plan.saved)
+    assert not any(s.saved_as.startswith("e2m1") and s.op == "aten.gt.Scalar" for s in plan.saved)

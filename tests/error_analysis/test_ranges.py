@@ -52,7 +52,7 @@ def test_replaced_nans_are_harmless():
 
 def test_the_operand_is_stored_before_the_mask():
     plan = plan_of(sigmoid_masked, "e2m1", mask(-1e9))
-    formats = {s.op: s.kept_as for s in plan.saved}
+    formats = {s.op: s.saved_as for s in plan.saved}
     assert formats["fp8pass.scaled_mm"].startswith("e2m1")
     assert "aten.add.Tensor" not in formats
 
@@ -77,4 +77,4 @@ def test_statistics_of_columns_are_not_rounded():
         return F.silu((h - h.mean(0)) * torch.rsqrt(h.var(0) + 1e-5) + m.gain)
 
     plan = plan_of(batch_norm, "e2m1")
-    assert not any(s.shape.startswith(("1×", "128")) and "e2m1" in s.kept_as for s in plan.saved)
+    assert not any(s.shape.startswith(("1×", "128")) and "e2m1" in s.saved_as for s in plan.saved)

@@ -29,4 +29,4 @@ def test_steep_slopes_keep_small_values(name, save_format):
 def test_linear_factors_allow_4_bits():
     """A gain multiplies a value and its error alike."""
     saved = plan_of(lambda m, h: F.silu(h) * m.gain * m.ema, "e2m1").saved
-    assert any(s.kept_as.startswith("e2m1") for s in saved)
+    assert any(s.saved_as.startswith("e2m1") for s in saved)

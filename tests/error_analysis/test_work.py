@@ -68,6 +68,7 @@ def seconds_for(function) -> float:
     return time.process_time() - start
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_without_a_gemm_are_derived_or_refused_in_time(name):
     assert seconds_for(CHAINS[name]) < 3  # tenths of seconds on an idle machine
@@ -83,6 +84,7 @@ def test_500_pointwise_operators_take_two_seconds():
     assert seconds_for(many) < 6  # a second on an idle machine
 
 
+@pytest.mark.long
 def test_a_region_that_is_too_large_has_a_reason():
     rules = rules_of(sinkhorn)
     (reason,) = {rule.reason for rule in rules._findings.rules.values()} - {""}

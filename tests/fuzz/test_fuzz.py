@@ -53,6 +53,7 @@ def describe_failure(program: Program, outcome: Outcome, folder) -> str:
     return f"{outcome.failure}: {outcome.message}\n{path.read_text()}"
 
 
+@pytest.mark.long
 def test_random_programs_pass(tmp_path):
     end = time.monotonic() + SECONDS
     for index in range(PROGRAMS):
@@ -113,6 +114,7 @@ def test_programs_are_the_same_for_the_same_seed():
     assert parse(repr(draw(1, 0))) == draw(1, 0)
 
 
+@pytest.mark.long
 def test_every_operator_is_drawn():
     drawn = {i.operator for index in range(120) for i in draw(5, index).code}
     assert len(drawn) > 0.75 * len(OPERATORS), set(OPERATORS) - drawn
@@ -141,6 +143,7 @@ def test_actions_between_two_steps_are_handled(event):
     assert outcome.judged
 
 
+@pytest.mark.long
 def test_a_step_that_ignores_a_write_is_found():
     program = EVENTFUL.changed(events=("scale_weights",))
     with patch.object(Program, "act", lambda self, model, i: None):

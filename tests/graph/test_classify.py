@@ -1,4 +1,4 @@
-"""What an operator's kind and arguments say."""
+"""Attention masks and saved attention outputs are recognized by the names of the arguments."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import pytest
 import torch
 from torch import fx
 
-from fp8pass.graph.classify import attention_output, is_mask
+from fp8pass.graph.classify import attention_output, is_attention_mask
 
 aten = torch.ops.aten
 
 
-def test_masks_of_attention():
-    """By the operator's own names: the place differs between forward and backward."""
+def test_attention_masks():
+    """The position of the mask differs between forward and backward, its name does not."""
     g = fx.Graph()
     q, k, v, mask, dy, lse = (g.placeholder(name) for name in ("q", "k", "v", "mask", "dy", "lse"))
     forward = aten._scaled_dot_product_efficient_attention.default
     y = g.call_function(forward, (q, k, v, None, True))
-    assert not any(map(is_mask, (q, k, v, mask)))
+    assert not any(map(is_attention_mask, (q, k, v, mask)))
     backward = aten._scaled_dot_product_efficient_attention_backward.default
     saved = (y, lse, None, None, 0.0, [True] * 4)
     g.call_function(backward, (dy, q, k, v, mask, *saved))
-    assert is_mask(mask)
-    assert not any(map(is_mask, (q, k, v, dy, lse)))
-    assert not is_mask(g.placeholder("other"))
+    assert is_attention_mask(mask)
+    assert not any(map(is_attention_mask, (q, k, v, dy, lse)))
+    assert not is_attention_mask(g.placeholder("other"))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_masks_of_attention():
         "_scaled_dot_product_fused_attention_overrideable",
     ],
 )
-def test_the_output_that_a_backward_of_attention_reads(name):
+def test_attention_backwards_read_their_output(name):
     g = fx.Graph()
     backward = getattr(aten, f"{name}_backward").default
     names = [argument.name for argument in backward._schema.arguments]
@@ -45,7 +45,7 @@ def test_the_output_that_a_backward_of_attention_reads(name):
     assert str(attention_output(node)) == "out"
 
 
-def test_other_layouts_and_operators_have_no_such_output():
+def test_other_layouts_and_operators_have_no_attention_output():
     g = fx.Graph()
     x = g.placeholder("x")
     varlen = aten._flash_attention_backward.default

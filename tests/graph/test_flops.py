@@ -1,4 +1,4 @@
-"""Counting operations must not change what is compiled."""
+"""Counting operations must not add guards on dynamic shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8pass.config import Config
     [MLP, lambda: nn.Linear(64, 7), lambda: nn.Conv1d(64, 32, 1)],
     ids=["fp8", "high precision", "convolution"],
 )
-def test_counting_operations_fixes_no_size(make, training):
+def test_counting_operations_adds_no_guards(make, training):
     program, spy = compiled(make(), Config.recipe("linear", compiler="eager"), dynamic=True)
     for rows in (32, 17, 48):
         x = torch.randn(rows, 64, 64)

@@ -1,4 +1,4 @@
-"""What counts as a linear layer; what comes close is listed with a reason."""
+"""`find_layers` finds linear layers, and lists flawed ones with a reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pruned(layer: nn.Linear) -> nn.Linear:
 
 
 class Symmetric(nn.Module):
-    """A parametrization of one's own."""
+    """A user-defined parametrization."""
 
     def forward(self, weight):
         return weight.triu() + weight.triu(1).t()
@@ -34,7 +34,7 @@ def symmetric(layer: nn.Linear) -> nn.Linear:
 
 
 class Computed(nn.Module):
-    """A layer whose weight, [out, in], a function computes from parameters and a buffer."""
+    """A layer with a weight, [out, in], that a function computes from parameters and a buffer."""
 
     def __init__(self, weight, *shapes, buffer=None):
         super().__init__()
@@ -49,12 +49,12 @@ class Computed(nn.Module):
 
 SQUARE = (64, 64)
 
-# The elements of these weights are those of parameters.
+# Weights that are computed from as many parameters as they have elements.
 WEIGHTS = {
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(64, 64)),
-    "weight norm of old": lambda: utils.weight_norm(nn.Linear(64, 64)),
+    "old weight norm": lambda: utils.weight_norm(nn.Linear(64, 64)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(64, 64)),
-    "spectral norm of old": lambda: utils.spectral_norm(nn.Linear(64, 64)),
+    "old spectral norm": lambda: utils.spectral_norm(nn.Linear(64, 64)),
     "pruned": lambda: pruned(nn.Linear(64, 64)),
     "parametrized": lambda: symmetric(nn.Linear(64, 64)),
     "scaled": lambda: Computed(lambda w, _: w * 64**-0.5, SQUARE),
@@ -67,7 +67,7 @@ WEIGHTS = {
     "merged adapter": lambda: Computed(lambda w, a, b, _: w + a @ b, SQUARE, (64, 4), (4, 64)),
 }
 
-# Those of these are not; each with the reason.
+# Weights that are not, each with the expected reason.
 PRODUCT = "its weight is computed by a product of parameters"
 FEWER = "its weight is computed by aten.mul.Tensor from fewer parameters than it has elements"
 NO_WEIGHTS = {
@@ -82,7 +82,7 @@ NO_WEIGHTS = {
 
 
 class Parallel(nn.Module):
-    """All layers above, of one input."""
+    """All layers above, applied to one input."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Parallel(nn.Module):
 
 @cache
 def parallel() -> tuple[dict[str, Linear], dict[str, float]]:
-    """What the plan says about each layer, and the cosines of gradients with those without FP8."""
+    """Return the plan's entry of each layer, and the cosine of each gradient to stock PyTorch's."""
     torch.manual_seed(0)
     model, x = Parallel(), torch.randn(32, 64, requires_grad=True)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -110,7 +110,7 @@ def parallel() -> tuple[dict[str, Linear], dict[str, float]]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*WEIGHTS, *NO_WEIGHTS])
 def test_computed_weights(name):
-    """They run in FP8 if their elements are those of parameters, and are listed if not."""
+    """They run in FP8 if they are computed from enough parameters, and are listed otherwise."""
     linears, cosines = parallel()
     layer = linears[name]
     assert (layer.in_features, layer.out_features) == SQUARE
@@ -127,22 +127,22 @@ def test_computed_weights(name):
 
 
 def linears(model: nn.Module, *args: torch.Tensor) -> list[Linear]:
-    """What the plan says about the linear layers of `model(*args)`, in training."""
+    """Return the plan's linear layers of `model(*args)`, in training."""
     program, spy = compiled(model, COAT_EAGER)
     program(*args).sum().backward()
     return spy.plan.linears
 
 
 def evaluated(model: nn.Module, *args: torch.Tensor) -> list[Linear]:
-    """The same without gradients."""
+    """Return the plan's linear layers of `model(*args)`, without gradients."""
     program, spy = compiled(model, COAT_EAGER)
     with torch.no_grad():
         program(*args)
     return spy.plan.linears
 
 
-def test_products_of_activations_are_no_layers():
-    """Nor are those with what learned queries become."""
+def test_products_of_activations_are_not_layers():
+    """Learned queries become activations when they meet the data."""
 
     class Attention(nn.Module):
         def __init__(self):
@@ -161,7 +161,7 @@ def test_products_of_activations_are_no_layers():
 
 
 class Penalized(nn.Module):
-    """A linear layer whose weight is also multiplied with itself, as many rows as it has inputs."""
+    """A linear layer with an orthogonality penalty, with GEMMs of equal sizes."""
 
     def __init__(self):
         super().__init__()
@@ -172,8 +172,8 @@ class Penalized(nn.Module):
         return self.layer(x) + (gram**2).sum()
 
 
-def test_a_product_of_parameters_stays_exact_and_its_gradients_are_its_own():
-    """The layer and the penalty share a weight, and all their GEMMs have the same sizes."""
+def test_gradients_of_a_penalty_do_not_count_to_the_layer():
+    """The layer and the penalty share a weight. The penalty stays in high precision."""
     x = torch.randn(32, 32, requires_grad=True)
     joint = capture_joint(Penalized(), x)
     layers = find_layers(joint.gm.graph, joint.ctx.facts)
@@ -193,8 +193,8 @@ def test_a_product_of_parameters_stays_exact_and_its_gradients_are_its_own():
     assert relative(got.gradients["layer.weight"], want.gradients["layer.weight"]) < 1e-4
 
 
-def test_steps_that_change_a_weight_by_products_stay_exact():
-    """Those of Newton and Schulz, towards an orthogonal weight."""
+def test_newton_schulz_steps_stay_in_high_precision():
+    """The steps multiply parameters only. The layer that uses the result runs in FP8."""
 
     class Orthogonal(nn.Linear):
         def forward(self, x):
@@ -211,7 +211,7 @@ def test_steps_that_change_a_weight_by_products_stay_exact():
 
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("listed", [linears, evaluated])
-def test_a_product_with_a_buffer_or_constant_is_no_layer(registered, listed):
+def test_products_with_a_buffer_or_constant_are_not_layers(registered, listed):
     class Filtered(nn.Module):
         def __init__(self):
             super().__init__()
@@ -231,7 +231,7 @@ def test_a_product_with_a_buffer_or_constant_is_no_layer(registered, listed):
 
 @pytest.mark.parametrize("listed", [linears, evaluated])
 def test_frozen_parameters_are_weights(listed):
-    """As those below an adapter are."""
+    """The base weight below an adapter is frozen."""
 
     class Adapted(nn.Module):
         def __init__(self):
@@ -247,7 +247,7 @@ def test_frozen_parameters_are_weights(listed):
     assert all("forward" in y.fp8 for y in found)
 
 
-def test_rows_of_tokens_in_columns():
+def test_tokens_in_columns():
     class Columns(nn.Module):
         def __init__(self):
             super().__init__()
@@ -260,7 +260,7 @@ def test_rows_of_tokens_in_columns():
     assert (layer.rows, layer.in_features, layer.out_features) == ("48", 32, 64)
 
 
-def test_a_projection_of_random_numbers_is_a_layer():
+def test_projections_of_random_numbers_are_layers():
     class Generator(nn.Module):
         def __init__(self):
             super().__init__()
@@ -273,8 +273,8 @@ def test_a_projection_of_random_numbers_is_a_layer():
     assert layer.fp8
 
 
-def test_gradients_of_a_function_of_several_products_belong_to_its_layers():
-    """A custom function is one step of autograd, however many products there are in it."""
+def test_gradients_of_a_custom_function_belong_to_its_layers():
+    """A custom function is one step of autograd, even with several GEMMs."""
 
     class TwoLayers(torch.autograd.Function):
         @staticmethod

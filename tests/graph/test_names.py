@@ -1,4 +1,4 @@
-"""Module paths are the user's own, however Dynamo got to the modules."""
+"""Module paths do not depend on the way in which Dynamo reaches the modules."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SIZES = (64, 128, 64)
         ("L.G.up", "L.G.up"),
     ],
 )
-def test_paths_out_of_sources(source, path):
+def test_paths_from_dynamo_sources(source, path):
     assert clean_path(source) == path == clean_path(path)
 
 
 class Wrapper(nn.Module):
-    """Finds in its base what it does not have itself, as PEFT's models do."""
+    """Looks up missing attributes in its base model, as PEFT's models do."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def checkpointed() -> nn.Module:
 
 
 def with_autocast() -> nn.Module:
-    """A forward under autocast, put in place of the model's own as accelerate does."""
+    """Replace the forward of a model by one under autocast, as accelerate does."""
     model, original = nn.Sequential(MLP(SIZES)), nn.Sequential.forward
 
     @wraps(original)
@@ -85,7 +85,7 @@ def with_autocast() -> nn.Module:
 
 
 class Terse(nn.Module):
-    """Calls itself something else, and has a graph break in its forward."""
+    """Names its `self` differently, and has a graph break in its forward."""
 
     def __init__(this) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Terse(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:skip pattern")  # of the graph before the break
 @pytest.mark.parametrize("how", ["whole", "in place", "own forward"])
-def test_the_module_may_call_itself_anything(how):
+def test_self_may_have_any_name(how):
     model = Terse()
     if how == "own forward":
         model.forward = Terse.forward.__get__(model)
@@ -115,7 +115,7 @@ def test_the_module_may_call_itself_anything(how):
     ).keys()
 
 
-def test_the_module_may_call_itself_anything_in_other_tools():
+def test_self_may_have_any_name_in_diagnose():
     model, batch = Terse(), torch.randn(32, 64)
     diagnosed = fp8pass.diagnose(model, lambda m, b: m(b).square().mean(), batch)
     names = {name for name, _ in model.named_modules()}
@@ -152,7 +152,7 @@ def test_paths_in_plans_and_patterns(name):
 
 
 def test_paths_in_a_monitor():
-    """Those of the model, whatever Dynamo calls it."""
+    """The monitor reports the paths of the model."""
     model, monitor = with_autocast(), Monitor()
     monitored(model, monitor)(torch.randn(4, 64)).float().mean().backward()
     monitor.step()
@@ -161,7 +161,7 @@ def test_paths_in_a_monitor():
 
 
 def test_accelerate_and_peft():
-    """The paths of the model that was given to them."""
+    """The plan has the paths of the model that accelerate and PEFT wrapped."""
     accelerate, peft = pytest.importorskip("accelerate"), pytest.importorskip("peft")
     lora = peft.LoraConfig(r=16, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(llama(), lora)

@@ -1,4 +1,4 @@
-"""Nodes come after what they use."""
+"""Nodes come after their operands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import fx
 
-from fp8pass.graph.order import depends, settle_around, sort_topologically
+from fp8pass.graph.order import depends_on, sort_around, sort_topologically
 
 
-def test_kernels_do_not_need_each_other():
-    """Two kernels, each of which would read what the other one stores."""
+def test_circular_kernels_are_an_error():
+    """Each of two kernels reads the result of the other one."""
     g = fx.Graph()
     a, b = g.placeholder("a"), g.placeholder("b")
     first = g.call_function(torch.neg, (a,))
@@ -23,8 +23,8 @@ def test_kernels_do_not_need_each_other():
         sort_topologically(g)
 
 
-def test_a_new_node_between_its_operands_and_what_uses_it():
-    """It comes in before one of its operands, and takes the place of what was used before."""
+def test_a_new_node_moves_between_operands_and_users():
+    """The new node comes before one of its operands, and has an earlier user."""
     g = fx.Graph()
     x = g.placeholder("x")
     new = g.call_function(torch.neg, (x,))
@@ -34,21 +34,21 @@ def test_a_new_node_between_its_operands_and_what_uses_it():
     operand = g.call_function(torch.abs, (apart,))
     g.output((follows, operand))
     new.args = (operand,)
-    settle_around(new)
+    sort_around(new)
     g.lint()
     assert list(g.nodes)[:-1] == [x, apart, operand, new, early, follows]
-    assert depends([follows], [apart])
-    assert not depends([apart, operand], [new])
+    assert depends_on([follows], [apart])
+    assert not depends_on([apart, operand], [new])
 
 
-def test_nothing_behind_is_searched():
-    """Or else kernels of a model of n layers would take n² time."""
+def test_dependence_search_is_local():
+    """A search of the whole graph for each kernel would take quadratic time."""
     g = fx.Graph()
     chain = [g.placeholder("x")]
     for _ in range(1000):
         chain.append(g.call_function(torch.neg, (chain[-1],)))
     g.output(chain[-1])
     with Profile() as profile:
-        assert depends([chain[3]], [chain[1]])
-        assert not depends([chain[3]], [chain[3]])
+        assert depends_on([chain[3]], [chain[1]])
+        assert not depends_on([chain[3]], [chain[3]])
     assert sum(entry.callcount for entry in profile.getstats()) < 100

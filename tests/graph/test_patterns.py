@@ -1,4 +1,4 @@
-"""Which columns of which matrix a part is."""
+"""`match_column_slice` finds the columns that a slice or split selects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass import graph
 from fp8pass.graph.nodes import aten
 
-PARTS = {
+COLUMN_SLICES = {
     "half of a chunk": (lambda x: x.chunk(2, -1)[1], (64, 32, 32)),
     "second of a split": (lambda x: aten.split_with_sizes(x, [16, 40, 8], 2)[1], (64, 16, 40)),
     "slice": (lambda x: x[..., 8:24], (64, 8, 16)),
@@ -20,7 +20,7 @@ PARTS = {
     "beginning": (lambda x: x[..., :16], (64, 0, 16)),
     "of a view": (lambda x: x.view(-1, 64)[:, 16:32], (64, 16, 16)),
 }
-NO_PARTS = {
+OTHER_NODES = {
     "rows": lambda x: x[:, 4:8],
     "half of the rows": lambda x: x.chunk(2, 1)[0],
     "every other column": lambda x: x[..., ::2],
@@ -37,16 +37,16 @@ def last(function) -> torch.fx.Node:
     return gm.graph.output_node().args[0]
 
 
-@pytest.mark.parametrize("case", PARTS)
-def test_parts_of_rows(case):
-    function, (width, offset, columns) = PARTS[case]
-    part = graph.part_of_rows(last(function))
+@pytest.mark.parametrize("case", COLUMN_SLICES)
+def test_column_slices(case):
+    function, (width, offset, columns) = COLUMN_SLICES[case]
+    part = graph.match_column_slice(last(function))
     assert (part.width, part.offset, part.columns) == (width, offset, columns)
     x = torch.arange(2 * 12 * 64).view(2, 12, 64)
     whole = x.view(part.whole.meta["val"].shape)
     assert torch.equal(function(x), whole[..., offset : offset + columns])
 
 
-@pytest.mark.parametrize("case", NO_PARTS)
-def test_what_is_no_part(case):
-    assert graph.part_of_rows(last(NO_PARTS[case])) is None
+@pytest.mark.parametrize("case", OTHER_NODES)
+def test_other_nodes_do_not_match(case):
+    assert graph.match_column_slice(last(OTHER_NODES[case])) is None

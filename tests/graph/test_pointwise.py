@@ -1,6 +1,6 @@
-"""Every row of the table of pointwise operators says what PyTorch computes.
+"""The formula of every pointwise operator computes what PyTorch computes.
 
-That the Triton of each does, too, is in `tests/codegen/test_tiles.py`.
+`tests/codegen/test_tiles.py` tests the Triton.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from fp8pass import compat
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.pointwise import POINTWISE, POWERS, TRITON, triton_template
-from fp8pass.graph.symbols import TORCH, Operand, Underivable, of_numbers
+from fp8pass.graph.pointwise import POINTWISE, POWERS, TRITON_TEMPLATES, triton_template
+from fp8pass.graph.symbols import TORCH_FUNCTIONS, Operand, Underivable, elementwise
 
 aten = torch.ops.aten
 OPERATORS = sorted(POINTWISE, key=str)
@@ -25,7 +25,7 @@ CONSTANTS = {aten.pow.Tensor_Scalar: 3.0}
 
 
 def arguments_of(op, x: list) -> list:
-    """An operand of `x` for each tensor that an operator needs, a constant for each number."""
+    """Return an operand of `x` for each tensor argument, and a constant for each number."""
     schema = [a for a in compat.schema_of(op).arguments if not a.has_default_value()]
     remaining = iter(x)
     return [next(remaining) if str(a.type) == "Tensor" else CONSTANTS.get(op, 0.25) for a in schema]
@@ -44,14 +44,14 @@ def samples(op, *, positive: bool) -> list[Tensor]:
 
 
 def formula_of(op, *, positive: bool) -> tuple[list[sympy.Symbol], sympy.Expr]:
-    """The formula of an operator in symbols."""
+    """Return the symbols and the formula of an operator."""
     symbols = [sympy.Symbol(name, real=True, positive=positive or None) for name in "abc"]
     operands = [Operand(symbol) for symbol in symbols]
     return symbols, POINTWISE[op].formula(*arguments_of(op, operands))
 
 
 def needs_positive(op) -> bool:
-    """Whether a formula refuses operands that may vanish or be negative."""
+    """Whether a formula raises Underivable for operands that may vanish or be negative."""
     try:
         formula_of(op, positive=False)
     except Underivable:
@@ -72,13 +72,15 @@ def test_formula_is_what_pytorch_computes(op):
     symbols, formula = formula_of(op, positive=positive)
     tensors = samples(op, positive=positive)
     want = op(*arguments_of(op, tensors)).double()
-    got = sympy.lambdify(symbols, formula, modules=[TORCH])(*(x.double() for x in tensors))
+    got = sympy.lambdify(symbols, formula, modules=[TORCH_FUNCTIONS])(
+        *(x.double() for x in tensors)
+    )
     torch.testing.assert_close(got, want)
 
 
-def test_arguments_that_a_formula_does_not_know_are_refused():
+def test_unsupported_arguments_are_refused():
     x = Operand(sympy.Symbol("x"))
-    assert of_numbers(lambda a, b: a + b)(x, x, alpha=3) == 4 * x.symbol
+    assert elementwise(lambda a, b: a + b)(x, x, alpha=3) == 4 * x.symbol
     with pytest.raises(Underivable, match="value"):
         POINTWISE[aten.addcmul.default].formula(x, x, x, value=2)
 
@@ -91,4 +93,4 @@ def test_kernels_compute_calls_with_all_arguments():
     assert triton_template("aten.pow.Tensor_Scalar", ("x", 2)) == POWERS[2.0]
     assert triton_template("aten.pow.Tensor_Scalar", ("x", 2.5)) is None
     assert triton_template("aten.gelu.default", ("x",)) is None
-    assert TRITON.keys() <= {str(op) for op in POINTWISE}
+    assert TRITON_TEMPLATES.keys() <= {str(op) for op in POINTWISE}

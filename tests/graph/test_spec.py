@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass import compat, graph
 from fp8pass.codegen.buffers import buffer
 from fp8pass.config import Config
+from fp8pass.dialect.ops import OPERATORS
 from fp8pass.dynamo import Backend
 from fp8pass.graph import spec
 from fp8pass.graph.nodes import aten, emit
@@ -108,7 +109,7 @@ def test_contraction_mismatch(joint):
     rejected(joint, gemm, "contracts")
 
 
-def test_operand_that_nobody_quantized(joint):
+def test_operand_that_is_not_quantized(joint):
     gemm = joint.calls(fp8.scaled_mm.default)[0]
     gemm.update_arg(0, gemm.args[0].args[0])
     with pytest.raises(MalformedGraph, match=gemm.name):
@@ -116,7 +117,7 @@ def test_operand_that_nobody_quantized(joint):
 
 
 def test_contracts_of_stages(joint):
-    """The joint graph has no kernels, a lowered graph has no operator of the dialect."""
+    """A joint graph has no kernels, a lowered graph has no operators of the dialect."""
     g = joint.gm.graph
     CONTRACTS[JOINT_PASSES](g)
     with pytest.raises(MalformedGraph, match="was not lowered"):
@@ -130,7 +131,7 @@ def test_contracts_of_stages(joint):
 
 def test_a_stage_that_breaks_its_contract_raises(joint):
     with (
-        patch.object(runner, "_enabled", lambda passes, added: []),
+        patch.object(runner, "_select_enabled", lambda passes, added: []),
         pytest.raises(MalformedGraph, match="was not lowered"),
     ):
         runner.run_passes(LOWERING_PASSES, joint.gm, joint.ctx, of="forward")
@@ -149,13 +150,17 @@ def test_scales_of_other_groups(joint):
 
 @pytest.fixture
 def unpacking() -> tuple[JointGraph, torch.fx.Node]:
-    """A joint graph that keeps values in two planes, and an operator that reads them."""
+    """A joint graph with saved values of two planes, and a dequantize node that reads them."""
     config = Config(save_format="e2m3", compiler="eager")
     joint = capture_joint(FFN(64, 128), torch.randn(32, 64), config=config)
     for pass_ in JOINT_PASSES:
         pass_(joint.gm, joint.ctx)
     spec.verify(joint.gm.graph)
     return joint, joint.calls(fp8.dequantize.default)[0]
+
+
+def test_every_operator_has_constraints():
+    assert spec.OPERANDS.keys() == OPERATORS.keys()
 
 
 def test_missing_plane(unpacking):
@@ -211,8 +216,8 @@ def test_passes_are_checked(monkeypatch):
     assert len(seen) == len(JOINT_PASSES)
 
 
-def test_a_pass_must_not_fix_sizes_that_vary():
-    """A comparison of two sizes does, where only `compat.statically_known_true` does not."""
+def test_a_pass_must_not_add_guards():
+    """Comparing two sizes adds a guard. `compat.statically_known_true` does not."""
 
     def compares(gm, ctx):
         values = [x for n in gm.graph.nodes if isinstance(x := graph.value(n), Tensor)]
@@ -222,13 +227,13 @@ def test_a_pass_must_not_fix_sizes_that_vary():
     program = torch.compile(FFN(32, 64), backend=backend, dynamic=True)
     with (
         patch("fp8pass.partition.JOINT_PASSES", (compares, *JOINT_PASSES)),
-        pytest.raises(Exception, match=r"a pass fixed sizes that vary: Ne\(s\d+, 48\) at"),
+        pytest.raises(Exception, match=r"a pass added guards on dynamic shapes: Ne\(s\d+, 48\) at"),
     ):
         program(torch.randn(24, 32))
 
 
-def test_layers_of_frozen_parameters_fix_no_sizes():
-    """What has no gradient of a weight has its own GEMMs beside it, which were compared by size."""
+def test_frozen_layers_add_no_guards():
+    """Its GEMMs are compared by size with the GEMMs of attention, without guards."""
     layer = nn.Linear(32, 32).requires_grad_(False)
 
     def model(x):
@@ -242,7 +247,7 @@ def test_layers_of_frozen_parameters_fix_no_sizes():
     assert spy.plan
 
 
-def test_two_sizes_that_vary_must_not_be_made_equal():
+def test_a_pass_must_not_make_two_symbolic_sizes_equal():
     def compares(gm, ctx):
         values = [n.meta.get("val") for n in gm.graph.nodes]
         a, b, *_ = (x for x in values if isinstance(x, torch.SymInt))
@@ -256,13 +261,13 @@ def test_two_sizes_that_vary_must_not_be_made_equal():
     )
     with (
         patch("fp8pass.partition.JOINT_PASSES", (compares, *JOINT_PASSES)),
-        pytest.raises(Exception, match="a pass fixed sizes that vary: Ne"),
+        pytest.raises(Exception, match="a pass added guards on dynamic shapes: Ne"),
     ):
         program(torch.randn(24, 32), torch.randn(40, 32))
 
 
-def test_strides_that_vary_are_compared_by_any_pointwise_operator(monkeypatch):
-    """Rows of 16 are 16 apart or further, or they would overlap: nothing compiles twice for it."""
+def test_guards_on_strides_are_allowed(monkeypatch):
+    """Pointwise operators add the guard that rows of 16 are at least 16 apart."""
     interpret_halves(monkeypatch)
     layer = nn.Linear(16, 16)
     layer.weight.requires_grad_(False)
@@ -272,8 +277,8 @@ def test_strides_that_vary_are_compared_by_any_pointwise_operator(monkeypatch):
         assert relative(program(x).detach(), layer(x).detach()) < 0.1
 
 
-def test_conditions_that_have_no_answer_for_some_sizes():
-    """A remainder by zero, here of 40 elements, is no reason to fail."""
+def test_guards_that_are_undefined_for_some_sizes():
+    """With 40 elements this guard divides by zero."""
 
     def function(x):
         size = x.shape[0]

@@ -78,6 +78,7 @@ def in_fp32():
     return llama()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", ["trained", "in_fp32"])
 def test_served_weights_give_the_forward_of_training(weights, request, tmp_path):
     """A compiled forward quantizes a weight and the exported weight to the same FP8 data."""

@@ -35,6 +35,7 @@ def losses(model: nn.Module, backwards: int):
         yield model(x).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_in_the_backward_equal_steps_after_it(dtype, monkeypatch):
     model, plain = small_model(dtype), small_model(dtype)
@@ -103,6 +104,7 @@ def many_gradients(noise: float) -> list[torch.Tensor]:
     return [mean + noise * torch.randn(1 << 12, generator=generator) for _ in range(256)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
 @pytest.mark.parametrize("buffer", [None, "e4m3", "e5m2", "de8", "fp16"])
 def test_sums_of_many_gradients_do_not_drift(buffer, noise):
@@ -119,6 +121,7 @@ def test_sums_of_many_gradients_do_not_drift(buffer, noise):
     assert error < (0.005 if sixteen else {"de8": 0.2, "e4m3": 0.5, "e5m2": 0.9}[buffer])
 
 
+@pytest.mark.long
 def test_sums_are_rounded_alike_in_every_run():
     gradients = many_gradients(1.0)[:12]
     for buffer in ("e4m3", "fp16"):
@@ -126,6 +129,7 @@ def test_sums_are_rounded_alike_in_every_run():
         assert torch.equal(first, second)
 
 
+@pytest.mark.long
 def test_sums_go_on_alike_after_a_checkpoint():
     model, resumed = small_model(torch.bfloat16), small_model(torch.bfloat16)
     optimizer = AdamW(model.parameters(), lr=0.01, seed=3)
@@ -191,6 +195,7 @@ def test_the_closure_of_a_step_may_be_the_last_backward_of_a_sum():
     assert optimizer.state[model[0].weight]["step"] == 3
 
 
+@pytest.mark.long
 def test_large_sums_are_rounded_in_pieces(monkeypatch):
     gradients = many_gradients(1.0)[:4]
     whole = sum_of_gradients(gradients, buffer="e4m3")
@@ -279,6 +284,7 @@ def failing(monkeypatch):
     return context
 
 
+@pytest.mark.long
 def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
     """The result equals a step of the optimizer with the gradients that were final."""
     model, plain = model_that_fails(), model_that_fails()
@@ -297,6 +303,7 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
     assert "sums" not in message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
 @pytest.mark.parametrize("failed", [0, 1, 2])
 def test_all_sums_have_the_same_backwards_after_a_backward_that_failed(
@@ -336,6 +343,7 @@ def test_updates_are_waited_for_if_a_backward_fails(failing, monkeypatch):
     assert waited == ["join", "abandon", "join"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_failed_update_leaves_no_gradient(accumulate, monkeypatch, caplog):
     """Otherwise the next gradient would be added to it."""
@@ -373,6 +381,7 @@ def test_a_step_that_fails_is_waited_for(monkeypatch):
     assert joined == [optimizer]
 
 
+@pytest.mark.long
 def test_parameters_that_outlive_their_optimizer_say_so():
     model = nn.Linear(4, 4)
     weight = model.weight
@@ -399,6 +408,7 @@ def test_attached_optimizers_live_as_long_as_their_models(accumulate):
     assert alive() is None
 
 
+@pytest.mark.long
 def test_attached_optimizers_follow_schedules_and_checkpoints():
     model = small_model()
     optimizer = AdamW(model.parameters(), lr=0.01)
@@ -482,6 +492,7 @@ def wrap_an_adapter(model: nn.Module) -> None:
     model[2].register_parameter("lora", nn.Parameter(torch.zeros(2, 40)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "change", [unfreeze, add_a_layer, replace_a_layer, wrap_an_adapter], ids=lambda f: f.__name__
@@ -573,6 +584,7 @@ def test_gradients_that_are_reduced_later_are_refused(tmp_path, wrap, attaches_f
             assert all(map(torch.equal, before.values(), model.state_dict().values()))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("child", [False, True])
 def test_fully_shard_after_attach_is_refused(tmp_path, child):
@@ -591,6 +603,7 @@ def test_fully_shard_after_attach_is_refused(tmp_path, child):
             optimizer.step()
 
 
+@pytest.mark.long
 def test_other_models_may_be_wrapped(tmp_path):
     with single_process(tmp_path):
         first, second = small_model(), small_model()
@@ -603,6 +616,7 @@ def test_other_models_may_be_wrapped(tmp_path):
         ddp(second)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_grad_scaler_is_refused(accumulate):
     """The first step raises the error. A disabled scaler changes nothing."""
@@ -619,6 +633,7 @@ def test_a_grad_scaler_is_refused(accumulate):
             scaler.step(optimizer)
 
 
+@pytest.mark.long
 def test_attaching_adds_no_guards_to_a_forward_that_makes_modules():
     model = nn.Linear(64, 64)
     step_in_backward(model, AdamW(model.parameters(), lr=1e-3))

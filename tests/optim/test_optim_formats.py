@@ -179,6 +179,7 @@ def test_bad_gradients_are_not_hidden(preset, bad):
     assert p[:128].isfinite().all()
 
 
+@pytest.mark.long
 def test_expansion_lessens_errors_of_states_of_real_training(monkeypatch):
     """COAT reports 1.63 times, and in Table 1 this order of formats of the first moment."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")

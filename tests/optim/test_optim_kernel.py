@@ -91,6 +91,7 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
             assert off.sum() <= max(3 * group, 1 + 0.05 * off.numel())
 
 
+@pytest.mark.long
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", MOMENT_FORMATS)
 def test_every_format(device, monkeypatch, name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from typing import Any
 
 import pytest
@@ -107,6 +108,15 @@ def test_the_rate_as_a_tensor():
     run(theirs, AdamW(theirs, lr=rate.item()), range(2))
     for p, q in zip(ours, theirs, strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
+def test_options_that_are_ignored_cause_a_warning(option):
+    with pytest.warns(UserWarning, match=rf"ignores {option}=True.* Leave out {option}\."):
+        AdamW(parameters(), **{option: True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AdamW(parameters(), **{option: False})
 
 
 def test_closures():

@@ -15,7 +15,7 @@ from optim_helpers import (
     run,
     set_gradients,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from fp8pass.optim import PRESETS, AdamW
 from fp8pass.optim.options import WEIGHTS
@@ -70,17 +70,22 @@ def test_bf16_parameters_and_states_are_near_fused_torch(options, steps):
 @pytest.mark.parametrize(("name", "distance"), [("e4m3+expand", 0.15), ("bf16", 2**-7)])
 @given(hyperparameters, some_shapes, st.integers(1, 9))
 def test_rounded_states_are_near_fp64(name, distance, options, shapes, steps):
-    """A step rounds by up to an eighth, the distance of two values; the errors add up at random."""
+    """Errors add up at random. Gradients may cancel, so they are relative to the largest state."""
     ours, wide = parameters(shapes), parameters(shapes)
     wide = [nn.Parameter(p.detach().double()) for p in wide]
     optimizer = AdamW(ours, first_moment=name, second_moment=name, **options)
     exact = torch.optim.AdamW(wide, **options)
+    largest: dict[tuple[int, str], Tensor] = {}
     for step in range(steps):
         set_gradients(ours, step)
         for p, q in zip(wide, ours, strict=True):
             p.grad = q.grad.double()
         optimizer.step()
         exact.step()
+        for number, q in enumerate(wide):
+            for name in ("exp_avg", "exp_avg_sq"):
+                norm = exact.state[q][name].norm()
+                largest[number, name] = max(norm, largest.get((number, name), norm))
         if step == 0:  # the update uses states before they are rounded
             for p, q in zip(ours, wide, strict=True):
                 torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
@@ -88,7 +93,7 @@ def test_rounded_states_are_near_fp64(name, distance, options, shapes, steps):
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             want = exact.state[q][name].reshape(-1)
             error = moment_values(optimizer, number, name, signed).double() - want
-            assert error.norm() <= distance * steps**0.5 * want.norm() + 1e-30
+            assert error.norm() <= distance * steps**0.5 * largest[number, name] + 1e-30
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -16,7 +16,7 @@ from fp8pass import hardware
 from fp8pass.config import ConfigError
 from fp8pass.optim import AdamW, offload_weights, step_in_backward
 from fp8pass.runtime.arena import Arena
-from fp8pass.weights.quantized_parameter import CodedWeight, coded
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
@@ -63,15 +63,17 @@ def new(device: str) -> Model:
 @pytest.mark.parametrize("device", DEVICES)
 def test_large_weights_are_quantized(device):
     model = new(device)
-    found = {n for n, p in model.named_parameters() if isinstance(p, CodedWeight)}
+    found = {n for n, p in model.named_parameters() if isinstance(p, QuantizedWeight)}
     assert found == {"up.weight", "down.weight"}
     assert model.again.weight is model.up.weight
     assert model.lm_head.weight is model.embedding.weight
     assert all(p.device.type == device for p in model.parameters())
     assert model.up.weight.source.device.type == "cpu"
     assert model.up.weight.requires_grad
-    ((codes, scales),) = coded([Model().bfloat16().up.weight.detach().to(device)], torch.bfloat16)
-    assert torch.equal(model.up.weight.codes.view(torch.uint8), codes.view(torch.uint8))
+    ((codes, scales),) = quantize_rows(
+        [Model().bfloat16().up.weight.detach().to(device)], torch.bfloat16
+    )
+    assert torch.equal(model.up.weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(model.up.weight.scales, scales)
 
 
@@ -171,8 +173,8 @@ def test_fp8_data_follow_the_weights(device):
     model = new(device)
     train(model, device, 2, offload=(), accumulate=1, recipe="coat")
     for p in (model.up.weight, model.down.weight):
-        ((codes, scales),) = coded([p.source.to(device)], torch.bfloat16)
-        assert torch.equal(p.codes.view(torch.uint8), codes.view(torch.uint8))
+        ((codes, scales),) = quantize_rows([p.source.to(device)], torch.bfloat16)
+        assert torch.equal(p.fp8_data.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(p.scales, scales)
 
 
@@ -181,14 +183,14 @@ def test_changed_rows_are_requantized(device, monkeypatch):
     """The kernel, or its interpreter on a CPU, writes over the previous FP8 data."""
     pytest.importorskip("triton")
     weight = new(device).up.weight
-    before, rows = weight.decoded(), torch.randn(64, WIDTH, device=device).bfloat16()
-    ((codes, scales),) = coded([rows], torch.bfloat16)
+    before, rows = weight.dequantize(), torch.randn(64, WIDTH, device=device).bfloat16()
+    ((codes, scales),) = quantize_rows([rows], torch.bfloat16)
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
-    weight.code_again(128, rows)
-    assert torch.equal(weight.codes[128:192].view(torch.uint8), codes.view(torch.uint8))
+    weight.requantize(128, rows)
+    assert torch.equal(weight.fp8_data[128:192].view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(weight.scales[128:192], scales)
     for part in (slice(0, 128), slice(192, None)):
-        assert torch.equal(weight.decoded()[part], before[part])
+        assert torch.equal(weight.dequantize()[part], before[part])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -204,7 +206,7 @@ def test_state_dicts_have_the_weights(device):
     model.load_state_dict(reload_from_file(other.state_dict()))
     assert torch.equal(model.down.weight.source, other.down.weight)
     assert torch.equal(
-        model.down.weight.decoded().cpu(), new(device).down.weight.decoded().cpu() * 2
+        model.down.weight.dequantize().cpu(), new(device).down.weight.dequantize().cpu() * 2
     )
     Model().bfloat16().load_state_dict(reload_from_file(model.state_dict()))
 
@@ -221,12 +223,12 @@ def test_weights_that_cannot_be_offloaded_are_refused():
         offload_weights(nn.Sequential(nn.Linear(64, 64)).bfloat16(), "cpu", skip=["0"])
 
 
-def check_exact(weight: CodedWeight, want: torch.Tensor) -> None:
+def check_exact(weight: QuantizedWeight, want: torch.Tensor) -> None:
     """Check the source of a weight, the values that operators read, and the FP8 data."""
     assert torch.equal(weight.source, want)
     assert torch.equal(weight + 0, want)
-    ((codes, scales),) = coded([want], torch.bfloat16)
-    assert torch.equal(weight.codes.view(torch.uint8), codes.view(torch.uint8))
+    ((codes, scales),) = quantize_rows([want], torch.bfloat16)
+    assert torch.equal(weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(weight.scales, scales)
 
 
@@ -356,12 +358,12 @@ def test_weights_that_exist_only_in_fp8_are_not_updated():
     fp8pass.quantize_frozen(model, skip="1")
     model.requires_grad_()
     optimizer = AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters()}])
-    before, other = model[0].weight.codes.clone(), model[1].weight.clone()
+    before, other = model[0].weight.fp8_data.clone(), model[1].weight.clone()
     for parameter in model.parameters():
         parameter.grad = torch.ones(parameter.shape)
     with pytest.raises(
         RuntimeError, match=r"64, 64\) exists only in FP8.*skip= of quantize_frozen"
     ):
         optimizer.step()
-    assert torch.equal(model[0].weight.codes.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(model[0].weight.fp8_data.view(torch.uint8), before.view(torch.uint8))
     assert torch.equal(model[1].weight, other)

@@ -1,4 +1,4 @@
-"""Passes that users add run at their position, and are part of the keys of caches."""
+"""Passes of the user run at their position, and change cache keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8pass.compilation import Compilation
 from fp8pass.config import Config, ConfigError
 from fp8pass.graph.nodes import aten
 from fp8pass.passes import INFERENCE_PASSES, JOINT_PASSES, LOWERING_PASSES
-from fp8pass.passes.added import with_added
+from fp8pass.passes.added import insert_passes
 
 
 def sigmoids(gm, ctx) -> None:
@@ -38,7 +38,7 @@ def model_and_input():
 
 
 def names(passes, added) -> list[str]:
-    return [p.__name__ for p in with_added(passes, added)]
+    return [p.__name__ for p in insert_passes(passes, added)]
 
 
 def test_positions():
@@ -48,7 +48,7 @@ def test_positions():
         at = found.index("quantize_linears")
         assert found[at - 1 : at + 2] == ["nothing", "quantize_linears", "sigmoids"]
         assert len(found) == len(passes) + 2
-    assert with_added(LOWERING_PASSES, added) == list(LOWERING_PASSES)
+    assert insert_passes(LOWERING_PASSES, added) == list(LOWERING_PASSES)
 
 
 def test_several_at_one_position_run_in_their_order():
@@ -69,7 +69,7 @@ def test_it_changes_the_graph_and_is_recorded(trains):
     assert "sigmoids" in [record.name for record in spy.passes[0]]
 
 
-def test_it_can_be_left_out(monkeypatch):
+def test_it_can_be_disabled(monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "sigmoids")
     model, x = model_and_input()
     config = replace(COAT_EAGER, passes=(("after", "quantize_linears", sigmoids),))
@@ -97,7 +97,7 @@ def test_an_unknown_position_names_the_nearest():
         nothing,
     ],
 )
-def test_what_is_no_pass_with_a_position(passes):
+def test_invalid_passes_are_refused(passes):
     with pytest.raises(ConfigError, match="must be a tuple of functions with positions, such as"):
         Config(passes=passes)
 

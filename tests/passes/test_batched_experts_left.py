@@ -1,4 +1,4 @@
-"""Batched GEMMs that stay as they are, each with its reason."""
+"""Batched GEMMs that are not rewritten, and the reason for each."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_batch_of_one_in_recipe_exact():
     assert layer.reason == "exact formats: not rewritten"
 
 
-def test_attention_is_left_alone():
+def test_attention_does_not_change():
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Quantizations in blocks: a table in `Config` is all that a new one needs."""
+"""Block quantizations: a new quantization needs only an entry in `Config.quantizations`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_layer_trains_with_blocks(quantizations, compiler):
 
 @pytest.mark.parametrize("quantizations", [MX, BLOCKS], ids=["mxfp8", "blocks"])
 def test_each_operand_has_the_quantization_of_the_table(quantizations):
-    """Data of squares are transposed; those of rows are quantized in both layouts."""
+    """Square blocks are transposed; blocks of rows are quantized in both layouts."""
     x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
     joint = capture_joint(FFN(64, 128).bfloat16(), x)
     with patch.object(Config, "quantizations", PropertyMock(return_value=quantizations)):
@@ -76,7 +76,7 @@ def test_quantize_and_dequantize_in_blocks(text):
 
 
 @pytest.mark.parametrize("text", ["e4m3", "e9m9 row", "e4m3 1x32", "e4m3 row fp64", ""])
-def test_what_is_no_quantization(text):
+def test_invalid_quantizations_are_refused(text):
     with pytest.raises(ValueError, match="no quantization such as 'e4m3 row'"):
         parse(text)
 

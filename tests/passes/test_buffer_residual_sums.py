@@ -1,4 +1,4 @@
-"""Residual sums get buffers, and nothing else does."""
+"""Only residual sums get buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8pass.passes.lowering.buffer_residual_sums import buffer_residual_sums
 
 
 def buffered(function, *args) -> tuple[torch.fx.GraphModule, list[torch.fx.Node]]:
-    """A graph after the pass, and what it gave buffers."""
+    """Run the pass; return the graph and the values that got buffers."""
     gm = make_fx(function, tracing_mode="fake")(*args)
     buffer_residual_sums(gm, Context(Config()))
     gm.graph.lint()
@@ -48,7 +48,7 @@ def test_sums_of_several_terms_are_no_residual_streams():
 
 
 def test_softmax_is_no_residual_stream():
-    """Its difference from the maximum has two users, of which one is a difference again."""
+    """Its difference from the maximum has two users. One of them is a difference, too."""
 
     def log_softmax(x):
         shifted = x - x.amax(-1, keepdim=True)
@@ -107,10 +107,10 @@ def test_gradients_of_a_residual_stream_are_sums_of_one():
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
-def test_what_is_saved_has_memory_of_its_size(recipe):
-    """Strides that stand in for others would reach what autograd saves.
+def test_saved_tensors_have_memory_of_their_size(recipe):
+    """Symbolic strides must not reach the tensors that autograd saves.
 
-    Recipe linear saves the sums themselves.
+    Recipe linear saves the sums.
     """
     model = Residual(2)
     program, spy = compiled(model, Config.recipe(recipe), dynamic=True)
@@ -131,8 +131,8 @@ def test_what_is_saved_has_memory_of_its_size(recipe):
 
 
 @pytest.mark.long
-def test_saved_transposes_of_varying_size():
-    """The input's codes are saved transposed, with rows last."""
+def test_saved_transposes_with_symbolic_sizes():
+    """The quantized input is saved transposed, with rows last."""
     model = nn.Linear(64, 128)
     program, spy = compiled(model, Config(), dynamic=True)
     for rows in (48, 80):

@@ -1,4 +1,4 @@
-"""The output head and its loss in chunks of tokens: the same numbers, and no logits of all."""
+"""The output head and its loss in chunks: the same numbers, without logits of all tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import fp8pass
 from fp8pass.config import Config, ConfigError
 from fp8pass.dynamo import Backend
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.passes.joint.chunk_head import rule_of_chunks
+from fp8pass.passes.joint.chunk_head import choose_chunks
 
 
 @pytest.mark.drawn(4)
@@ -49,7 +49,7 @@ def test_kinds_of_heads(options):
     model, data = Model(softcapped_with_z_loss, **options), batch()
     got = run(model, data, 4)
     assert got[2].plan.heads[0].chunks == 4
-    assert_same(got, run(model, data, 1), of_head=8e-3 if "dtype" in options else 1e-6)
+    assert_same(got, run(model, data, 1), head_tolerance=8e-3 if "dtype" in options else 1e-6)
 
 
 def test_a_head_tied_to_the_embedding():
@@ -77,7 +77,7 @@ def test_any_number_of_tokens_and_chunks(tokens, chunks, loss):
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", [plain, shifted, softcapped_with_z_loss])
-def test_sizes_that_vary(loss):
+def test_dynamic_shapes(loss):
     model = Model(loss)
     program, spy = in_parts(model, 3, dynamic=True)
     for tokens in ((2, 12), (3, 9), (4, 17)):
@@ -102,7 +102,7 @@ def test_a_head_in_fp8(recipe):
     assert all(relative(gradients[name], want[name]) < 0.2 for name in want)
 
 
-def test_gradients_are_multiples_of_what_comes_from_outside():
+def test_gradients_are_multiples_of_the_tangent():
     model, data = Model(), batch()
     _, once, _ = run(model, data, 3)
     program, _ = in_parts(model, 3)
@@ -150,7 +150,7 @@ def test_inductor_runs_one_chunk_after_the_other():
 
 @pytest.mark.long
 def test_logits_of_one_chunk_are_alive_at_once():
-    """With what GPUs do by themselves: losses computed where they are put together."""
+    """With Inductor's fusion on GPUs, which computes losses where they are concatenated."""
     options = {"force_pointwise_cat": True, "reorder_for_peak_memory": False}
     model, data = Model(), batch((4, 32))
     with inductor_config.patch(allow_buffer_reuse=False, fx_graph_cache=False, **options):
@@ -194,10 +194,10 @@ def test_twenty_steps_give_the_same_model():
 
 
 def test_the_rule():
-    assert rule_of_chunks(8192, 4096) == 4
-    assert rule_of_chunks(65536, 4096) == 8
-    assert rule_of_chunks(4096, 4096) == 1
-    assert rule_of_chunks(65536, 768) == 1
+    assert choose_chunks(8192, 4096) == 4
+    assert choose_chunks(65536, 4096) == 8
+    assert choose_chunks(4096, 4096) == 1
+    assert choose_chunks(65536, 768) == 1
 
 
 def test_explain_tells():

@@ -1,4 +1,4 @@
-"""Losses that are odd: right in chunks, or their head stays whole and says why."""
+"""Unusual losses: correct in chunks, or the head is not chunked and the plan has the reason."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
 
-from fp8pass.graph import by_rows
+from fp8pass.graph import row_writer
 from fp8pass.graph.classify import Kind
 
 
 class _Adding(torch.autograd.Function):
-    """A loss that adds to the gradient of logits whatever the gradient of the loss is."""
+    """A loss that adds a constant to the gradient of logits."""
 
     @staticmethod
     def forward(ctx, loss, logits):
@@ -43,7 +43,7 @@ class _Adding(torch.autograd.Function):
 
 
 class _Clamping(torch.autograd.Function):
-    """Logits whose gradient is clamped."""
+    """Identity that clamps the gradient of logits."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -84,8 +84,8 @@ ODD_LOSSES = {
 @pytest.mark.parametrize("loss", ODD_LOSSES.values(), ids=ODD_LOSSES)
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_odd_losses_are_right_in_chunks_or_whole(loss, factor):
-    """What a backward is not a multiple of, what is read across tokens, several results."""
-    model, data = Model(loss), batch((8, 20))  # as many tokens as the vocabulary has
+    """Gradients that are not multiples of the tangent, tokens that interact, several results."""
+    model, data = Model(loss), batch((8, 20))  # as many tokens as words
     program, spy = in_parts(model, 3)
     (program(*data) * factor).backward()
     got = [p.grad.clone() for p in model.parameters()]
@@ -100,18 +100,18 @@ def test_an_exception_is_a_reason_and_fails_a_check(monkeypatch):
     def broken(*_):
         raise RuntimeError("of an operator")
 
-    monkeypatch.setitem(by_rows._WRITERS_OF_KINDS, Kind.POINTWISE, broken)
+    monkeypatch.setitem(row_writer._WRITERS_OF_KINDS, Kind.POINTWISE, broken)
     with pytest.raises(BackendCompilerFailed, match="of an operator"):  # tests set FP8PASS_CHECK
         run(Model(plain), batch(), 3)
     torch._dynamo.reset()
     monkeypatch.setenv("FP8PASS_CHECK", "0")
     (head,) = run(Model(plain), batch(), 3)[2].plan.heads
     assert head.chunks == 1
-    assert "cannot be computed for some of the tokens: of an operator" in head.reason
+    assert "cannot be computed in chunks of tokens: of an operator" in head.reason
 
 
-def test_a_sum_over_tokens_that_are_left():
-    """The gradient of what multiplies probabilities behind a shift."""
+def test_a_sum_over_the_remaining_tokens():
+    """The gradient of a factor of probabilities after a shift."""
 
     class Projected(Model):
         def __init__(self):
@@ -125,7 +125,7 @@ def test_a_sum_over_tokens_that_are_left():
             return shifted(logits, targets) + (p @ self.projection).square().sum()
 
     model, data = Projected(), batch()
-    assert_same(run(model, data, 3), run(model, data, 1), of_head=1e-5)
+    assert_same(run(model, data, 3), run(model, data, 1), head_tolerance=1e-5)
 
 
 def test_gradients_in_float16_are_scaled_before_they_are_rounded():
@@ -164,11 +164,11 @@ def test_a_bias_of_every_token():
             return self.loss(torch.addmm(bias, x, self.lm_head.weight.t()), targets)
 
     model, data = Added(), batch()
-    assert_same(run(model, data, 3), run(model, data, 1), of_head=1e-5)
+    assert_same(run(model, data, 3), run(model, data, 1), head_tolerance=1e-5)
 
 
 class _Returning(Model):
-    """Also returns something computed from logits."""
+    """Also returns a value computed from logits."""
 
     def forward(self, ids, targets):
         logits = self.lm_head(torch.tanh(self.embedding(ids)))
@@ -236,7 +236,7 @@ def test_two_losses_whose_sum_is_returned():
 
 
 class TwoUses(Model):
-    """A head that is used twice, or two heads, for the same labels: an early exit, a teacher."""
+    """One head used twice, or two heads, for the same labels: early exit, distillation."""
 
     def __init__(self, *, of_one_head: bool) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class TwoUses(Model):
 
 @pytest.mark.parametrize("of_one_head", [True, False])
 def test_heads_with_the_same_labels_go_together(of_one_head):
-    """Both read one mask of the labels, as large as logits: the one lies in the other's part."""
+    """Both read one mask of the labels, as large as logits, so they are in one part."""
     model = TwoUses(of_one_head=of_one_head)
     got = run(model, batch(), 3)
     assert [head.chunks for head in got[2].plan.heads] == [3, 3]

@@ -9,15 +9,15 @@ import torch
 from kernel_helpers import by_rows, fused, programs_of, random
 
 from fp8pass.codegen.kernels.launch import MOST_PARTS
-from fp8pass.codegen.kernels.rows import rows
-from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.kernels.row_kernel import rows
+from fp8pass.codegen.kernels.tile_kernel import tiles
 
 fp8 = torch.ops.fp8pass
 
 
 @pytest.mark.parametrize(("most", "together"), [(40 * 32, [3]), (40 * 32 - 1, [2, 1])])
-def test_what_is_there_is_quantized_together(monkeypatch, most, together):
-    """Unless codes, of `y` and `z` as many bytes, would be in memory long before."""
+def test_available_inputs_are_quantized_together(monkeypatch, most, together):
+    """Unless FP8 data, as many bytes as `y` and `z` have elements, would be in memory too early."""
     monkeypatch.setattr(import_module("fp8pass.passes.lowering.fuse_launches"), "MOST_EARLY", most)
 
     def function(x, y, z):
@@ -31,8 +31,8 @@ def test_what_is_there_is_quantized_together(monkeypatch, most, together):
 
 
 @pytest.mark.parametrize("most", [16 * 32 * 5, 16 * 32 * 5 - 1])
-def test_what_takes_longer_than_a_launch_has_its_own(monkeypatch, most):
-    """`y`, in fp32, is read, and its codes, of a byte each, are written."""
+def test_large_kernels_have_their_own_launch(monkeypatch, most):
+    """The kernel reads `y` in FP32, and writes one byte for each element."""
     monkeypatch.setattr(import_module("fp8pass.passes.lowering.fuse_launches"), "MOST_MOVED", most)
 
     def function(x, y):
@@ -51,7 +51,7 @@ def test_an_operator_has_not_too_many_programs(monkeypatch):
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_what_stores_side_by_side_is_an_operator_of_its_own(monkeypatch, order):
+def test_kernels_that_store_a_concatenation_are_not_fused(monkeypatch, order):
     def function(x, y, z, s):
         def codes(x):
             return fp8.quantize(x, s, "e4m3 tensor")
@@ -68,7 +68,7 @@ def test_what_stores_side_by_side_is_an_operator_of_its_own(monkeypatch, order):
     assert sorted(programs_of(fused(monkeypatch, function, *args), tiles)) == [1, 2]
 
 
-def test_what_is_computed_from_codes_is_quantized_after_them(monkeypatch):
+def test_kernels_follow_the_kernels_that_they_read(monkeypatch):
     def function(x, w):
         a, _ = by_rows(x)
         b, _ = by_rows((a.int() @ a.int().t()).float())
@@ -80,7 +80,7 @@ def test_what_is_computed_from_codes_is_quantized_after_them(monkeypatch):
 
 
 def test_both_kinds_of_kernels(monkeypatch):
-    """Each kind has launches of its own."""
+    """Each kind has its own launches."""
 
     def function(x, y, s):
         a, _ = by_rows(x)
@@ -94,7 +94,7 @@ def test_both_kinds_of_kernels(monkeypatch):
     assert (programs_of(gm, rows), programs_of(gm, tiles)) == ([2], [2])
 
 
-def test_launches_can_be_kept_apart(monkeypatch):
+def test_fused_launches_can_be_disabled(monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "fuse_launches,fuse_scales")
 
     def function(x, y):

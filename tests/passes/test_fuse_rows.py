@@ -1,12 +1,12 @@
-"""Row kernels store what is read, and nothing else."""
+"""Row kernels store only values that have users."""
 
 from __future__ import annotations
 
 import torch
 from kernel_helpers import by_rows, fused, random
 
-from fp8pass.codegen.kernels.rows import rows
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import rows
+from fp8pass.codegen.program.program_batch import Batch
 
 fp8 = torch.ops.fp8pass
 

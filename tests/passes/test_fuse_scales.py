@@ -1,4 +1,4 @@
-"""Amaxes and scales are taken by one kernel, but for those that something waits for."""
+"""One kernel computes the amaxes and scales that no operator between them needs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import hardware
-from fp8pass.codegen.kernels.rows import LONGEST_HELD, rows
-from fp8pass.codegen.kernels.tiles import tiles
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import LONGEST_HELD, rows
+from fp8pass.codegen.kernels.tile_kernel import tiles
+from fp8pass.codegen.program.program_batch import Batch
 
 fp8 = torch.ops.fp8pass
 
@@ -83,7 +83,7 @@ def test_each_scale_right_after_its_amax(monkeypatch):
 
 
 def test_amaxes_of_matrices_stay(monkeypatch):
-    """What a kernel stores besides amaxes, or something else computes."""
+    """Matrices that a kernel stores, or that other operators compute."""
 
     def function(x, y, z):
         half, rest = z.split(2)
@@ -96,8 +96,8 @@ def test_amaxes_of_matrices_stay(monkeypatch):
     assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 4
 
 
-def test_amaxes_of_sizes_that_vary_stay(graphs):
-    """Those of weights, whose sizes do not, are taken together."""
+def test_amaxes_of_symbolic_size_are_not_fused(graphs):
+    """Weights have static sizes, so one kernel computes their amaxes."""
     model, x = MLP().bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()
     torch._dynamo.mark_dynamic(x, 0)
     torch.compile(model, backend="fp8pass")(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Matrices that are needed in both layouts, or measured, are stored by tile kernels."""
+"""Tile kernels store matrices in both layouts, and compute amaxes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import hardware
-from fp8pass.codegen.kernels.tiles import tiles
+from fp8pass.codegen.kernels.tile_kernel import tiles
 from fp8pass.config import Config
 from fp8pass.graph import spec
 from fp8pass.passes import Context
@@ -19,8 +19,8 @@ aten, fp8 = torch.ops.aten, torch.ops.fp8pass
 
 
 @pytest.mark.parametrize("parts", ["ab", "aa", "aba"])
-def test_codes_side_by_side(parts, monkeypatch):
-    """Stored there by the kernels, or copied where one part is two."""
+def test_concatenated_operands(parts, monkeypatch):
+    """The kernels store the parts in place; a part that occurs twice is copied."""
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
 
     def function(x, y, scale):
@@ -42,8 +42,8 @@ def test_codes_side_by_side(parts, monkeypatch):
         assert torch.equal(got, want)
 
 
-def test_one_operand_stored_side_by_side(monkeypatch):
-    """Of a GEMM whose other operand is not, since one of its parts has another user."""
+def test_one_concatenated_operand(monkeypatch):
+    """The other operand of the GEMM is copied, since one of its parts has another user."""
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
 
     def function(x, y, v, w, scale):
@@ -67,8 +67,8 @@ def test_one_operand_stored_side_by_side(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [32, 40])
-def test_codes_that_are_there_are_transposed(rows, monkeypatch):
-    """Bit by bit, with what GEMMs want behind them; NaN stays NaN."""
+def test_received_data_is_transposed(rows, monkeypatch):
+    """Bit by bit, padded as GEMMs require; NaN stays NaN."""
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
 
     def function(data):
@@ -88,7 +88,7 @@ def test_codes_that_are_there_are_transposed(rows, monkeypatch):
         assert ((got[is_nan] & 0x7F) == 0x7F).all()
 
 
-def test_codes_of_other_formats_are_left(monkeypatch):
+def test_other_formats_are_not_transposed(monkeypatch):
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     data = torch.zeros(32, 64, dtype=torch.uint8)
     gm = make_fx(lambda x: fp8.transpose(fp8.as_codes(x, "e5m2")), tracing_mode="fake")(data)
@@ -116,14 +116,14 @@ COMPUTED = {
     "part of an input": lambda x, w: x[:, 1:],
     "one row for all": lambda x, w: w[0].expand(32, 64),
     "gathered": lambda x, w: torch.cat([x, w]),
-    # Laid out as Inductor likes, and copied.
+    # Inductor chooses the layout of the result, and copies it.
     "convolution": lambda x, w: torch.conv1d(x[None], w[:32, :32, None]).view(32, 64),
 }
 
 
 @pytest.mark.parametrize("case", [*AT_HAND, *COMPUTED])
-def test_amaxes_of_what_nothing_generated_computes(case, monkeypatch):
-    """Elsewhere the generated code that computes a value takes its amax."""
+def test_amaxes_of_values_in_memory(case, monkeypatch):
+    """Generated code that computes a value computes its amax as well."""
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     value = (AT_HAND | COMPUTED)[case]
 

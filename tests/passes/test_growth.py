@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from cProfile import Profile
 
+import pytest
 import torch
 from helpers import FFN, compiled
 from torch import nn
@@ -12,9 +13,9 @@ from torch import nn
 from fp8pass.activation_memory import cuts
 from fp8pass.passes import JOINT_PASSES, LOWERING_PASSES, runner
 
-# Layers. The larger model has four times as many sums between them.
+# Layers of both models. The larger model has four times as many residual sums.
 SMALL, LARGE = 3, 9
-# The calls in a pass for the larger model, over those for the smaller one.
+# Limit of the ratio of calls in a pass, larger model to smaller model.
 MOST_GROWTH = 4.0
 
 
@@ -32,8 +33,9 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_passes_take_time_linear_in_depth(monkeypatch, kernels_on_cpu):
-    """Counted in calls of functions, which do not depend on the machine."""
+    """The test counts function calls, which do not depend on the machine."""
     counts: dict[int, Counter[str]] = {}
     monkeypatch.setenv("FP8PASS_CHECK", "0")
     run_pass = runner._run
@@ -47,7 +49,7 @@ def test_passes_take_time_linear_in_depth(monkeypatch, kernels_on_cpu):
     monkeypatch.setattr(runner, "_run", counted)
     for layers in (SMALL, LARGE):
         torch._dynamo.reset()
-        cuts._solved.cache_clear()  # the larger model may not find what the smaller one left
+        cuts._solve.cache_clear()  # the larger model must not reuse these entries
         counts[layers] = Counter()
         program, _ = compiled(Stack(layers).bfloat16(), halves=True)
         program(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True))

@@ -1,4 +1,4 @@
-"""A pass may be inserted anywhere: diagnose and the Monitor measure what they measured without."""
+"""A pass may be inserted anywhere without changing what diagnose and the Monitor measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8pass.passes import JOINT_PASSES, LOWERING_PASSES, Context
 
 
 def add_dead_views(gm: fx.GraphModule, ctx: Context) -> None:
-    """A pass that changes a graph, though not its values."""
+    """Change a graph, but not its values."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target is aten.mm.default:
             with gm.graph.inserting_after(node):
@@ -55,14 +55,14 @@ def inserted(passes, index):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Without another pass."""
+    """The result without an inserted pass."""
     with compat.fresh_compilation():
         return diagnosis(), monitored()
 
 
 @pytest.fixture(scope="module")
 def planned():
-    """Without another pass."""
+    """The result without an inserted pass."""
     with compat.fresh_compilation():
         return explained().plan
 

@@ -1,4 +1,4 @@
-"""Layers with a common input get its gradient from one GEMM."""
+"""One GEMM computes the gradient of an input that layers share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 
 import fp8pass
 from fp8pass import backend as make_backend
-from fp8pass.codegen.kernels import tiles as tile_kernel
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels import tile_kernel
 from fp8pass.codegen.program.ir import Load, Program, Store
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.config import Config
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.joint.merge_dgrads import merge_dgrads
@@ -26,7 +26,7 @@ ALL = ("forward", "dgrad", "wgrad")
 
 
 class Parallel(nn.Module):
-    """Layers of several widths that read the same; their outputs are weighted."""
+    """Layers of several widths with the same input and weighted outputs."""
 
     def __init__(self, widths=(64, 32, 32), factors=None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Parallel(nn.Module):
 
 
 def dgrads(model, x, config=None) -> list[int]:
-    """The contractions of the GEMMs that give gradients of inputs."""
+    """The contractions of the GEMMs that compute gradients of inputs."""
     joint = capture_joint(model, x, config=config or Config())
     for pass_ in JOINT_PASSES:
         pass_(joint.gm, joint.ctx)
@@ -78,12 +78,12 @@ def test_a_merged_gemm_accumulates_by_its_own_length():
         assert {y.fast for y in joint.ctx.plan.linears} == {fast}
 
 
-def test_what_is_not_rounded_is_not_merged():
+def test_exact_formats_are_not_merged():
     assert sorted(dgrads(Parallel(), inputs(), Config.recipe("exact"))) == [32, 32, 64]
 
 
 class Added(Parallel):
-    """Layers that have the same gradient."""
+    """Layers with the same output gradient."""
 
     def forward(self, x):
         x = torch.tanh(x)
@@ -97,8 +97,8 @@ def test_layers_with_the_same_gradient_have_a_gemm_each():
     assert relative(input_gradient(model, x.detach(), Config()), want) < 0.06
 
 
-def test_rows_beside_those_of_a_larger_gradient():
-    """Not only the largest entries of the sum are as good as before."""
+def test_rows_next_to_larger_gradients():
+    """Smaller entries of the sum are as exact as before, too."""
     torch.manual_seed(2)
     model, x = Parallel((64, 64)), inputs().detach().requires_grad_()
 
@@ -111,7 +111,7 @@ def test_rows_beside_those_of_a_larger_gradient():
     assert relative(got[1:], want[1:]) < 0.06
 
 
-def test_sizes_that_vary_stay_so(interpreted):
+def test_dynamic_shapes_add_no_guard(interpreted):
     model, x = Parallel(), inputs().detach()
     torch._dynamo.reset()
     program = torch.compile(model, backend="fp8pass", dynamic=True)
@@ -122,7 +122,7 @@ def test_sizes_that_vary_stay_so(interpreted):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_codes_that_the_plan_keeps_are_used():
+def test_saved_weights_are_not_merged():
     joint = capture_joint(Parallel(), inputs())
     for pass_ in JOINT_PASSES[: JOINT_PASSES.index(merge_dgrads)]:
         pass_(joint.gm, joint.ctx)
@@ -161,7 +161,7 @@ def test_explain_counts_them():
 
 @given(st.lists(st.integers(-30, 30), min_size=3, max_size=3))
 def test_gradients_of_any_magnitudes(exponents):
-    """The sum is as exact as its largest part, however much smaller the others are."""
+    """The sum is as exact as its largest term, however small the other terms are."""
     torch.manual_seed(1)
     model, x = Parallel(factors=[2.0**e for e in exponents]), inputs().detach()
     x.requires_grad_()
@@ -181,7 +181,7 @@ def test_a_gradient_of_zeros(zero):
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_what_is_not_finite_reaches_the_user(value):
+def test_non_finite_values_reach_the_user(value):
     model = Parallel(factors=[1.0, value, 1.0])
     assert not input_gradient(model, inputs().detach(), Config()).isfinite().all()
 
@@ -196,8 +196,8 @@ def test_compiled_as_interpreted():
 @both_devices
 @pytest.mark.parametrize(("rows", "widths"), [(32, (128, 256)), (48, (64, 16, 208))])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_kernels_that_write_side_by_side(device, layout, rows, widths):
-    """Matrices of one height, whose codes lie beside one another."""
+def test_kernels_that_write_a_concatenation(device, layout, rows, widths):
+    """Matrices with the same number of rows; their FP8 data is concatenated."""
     torch.manual_seed(0)
     programs, operands, offset = [], [], 0
     for width in widths:

@@ -1,4 +1,4 @@
-"""Values kept on the host: the same numbers, in the buffers of the plan, when they are needed."""
+"""Offloaded tensors: the same numbers, the planned buffers, and copies in time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fp8pass import explain, graph
-from fp8pass.activation_memory import link
+from fp8pass.activation_memory import host_transfer
 from fp8pass.config import Config, ConfigError
 from fp8pass.graph.flops import is_expensive
 from fp8pass.passes import JOINT_PASSES, offload_saved
@@ -32,14 +32,14 @@ from fp8pass.runtime import copies
 from fp8pass.runtime.copies import from_host, settled, to_host
 from fp8pass.testing.strategies import programs
 
-# A link that is as fast beside a tiny model as a real one beside a real model.
+# A bandwidth that is as fast for a tiny model as a real link is for a real model.
 FAST = 5e12
 HOST = {"memory_budget": 0.3, "offload": True, "host_bandwidth": FAST}
 
 
 @pytest.fixture(autouse=True)
 def small_tensors(monkeypatch):
-    monkeypatch.setattr(link, "SMALLEST", 1 << 10)
+    monkeypatch.setattr(host_transfer, "SMALLEST", 1 << 10)
 
 
 def config(recipe: str = "coat", **changes) -> Config:
@@ -62,12 +62,12 @@ def mlp(width: int = 64):
 
 
 def in_buffers() -> int:
-    """Bytes of the host's buffers that somebody holds."""
+    """Bytes of host buffers in use."""
     return copies.lane_of(torch.device("cpu")).buffers.used
 
 
 def train(make, options, monkeypatch=None, **how):
-    """A step and its plan; with `monkeypatch` all is planned alike, and nothing copied."""
+    """A step and its plan; with `monkeypatch` the plan is the same, but nothing is copied."""
     torch._dynamo.reset()
     if monkeypatch:
         monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "offload_saved")
@@ -94,7 +94,7 @@ def test_copies_change_no_number(recipe, monkeypatch):
     assert not copies._unsettled
 
 
-def test_recipe_exact_is_exact_whatever_is_where():
+def test_recipe_exact_is_exact_with_offload():
     want, _ = train(decoder, Config.recipe("exact", compiler="eager"))
     got, plan = train(decoder, config("exact"))
     assert plan.offload.bytes > 0
@@ -131,7 +131,7 @@ def test_random_programs_give_the_same_bits(case, budget):
 
 
 @pytest.mark.long
-def test_sizes_that_vary():
+def test_dynamic_shapes():
     torch._dynamo.reset()
     model, _ = decoder()
     program, spy = compiled(model, config("exact"), dynamic=True)
@@ -147,7 +147,7 @@ def test_sizes_that_vary():
 
 
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
-def test_autograd_holds_what_the_plan_says(recipe):
+def test_autograd_saves_the_planned_tensors(recipe):
     torch._dynamo.reset()
     model, args = decoder()
     program, spy = compiled(model, config(recipe))
@@ -164,19 +164,19 @@ def test_autograd_holds_what_the_plan_says(recipe):
 
 
 def test_scales_and_statistics_stay(monkeypatch):
-    monkeypatch.setattr(link, "SMALLEST", 1 << 13)
+    monkeypatch.setattr(host_transfer, "SMALLEST", 1 << 13)
     _, plan = train(decoder, config())
     away = [t for s in plan.saved for t in s.tensors if t.on_host]
     assert away
     assert all(t.bytes >= 1 << 13 for t in away)
-    low_bits = [s for s in plan.saved if "×" in s.kept_as and s.host_bytes]
+    low_bits = [s for s in plan.saved if "×" in s.saved_as and s.host_bytes]
     assert low_bits
     assert all(not s.tensors[-1].on_host and s.bytes == s.tensors[-1].bytes for s in low_bits)
 
 
 @pytest.mark.long
 def test_forwards_before_their_backwards():
-    """Every call has buffers of its own, which the next step uses again."""
+    """Every call has its own buffers, which the next step reuses."""
     torch._dynamo.reset()
     model, (x, *tables) = decoder()
     program, spy = compiled(model, config("exact"))
@@ -218,7 +218,7 @@ def test_a_backward_that_runs_twice_and_one_that_never_does():
 def test_without_need_nothing_is_on_the_host():
     _, plan = train(decoder, config(memory_budget=None))
     assert plan.offload is None
-    assert "no memory_budget" in plan.summary()
+    assert "without memory_budget" in plan.summary()
     _, roomy = train(decoder, config(memory_budget=1.0))
     assert roomy.offload is None
 
@@ -229,12 +229,12 @@ def test_a_slow_link_is_not_used():
 
 
 def test_an_error_about_a_budget_knows_of_the_host():
-    with pytest.raises(Exception, match="or keep values on the host with offload=True"):
+    with pytest.raises(Exception, match="or save values in host memory with offload=True"):
         train(decoder, config(memory_budget=0.01, offload=False))
 
 
 @pytest.mark.long
-def test_what_a_link_can_carry_beside_a_step_is_not_computed_again():
+def test_tensors_that_the_link_can_carry_are_not_recomputed():
     def gemms(**changes) -> int:
         found = joint(config("exact", memory_budget=0.4, **changes))
         return sum(d.recomputed and is_expensive(n) for n, d in found.ctx.decisions.items())
@@ -256,9 +256,11 @@ def test_results_leaves_and_parameters_are_never_sent():
     found = capture_joint(Shows(), x, config=config("exact", memory_budget=0.7))
     run_passes(JOINT_PASSES, found.gm, found.ctx)
     sent = [n.args[0] for n in found.calls(to_host)]
-    results = {link.base(n) for n in graph.outputs(found.gm.graph) if isinstance(n, fx.Node)}
+    results = {
+        host_transfer.base(n) for n in graph.outputs(found.gm.graph) if isinstance(n, fx.Node)
+    }
     assert sent
-    assert results.isdisjoint(map(link.base, sent))
+    assert results.isdisjoint(map(host_transfer.base, sent))
     assert all(n.op != "placeholder" for n in sent)
 
 
@@ -325,24 +327,24 @@ def test_a_pass_that_has_nothing_to_send_changes_nothing():
     assert found.code == before
 
 
-# --- what users are told ------------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------------
 
 
 def test_a_host_that_is_too_small(monkeypatch):
     monkeypatch.setattr(offload_saved_module(), "available", lambda: 4096)
-    with pytest.raises(Exception, match=r"on the host, which has .* left: raise memory_budget"):
+    with pytest.raises(Exception, match=r"but host memory has .* left: raise memory_budget"):
         train(decoder, config())
 
 
-def test_waits_are_said_before_the_first_step(caplog):
-    copies_ = [HostCopy("a", "8×8", "bfloat16", 10**9, 0.01, 0.03, 0.0, 0.01)]
-    say = offload_saved_module()._say_what_is_waited_for
+def test_exposed_copies_are_logged_before_the_first_step(caplog):
+    copies_ = [HostCopy("a", "8×8", "bfloat16", 10**9, 0.01, 0.01)]
+    warn = offload_saved_module()._warn_about_exposed_copies
     with caplog.at_level(logging.WARNING, "fp8pass"):
-        say(Offload(50e9, 0.1, 0.2, copies_))
+        warn(Offload(50e9, 0.1, 0.2, copies_))
         assert not caplog.records
-        say(Offload(50e9, 0.1, 0.2, copies_, forward_wait_s=0.002, backward_wait_s=0.01))
+        warn(Offload(50e9, 0.1, 0.2, copies_, wait_s=0.012))
     (record,) = caplog.records
-    assert "take 40 ms, at 50 GB/s; nothing hides 12 ms of them" in record.getMessage()
+    assert "take 40 ms per step, at 50 GB/s; 12 ms of them are exposed" in record.getMessage()
 
 
 @given(
@@ -350,16 +352,16 @@ def test_waits_are_said_before_the_first_step(caplog):
     st.floats(10, 12),
 )
 def test_waits(sent, end):
-    """One copy at a time, in order: as if somebody had stood beside the link with a clock."""
+    """Compare with a simulation of the link, which carries one copy at a time, in order."""
     free = 0.0
     for made, seconds in sorted(sent):
         free = (made if made > free else free) + seconds
-    assert link.forward_wait(sent, end) == pytest.approx(max(free - end, 0))
+    assert host_transfer.forward_wait(sent, end) == pytest.approx(max(free - end, 0))
     now = delay = 0.0
     for used, seconds in sorted(sent):
         now += seconds
         delay += max(now - (used + delay), 0)
-    assert link.backward_wait(sent) == pytest.approx(delay)
+    assert host_transfer.backward_wait(sent) == pytest.approx(delay)
 
 
 def test_cuda_graphs_are_refused():
@@ -373,8 +375,8 @@ def test_cuda_graphs_are_refused():
     ("options", "says"),
     [
         ({"offload": "saved"}, "offload must be a bool"),
-        ({"host_bandwidth": 0}, "bytes a second, such as 25e9"),
-        ({"host_bandwidth": "25GB"}, "bytes a second, such as 25e9"),
+        ({"host_bandwidth": 0}, "bytes per second, such as 25e9"),
+        ({"host_bandwidth": "25GB"}, "bytes per second, such as 25e9"),
         ({"host_bandwith": 1e9}, "Did you mean 'host_bandwidth'"),
     ],
 )
@@ -383,7 +385,7 @@ def test_wrong_options(options, says):
         Config(**options)
 
 
-def test_explain_says_what_is_where(tmp_path):
+def test_explain_reports_where_tensors_are(tmp_path):
     torch._dynamo.reset()
     model, args = decoder()
     explanation = explain(model, *args, config=config(), frontier=True)
@@ -403,15 +405,15 @@ def test_explain_says_what_is_where(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_on_a_gpu_what_is_on_the_host_takes_no_memory(compiler, monkeypatch):
-    """Held bytes are the plan's, a step gives the numbers that it gives without copies."""
+def test_on_a_gpu_offloaded_tensors_take_no_memory(compiler, monkeypatch):
+    """Allocated bytes equal the plan, and the numbers equal a step without copies."""
     monkeypatch.undo()
     models = benchmark_models()
     torch.manual_seed(0)
     model = models.Stack(4, 1024, 8, 2816).cuda().bfloat16()
     x = torch.randn(4, 2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     args = (x, *models.rope_tables(2048, 128, x.device))
-    # A link of the test's own: others may share that of the machine.
+    # The test has its own link, since other processes may use the link of the machine.
     options = Config(compiler=compiler, memory_budget=0.4, offload=True, host_bandwidth=4e11)
 
     def run(disabled):

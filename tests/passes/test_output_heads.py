@@ -1,4 +1,4 @@
-"""Which layers are output heads, and stay in high precision unless they are asked for."""
+"""Output heads are found, and stay in high precision unless the user quantizes them."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Stream(nn.Module):
         return self.classify(x).log_softmax(-1)
 
 
-def test_rows_of_a_length_that_varies_share_a_scale():
-    """They are filled up with zeros where they are transposed, whose rows are others."""
+def test_rows_of_symbolic_length_share_a_scale():
+    """The transpose is padded with zeros, and its rows differ."""
     layer = nn.Linear(32, 32).bfloat16()
 
     def model(x):
@@ -129,7 +129,7 @@ def test_sizes_that_a_guard_has_fixed_are_known():
     assert sqnr(got, want) > 20
 
 
-def test_sizes_that_vary_are_no_terms_of_a_sum_before_a_log_softmax():
+def test_symbolic_sizes_are_not_terms_of_a_sum_before_a_log_softmax():
     """`roll` adds to a size."""
     layer = nn.Linear(16, 16)
     program = torch.compile(
@@ -153,7 +153,7 @@ def test_the_head_of_a_stream_is_its_only_one():
 
 
 def test_a_parallel_branch_makes_no_head():
-    """As in GPT-J: attention and MLP read the same normed stream, and are added in turn."""
+    """As in GPT-J: attention and MLP read the same normed stream, and both are added to it."""
 
     class Parallel(Stream):
         def forward(self, x):
@@ -164,7 +164,7 @@ def test_a_parallel_branch_makes_no_head():
 
 
 def test_logits_that_are_a_sum_of_several_layers_have_several_heads():
-    """As with an adapter beside the head, a mask, and noise."""
+    """For example with an adapter, a mask, and noise."""
 
     class Adapted(nn.Module):
         def __init__(self):
@@ -182,6 +182,7 @@ def test_logits_that_are_a_sum_of_several_layers_have_several_heads():
     assert {name for name, reason in found.items() if reason} == {"base", "up"}
 
 
+@pytest.mark.long
 def test_softmax_inside_attention_makes_no_head():
     joint = rewritten(llama("eager"), tokens())
     assert [y.module for y in joint.ctx.plan.linears if not y.fp8] == ["lm_head"]

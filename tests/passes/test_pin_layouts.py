@@ -1,4 +1,4 @@
-"""Operands of grouped GEMMs are in memory as they were traced, and nothing else is."""
+"""Only operands of grouped GEMMs get buffers, with the traced strides."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows() -> torch.Tensor:
     return torch.randn(32, 16).bfloat16()
 
 
-def test_what_is_computed_gets_a_buffer(rows):
+def test_computed_operands_get_a_buffer(rows):
     (held,) = pinned(lambda x, y: weight_gradient(x.sin(), y), rows, rows)
     assert held.args[0].target is torch.ops.aten.sin.default
     assert held.meta["val"].stride() == (16, 1)
@@ -44,8 +44,8 @@ def test_transposed_results_keep_their_strides(rows):
     assert held.meta["val"].stride() == (1, 32)
 
 
-def test_what_is_in_memory_is_not_copied(rows):
-    """Inputs, and products."""
+def test_operands_in_memory_are_not_copied(rows):
+    """Inputs and products are in memory already."""
     assert not pinned(weight_gradient, rows, rows)
     assert not pinned(lambda x, w, y: weight_gradient(x @ w, y), rows, rows[:16], rows)
 
@@ -55,7 +55,7 @@ def test_other_operators_take_any_layout(rows):
 
 
 class Experts(nn.Module):
-    """Two experts, of which the first takes the first half of the tokens."""
+    """Two experts with half of the tokens each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,9 +71,9 @@ class Experts(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{"gradient_format": "e5m2"}, {"recipe": "exact"}], ids=str)
 def test_groups_do_not_follow_one_another_in_rows(options):
-    """CUDA's kernels stop at a row-major operand of which the groups divide the columns.
+    """CUDA's kernels raise an error if groups divide the columns of a row-major operand.
 
-    Experts are in BF16, and what they save is in low bits or exact.
+    Experts are in BF16, and their saved tensors are in low bits or exact.
     """
     model = Experts()
     program = torch.compile(model, backend="fp8pass", options=options)

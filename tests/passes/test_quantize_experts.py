@@ -1,4 +1,4 @@
-"""Which grouped GEMMs of experts run in FP8, how well, and why the others do not."""
+"""Grouped GEMMs of experts in FP8: their accuracy, and reasons for high precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8pass import diagnose, explain
-from fp8pass.codegen.kernels.limits import why_no_rows
+from fp8pass.codegen.kernels.supported import why_no_rows
 from fp8pass.config import Config
 from fp8pass.graph.nodes import aten
 from fp8pass.passes.joint.quantize_experts import quantize_experts
@@ -57,7 +57,7 @@ class Experts(nn.Module):
 
 
 class Upwards(nn.Module):
-    """One layer of experts whose weights are [E, in, out], as GPT-OSS has them."""
+    """One layer of experts with weights [E, in, out], as in GPT-OSS."""
 
     def __init__(self, inward: int = 32, outward: int = 48, experts: int = 3) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Upwards(nn.Module):
 
 
 class Routed(nn.Module):
-    """A router in front of experts, and all that permutes tokens between."""
+    """A router, the permutations of tokens, and experts."""
 
     def __init__(self, experts: int = 16, hidden: int = 64, top: int = 2) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def rewritten(model, *args, config: Config = COAT_EAGER, **options) -> JointGrap
 
 
 def reason_of(model, *args, **options) -> str:
-    """Why the only layer of experts is not in FP8; then the pass has left its GEMMs alone."""
+    """The reason of the only layer of experts; with a reason its GEMMs must not change."""
     joint = rewritten(model, *args, **options)
     (layer,) = (y for y in joint.ctx.plan.linears if y.experts)
     assert bool(layer.fp8) == (not layer.reason)
@@ -132,7 +132,7 @@ def test_three_gemms_of_each_layer():
 
 
 def test_one_quantization_of_each_tensor_and_direction():
-    """Gate and up share tokens, and their amaxes serve wgrad, too; padded ends are everybody's."""
+    """Gate and up share tokens, and wgrad their amaxes. All wgrads share padded ends."""
     joint = rewritten(Experts(), rows(), ends(7, 0, 23, 20))
     tokens, weights, gradients = 2, 3, 3
     assert len(joint.calls(fp8.amax.default)) == tokens + 2 * weights + gradients
@@ -142,7 +142,7 @@ def test_one_quantization_of_each_tensor_and_direction():
 
 
 def test_tokens_are_quantized_where_they_come_from():
-    """Codes and amaxes are permuted, once for gate, up and wgrad."""
+    """FP8 data and amaxes are permuted, once for gate, up and wgrad."""
     joint = rewritten(Routed(), rows(48, 64))
     (taken,) = joint.calls(fp8.as_codes.default)
     assert taken.args[0].target is aten.index.Tensor
@@ -174,7 +174,7 @@ def test_either_layout_of_weights():
 
 @pytest.mark.parametrize("first", ["cast", "transpose"])
 def test_weights_in_fp32_that_are_cast(first):
-    """As torchtitan has them."""
+    """As in torchtitan."""
 
     class Cast(Upwards):
         def forward(self, x, offsets):
@@ -197,7 +197,7 @@ def test_tokens_without_a_gradient_have_no_dgrad():
     assert joint.ctx.plan.linears[0].fp8 == ("forward", "wgrad")
 
 
-def test_the_number_of_tokens_may_vary():
+def test_the_number_of_tokens_may_be_symbolic():
     x = rows()
     torch._dynamo.mark_dynamic(x, 0)
     joint = rewritten(Experts(), x, ends(7, 0, 23, 20))
@@ -206,7 +206,7 @@ def test_the_number_of_tokens_may_vary():
 
 
 def test_routers_stay_exact():
-    """One of 16 experts, which FP8 GEMMs would take. Shared experts are layers like any other."""
+    """FP8 GEMMs would take a router of 16 experts. Shared experts are linear layers."""
     joint = rewritten(Routed(), rows(48, 64))
     found = {(y.module, y.experts): y for y in joint.ctx.plan.linears}
     router = found["router", 0]
@@ -221,7 +221,7 @@ def test_layers_are_listed_in_the_order_of_the_forward():
     assert modules == ["router", "experts", "experts", "experts", "shared"]
 
 
-# --- what stays as it was -----------------------------------------------------------------------
+# --- layers that are not rewritten ---------------------------------------------------------------
 
 
 def test_skipped():
@@ -263,7 +263,7 @@ def test_weights_that_are_buffers():
     assert reason == "its weight is a buffer or constant: only parameters run in FP8"
 
 
-def test_graphs_without_experts_are_left_alone():
+def test_graphs_without_experts_do_not_change():
     joint = capture_joint(nn.Linear(32, 32), torch.randn(16, 32))
     before = joint.code
     quantize_experts(joint.gm, joint.ctx)
@@ -285,7 +285,7 @@ def test_simulated_formats_mask_experts():
 @settings(max_examples=5)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
 def test_gradients_are_close_for_any_segments(counts):
-    """Relative to fp64: two layers of two operands of 2.6% each, and what is kept in low bits."""
+    """Relative to FP64: two layers with two operands of 2.6% each, and values saved in low bits."""
     torch._dynamo.reset()
     model, x, offsets = Experts(len(counts)), rows(sum(counts)), ends(*counts)
     program, _ = compiled(model, COAT_EAGER)
@@ -311,7 +311,7 @@ def _loop(x: Tensor, offsets: Tensor, experts: Experts) -> Tensor:
 
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_saved_tensors_are_the_plan(recipe):
-    """Results of experts are kept in low bits."""
+    """Results of experts are saved in low bits."""
     model, x, offsets = Experts(), rows(), ends(7, 0, 23, 20)
     program, spy = compiled(model, Config.recipe(recipe, compiler="eager"))
     kept = count_saved(program, (x, offsets), [*model.parameters(), x])
@@ -334,10 +334,10 @@ def test_generated_code_gives_the_same():
 
 @pytest.mark.long
 def test_row_kernels_take_tokens_and_weights(graphs):
-    """Tokens with the norm before them. Dgrad's weights, whose rows are columns, they leave."""
+    """Tokens with the norm before them. The rows of dgrad's weights are columns in memory."""
     model, x = nn.Sequential(nn.RMSNorm(64, dtype=torch.bfloat16), Routed()), rows(48, 64)
     got = step(compiled(model, Config.recipe("coat"))[0], model, (x,))
-    # Tokens, hidden tokens, three weights; the shared layer's input and weight. Then gradients.
+    # Tokens, hidden tokens, three weights; input and weight of the shared layer. Then gradients.
     assert counts(graphs)["rows"] == 7 + 3
     generated = [n for g in graphs for n in g.nodes if n.target is fp8.quantize.default]
     turned = [n for n in generated if why_no_rows(n) == "its rows are columns in memory"]
@@ -375,7 +375,7 @@ def test_on_a_gpu_nobody_waits_for_offsets():
     model = Routed(16, 256).cuda()
     program = torch.compile(model, backend="fp8pass")
     x = rows(512, 256).detach().cuda().requires_grad_()
-    program(x).sum().backward()  # compiles, which may wait
+    program(x).sum().backward()  # compilation may synchronize
     torch.cuda.set_sync_debug_mode("error")
     try:
         program(x).sum().backward()
@@ -414,7 +414,7 @@ def hugging_face(name: str) -> nn.Module:
     }
     config_class = "Llama4TextConfig" if name == "Llama4" else f"{name}Config"
     config = getattr(transformers, config_class)(**sizes, **configs[name])
-    if name != "Llama4":  # which has one implementation
+    if name != "Llama4":  # it has one implementation
         config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
@@ -437,6 +437,7 @@ def test_recipe_exact_of_hugging_face():
     assert_same_step(step(compiled(model, EXACT_EAGER)[0], model, (ids,)), want)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Llama4"])
 def test_hugging_face(name):
@@ -449,7 +450,7 @@ def test_hugging_face(name):
     experts = [y for y in spy.plan.linears if y.experts]
     assert [y.fp8 for y in experts] == [ALL] * 2
     assert spy.plan.fp8_flops > 0.7 * spy.plan.flops
-    # All tokens of an expert that changed its mind count, in a model that has learned nothing.
+    # In an untrained model rounding may send tokens to another expert.
     for y in ("gate_up_proj", "down_proj"):
         block = "feed_forward" if name == "Llama4" else "mlp"
         path = f"model.model.layers.0.{block}.experts.{y}"
@@ -465,8 +466,9 @@ def test_diagnose_expects_what_it_measures():
         assert 0.5 < error.relative / error.predicted < 1.5
 
 
+@pytest.mark.long
 def test_explain_counts_experts():
-    text = " ".join(str(explain(Routed(), rows(48, 64))).split())  # lines end where they may
+    text = " ".join(str(explain(Routed(), rows(48, 64))).split())  # the text is wrapped
     assert "4 of 5 linear layers in FP8, including 3 of 3 with 16 experts each" in text
     assert "16 experts: 64 → 64" in text
     assert "router: a small error" in text

@@ -1,4 +1,4 @@
-"""Which GEMMs of a joint graph run in FP8, what they share, and why the others do not."""
+"""Linear layers in FP8: shared operands, and reasons for high precision."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_three_gemms():
 
 
 def test_one_quantization_per_tensor_and_layout():
-    """x, W, dY once each, and each of them transposed once."""
+    """x, W and dY are quantized once and transposed once."""
     joint = rewritten(linear(), rows())
     assert len(joint.calls(fp8.amax.default)) == 3
     assert len(joint.calls(fp8.scale.default)) == 3
@@ -143,12 +143,13 @@ def test_formats():
         joint = rewritten(linear(), rows(), config=config)
         formats = sorted(n.args[2] for n in joint.calls(fp8.quantize.default))
         assert formats == sorted(f"{x} tensor" for x in ("e4m3", "e4m3", gradient))
-        # The third, on what depends on the incoming gradient.
+        # The third amax depends on the incoming gradient.
         quantized = {n.args[2]: n for n in joint.calls(fp8.quantize.default)}
         if gradient == "e5m2":
             assert "tangents" in str(quantized["e5m2 tensor"].args[0])
 
 
+@pytest.mark.long
 def test_conv1d_stores_its_weight_the_other_way():
     joint = rewritten(gpt2().eval(), tokens())
     layers = {y.module: y for y in joint.ctx.plan.linears}
@@ -158,6 +159,7 @@ def test_conv1d_stores_its_weight_the_other_way():
     assert (attention.in_features, attention.out_features, attention.fp8) == (64, 192, ALL)
 
 
+@pytest.mark.long
 def test_llama():
     joint = rewritten(llama(), tokens())
     found = joint.ctx.plan.linears
@@ -175,7 +177,7 @@ def test_dynamic_rows():
     assert not joint.ctx.plan.linears[0].rows.isdigit()
 
 
-# --- what stays as it was -----------------------------------------------------------------------
+# --- layers that are not rewritten ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 64), (64, 24), (7, 16)])
@@ -259,7 +261,7 @@ def test_empty_input():
 
 
 def test_a_batch_of_one_is_a_linear_layer():
-    """As `einsum` writes it. Batches of more are for `quantize_experts`."""
+    """`einsum` writes it. `quantize_experts` rewrites larger batches."""
 
     class Written(nn.Module):
         def __init__(self):
@@ -289,7 +291,7 @@ def test_gemms_without_a_parameter_are_no_linear_layers():
     assert joint.code == before
 
 
-def test_a_graph_without_linear_layers_is_left_identical():
+def test_a_graph_without_linear_layers_does_not_change():
     joint = capture_joint(nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Softmax(-1)), rows())
     before = joint.code
     quantize_linears(joint.gm, joint.ctx)
@@ -304,6 +306,7 @@ def test_layers_that_stay_leave_the_graph_identical():
     assert len(joint.ctx.plan.linears) == 2
 
 
+@pytest.mark.long
 def test_deterministic():
     codes = []
     for _ in range(2):
@@ -327,7 +330,7 @@ def test_devices_without_fp8_gemms_say_so(monkeypatch, device_reason):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with an adapter of low rank beside it."""
+    """A frozen layer with a low-rank adapter."""
 
     def __init__(self, width=256, rank=16):
         super().__init__()
@@ -356,8 +359,8 @@ def test_narrow_sizes(sizes, narrow):
     assert is_narrow(*sizes) == narrow == is_narrow(*reversed(sizes))
 
 
-def test_what_narrow_layers_read_is_kept_in_low_bits():
-    """As what layers in FP8 read: nobody asked for these to be exact."""
+def test_inputs_of_narrow_layers_are_saved_in_low_bits():
+    """As inputs of layers in FP8: the user did not ask for exact layers."""
     torch._dynamo.reset()
     model, x = Adapted().bfloat16(), rows(features=256, dtype=torch.bfloat16)
     program, spy = compiled(model, COAT_EAGER)

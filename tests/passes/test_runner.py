@@ -1,4 +1,4 @@
-"""Environment variables: dumps of the graphs, passes left out."""
+"""Environment variables: dumps of graphs, and disabled passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_dump(monkeypatch, tmp_path):
     run()
     files = sorted(p.name.split("_", 1)[1] for p in (tmp_path / "graphs").iterdir())
     assert files == sorted(
-        f"{of}_{i}_{name}_{when}.py"
+        f"{of}_{i:02}_{name}_{when}.py"
         for of, names in GRAPHS.items()
         for i, name in enumerate(names)
         for when in ("before", "after")
@@ -47,7 +47,7 @@ def test_dump(monkeypatch, tmp_path):
     assert text("plan_saved_values", "before") == text("quantize_linears", "after")
 
 
-def test_nothing_is_dumped_unasked(monkeypatch, tmp_path):
+def test_graphs_are_not_dumped_by_default(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     run()
     assert not list(tmp_path.iterdir())
@@ -55,7 +55,7 @@ def test_nothing_is_dumped_unasked(monkeypatch, tmp_path):
 
 @pytest.mark.long
 def test_torch_trace_gets_both_graphs(tmp_path):
-    """In a process of its own: PyTorch reads the variable once."""
+    """In a separate process, since PyTorch reads the variable once."""
     train = (
         "import torch; m = torch.compile(torch.nn.Linear(64, 64), backend='fp8pass', "
         "options={'compiler': 'eager'}); m(torch.randn(16, 64)).sum().backward()"
@@ -82,7 +82,7 @@ def test_disabled_linears(monkeypatch):
 def test_disabled_plan_keeps_everything(monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "plan_saved_values,quantize_linears")
     got, want, spy = run()
-    assert {s.kept_as for s in spy.plan.saved} == {"exact"}
+    assert {s.saved_as for s in spy.plan.saved} == {"exact"}
     for name, gradient in want.gradients.items():
         assert relative(got.gradients[name], gradient) < 1e-5
 
@@ -99,9 +99,9 @@ def test_prefixes_are_not_names(monkeypatch):
         run()
 
 
-def test_the_cut_cannot_be_left_out(monkeypatch):
+def test_required_passes_cannot_be_disabled(monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "materialize_plan")
-    with pytest.raises(Exception, match="cannot be left out"):
+    with pytest.raises(Exception, match="cannot be disabled"):
         run()
 
 
@@ -149,7 +149,7 @@ def test_passes_are_deterministic():
 
 
 def test_passes_that_do_not_apply_leave_the_graph_identical():
-    """Nothing to run in FP8, nothing kept: elementwise on a leaf."""
+    """An elementwise operator on a leaf runs nothing in FP8 and saves nothing."""
     joint = capture_joint(lambda x: x * 2 + 1, torch.randn(32, 64, requires_grad=True))
     before = joint.code
     for pass_ in JOINT_PASSES:

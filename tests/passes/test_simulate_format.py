@@ -1,4 +1,4 @@
-"""Linear layers in a simulated format: which GEMMs are masked, what they share, and the numbers."""
+"""Linear layers in a simulated format: masked GEMMs, shared masks, and the numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ E8M3 = Config(simulate="e8m3", compiler="eager")
 
 
 def simulated(model, *args, config=E8M3, **options) -> JointGraph:
-    """The joint graph after both passes that could have rewritten it."""
+    """The joint graph after the passes that rewrite linear layers."""
     joint = capture_joint(model, *args, config=config, **options)
     quantize_linears(joint.gm, joint.ctx)
     simulate_format(joint.gm, joint.ctx)
@@ -57,7 +57,7 @@ def linear(bias=False, dtype=torch.bfloat16) -> nn.Module:
 
 
 class MaskedLinear(torch.autograd.Function):
-    """The paper's listing, and the same for both GEMMs of the backward."""
+    """The listing of the paper, extended to both GEMMs of the backward."""
 
     @staticmethod
     def forward(ctx, x, weight, how):
@@ -77,7 +77,7 @@ class MaskedLinear(torch.autograd.Function):
 
 
 def test_operands_once_each_and_results():
-    """x, W and dY once each, and the results of three GEMMs."""
+    """x, W and dY are masked once, and so are the results of three GEMMs."""
     joint = simulated(linear(), rows())
     (layer,) = joint.ctx.plan.linears
     assert (layer.module, layer.simulated, layer.fp8, layer.reason) == ("0", GEMMS, (), "")
@@ -103,8 +103,8 @@ def test_layers_that_share_an_input_share_its_mask():
     ("gemms", "expected"),
     [(("forward",), 3), (("dgrad",), 3), (("wgrad",), 3), (("dgrad", "wgrad"), 5), ((), 0)],
 )
-def test_only_the_gemms_that_were_asked_for(gemms, expected):
-    config = replace(E8M3, simulate=Simulation("e8m3", gemms))
+def test_only_the_configured_gemms(gemms, expected):
+    config = replace(E8M3, simulate_gemms=gemms)
     joint = simulated(linear(), rows(), config=config)
     assert masks(joint) == expected
     assert joint.ctx.plan.linears[0].simulated == gemms
@@ -214,6 +214,7 @@ def test_inductor_is_bit_equal_to_exact_and_masks():
     assert identical(coarse.outputs[0], fp8.mask_format(coarse.outputs[0], "e8m2", True, True))
 
 
+@pytest.mark.long
 def test_fewer_bits_are_further_away():
     model, x = MLP(), rows(dtype=torch.float32)
     want = step(model, model, (x,)).gradients
@@ -248,7 +249,7 @@ def test_evaluation_is_masked_as_training_is():
         assert identical(program(x), trained)
 
 
-def test_sizes_that_vary():
+def test_dynamic_shapes():
     model = linear()
     program, spy = compiled(model, E8M3, dynamic=True)
     for count in (16, 24):
@@ -260,6 +261,7 @@ def test_sizes_that_vary():
     assert len(spy.plans) == 1
 
 
+@pytest.mark.long
 def test_the_head_in_chunks_is_masked():
     class Head(nn.Module):
         def __init__(self):
@@ -273,14 +275,14 @@ def test_the_head_in_chunks_is_masked():
     found = []
     for chunks in (1, 2):
         program, spy = compiled(model, replace(E8M3, head_chunks=chunks))
-        # A gradient of one from outside: others are multiplied by what is masked already.
+        # With a tangent of one: chunks multiply masked gradients by other tangents.
         found.append(torch.autograd.grad(program(x, y), x)[0])
     (layer,) = spy.plan.linears
     assert (layer.rows, layer.simulated) == ("2 × 32", GEMMS)
     torch.testing.assert_close(*found)
 
 
-# --- what is said -------------------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------------
 
 
 def test_explain_and_the_log(caplog):
@@ -298,14 +300,15 @@ def test_explain_and_the_log(caplog):
 def test_saved_activations_stay_exact():
     plan = explain(MLP(), rows(dtype=torch.float32), config=E8M3).graphs[0].plan
     assert plan.saved
-    assert all(s.kept_as == "exact" and not s.expected_error for s in plan.saved)
+    assert all(s.saved_as == "exact" and not s.expected_error for s in plan.saved)
 
 
+@pytest.mark.long
 def test_bisect_names_the_layer_that_suffers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU())
     with torch.no_grad():
-        model[2].weight.mul_(1e-6)  # below all that E4M3 has: it becomes 2^-6
+        model[2].weight.mul_(1e-6)  # below the range of E4M3: it becomes 2^-6
     x = torch.randn(16, 32)
     found = bisect(
         torch.compile(model, backend=Backend(replace(E8M3, simulate="e4m12"))),

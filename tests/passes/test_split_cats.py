@@ -1,4 +1,4 @@
-"""Concatenations of computed parts are stored part by part, others are left to Inductor."""
+"""Concatenations of computed parts are stored part by part; other concatenations do not change."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ AT_HAND = {
 
 
 @pytest.mark.parametrize("case", [*FUSED, *AT_HAND])
-def test_what_inductor_does_well_is_left_to_it(case, x):
+def test_concatenations_that_inductor_inlines_do_not_change(case, x):
     assert not stored((FUSED | AT_HAND)[case], x)
 
 
@@ -65,7 +65,7 @@ def test_recipe_exact_rounds_where_stock_code_does(x):
 
 
 class FusedMLP(nn.Module):
-    """A SwiGLU whose gate and up are one GEMM, as Phi-3's."""
+    """A SwiGLU with one GEMM for gate and up, as in Phi-3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class FusedMLP(nn.Module):
 
 @both_devices
 def test_the_gradient_of_a_fused_swiglu_is_stored_by_halves(device, monkeypatch):
-    """Kernels read it from memory; where generated code quantizes it, nothing is stored."""
+    """Kernels read it from memory. If generated code quantizes it, nothing is stored."""
     torch._dynamo.reset()
     seen = []
 

@@ -70,6 +70,7 @@ def test_the_copy_of_another_tensor_is_refused():
     copies.settled(copy, x)
 
 
+@pytest.mark.long
 def test_a_buffer_is_free_after_its_last_tensor():
     buffers = Buffers(CPU)
     x = buffers.empty_strided((64, 32), (32, 1), torch.bfloat16)

@@ -57,13 +57,13 @@ def test_fp8_data_follow_restored_weights(monkeypatch):
     monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 8)
     model = fp8pass.optim.offload_weights(MLP().bfloat16(), "cpu")
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=0.1)
-    snapshot, want = Snapshot(), model.up.weight.codes.clone()
+    snapshot, want = Snapshot(), model.up.weight.fp8_data.clone()
     snapshot.take(0, model, optimizer)
     model(BATCHES[0].bfloat16()).float().square().mean().backward()
     optimizer.step()
-    assert not identical(model.up.weight.codes.float(), want.float())
+    assert not identical(model.up.weight.fp8_data.float(), want.float())
     snapshot.restore(model, optimizer)
-    assert identical(model.up.weight.codes.float(), want.float())
+    assert identical(model.up.weight.fp8_data.float(), want.float())
 
 
 def test_quantized_frozen_weights_are_not_copied():
@@ -107,6 +107,7 @@ def test_a_copy_is_trusted_after_quiet_steps_and_dropped_after_an_alarm():
     assert snapshots.good.step == 30
 
 
+@pytest.mark.long
 def test_a_run_that_breaks_is_rolled_back_and_recovers():
     training = Training(act="roll back", quiet=40).run(150)
     expected = Training().run(400)
@@ -143,6 +144,7 @@ def test_layers_that_are_unfrozen_later_are_rolled_back(name):
     assert (first.weight - before).abs().max() < 0.05
 
 
+@pytest.mark.long
 def test_layers_that_are_unfrozen_in_the_backward_are_rolled_back():
     model = network()
     model[0].requires_grad_(False)
@@ -179,6 +181,7 @@ def test_missing_good_weights_are_reported():
     assert event_kinds(training.guard) == ["alarm", "confirmed", "no roll back"]
 
 
+@pytest.mark.long
 def test_rolling_back_ends_after_several_attempts():
     training = Training(act="roll back", quiet=20).run(60)
     training.run(20 * MOST_ROLLBACKS + 60, factor=torch.nan)
@@ -261,6 +264,7 @@ def test_alarms_in_a_row_lower_the_rate_further_and_for_longer():
     assert messages[1] == "learning rates ×0.01 for 10 steps"
 
 
+@pytest.mark.long
 def test_lowering_rates_of_updates_in_the_backward_is_refused():
     model = network()
     optimizer = fp8pass.optim.AdamW(model.parameters())
@@ -270,6 +274,7 @@ def test_lowering_rates_of_updates_in_the_backward_is_refused():
     Guard(None, optimizer, model=model)
 
 
+@pytest.mark.long
 def test_attaching_an_optimizer_later_is_refused():
     model = network()
     optimizer = fp8pass.optim.AdamW(model.parameters())
@@ -293,6 +298,7 @@ def gradient(run, model):
     return model.up.weight.grad.clone(), model.down.weight.grad.clone()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fallback", ["*", ("down",)], ids=["all", "one layer"])
 def test_the_fallback_computes_what_skipped_layers_compute(fallback):
     model = MLP().bfloat16()

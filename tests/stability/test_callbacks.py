@@ -32,6 +32,7 @@ def trainer_of(transformers, folder, guard, **options):
     )
 
 
+@pytest.mark.long
 def test_a_hugging_face_trainer_calls_the_guard(tmp_path, caplog):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -46,6 +47,7 @@ def test_a_hugging_face_trainer_calls_the_guard(tmp_path, caplog):
     assert seen["loss"] == seen["gradient norm"] == 21
 
 
+@pytest.mark.long
 def test_a_resumed_trainer_loads_the_guards_history(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -123,6 +123,7 @@ def test_missing_gradients_are_reported_once(caplog):
     assert "call guard.step(loss) before optimizer.zero_grad()" in message
 
 
+@pytest.mark.long
 def test_a_checkpoint_contains_history_and_alarm():
     whole, first, second = (Training(act="lower lr", hold=40, quiet=30) for _ in range(3))
     for training in (whole, first):

@@ -39,6 +39,7 @@ AGOQ_EAGER = Config.recipe("agoq", compiler="eager", error_tolerance=math.inf)
 # --- names --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "config", [COAT_EAGER, AGOQ_EAGER, Config.recipe("linear", compiler="eager")]
@@ -60,9 +61,9 @@ def test_every_tensor_of_a_llama_is_named(config):
     assert len(expected) == 7 * 3
     assert of_linears == expected
     saved = [r for r in monitor.latest if "saved" in r.tensor]
-    low_bit = [s for s in plan.saved if "1×" in s.kept_as]
+    low_bit = [s for s in plan.saved if "1×" in s.saved_as]
     assert sorted((r.module, f"{r.format} {r.scales}") for r in saved) == sorted(
-        (s.module, s.kept_as) for s in low_bit
+        (s.module, s.saved_as) for s in low_bit
     )
     assert len({(r.module, r.tensor, r.scales) for r in monitor.latest}) == len(monitor.latest)
 
@@ -105,6 +106,7 @@ def test_blocks_compiled_separately_have_different_names():
     assert any(r.module.startswith("model.layers.2") for r in monitor.latest if "saved" in r.tensor)
 
 
+@pytest.mark.long
 def test_layers_are_named_across_graph_breaks():
     monitor = Monitor()
     model = Broken().bfloat16()
@@ -231,6 +233,7 @@ def test_backends_with_other_monitors_differ():
     hash(fp8pass.backend(Config(), monitor=first))
 
 
+@pytest.mark.long
 def test_explain_and_diagnose_do_not_affect_the_monitor():
     model, monitor = MLP().bfloat16(), Monitor()
     run = monitored(model, monitor)
@@ -251,6 +254,7 @@ def test_dispatch_between_samples_is_fast():
 # --- when ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_first_and_every_nth_step_is_sampled(tmp_path):
     model, monitor = MLP().bfloat16(), Monitor(every=3, csv=tmp_path / "health.csv")
     train(monitored(model, monitor), model, batches(8), monitor)
@@ -260,6 +264,7 @@ def test_the_first_and_every_nth_step_is_sampled(tmp_path):
     assert monitor.steps == 8
 
 
+@pytest.mark.long
 def test_micro_batches_count_together():
     model, monitor = MLP().bfloat16(), Monitor(every=2)
     run = monitored(model, monitor)
@@ -276,6 +281,7 @@ def test_micro_batches_count_together():
     assert row.elements == BATCHES[2, :16].numel()
 
 
+@pytest.mark.long
 def test_a_monitor_can_be_resumed_and_closed():
     model, monitor = MLP().bfloat16(), Monitor(every=10)
     monitor.resume(19)
@@ -324,6 +330,7 @@ def with_forwards_that_have_no_backward(losses):
 ORDERS = [in_order, interleaved, twice, with_forwards_that_have_no_backward]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 def test_gradients_belong_to_their_block_in_any_order(order, recipe):
@@ -391,6 +398,7 @@ def test_a_sample_without_an_end_does_not_leak_memory(step):
     assert found[2] < found[0] + 64
 
 
+@pytest.mark.long
 def test_forwards_that_wait_for_their_backward_are_remembered():
     """Many forwards without a backward ran in between."""
     torch._dynamo.reset()

@@ -40,6 +40,7 @@ def test_healthy_tensors_do_not_warn(caplog):
     assert not warnings_of(caplog)
 
 
+@pytest.mark.long
 def test_near_overflow_warns_once_with_the_path(caplog):
     model, monitor = nn.Sequential(MLP(), MLP((32, 64, 32))).half(), Monitor(every=1)
     with torch.no_grad():
@@ -52,6 +53,7 @@ def test_near_overflow_warns_once_with_the_path(caplog):
     assert "bfloat16" in message
 
 
+@pytest.mark.long
 def test_mostly_zero_warns_with_the_path_and_what_to_do(caplog):
     model, monitor = MLP().bfloat16(), Monitor(every=1)
     with torch.no_grad():
@@ -79,6 +81,7 @@ def test_warnings_about_gradients_suggest_options(caplog):
     assert "gradient_format='e5m2'" in message
 
 
+@pytest.mark.long
 def test_the_first_nonfinite_tensor_causes_a_warning(caplog):
     model, monitor = Broken().bfloat16(), Monitor()
     x = BATCHES[0].clone()
@@ -93,6 +96,7 @@ def test_the_first_nonfinite_tensor_causes_a_warning(caplog):
 # --- records ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_csv_has_one_header_and_a_line_for_each_tensor(tmp_path):
     path = tmp_path / "new" / "health.csv"
     for _ in range(2):  # a second run appends
@@ -113,6 +117,7 @@ def test_csv_has_one_header_and_a_line_for_each_tensor(tmp_path):
         assert float(line["sqnr_db"]) == row.sqnr_db
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given_as", ["folder", "writer"])
 def test_samples_are_written_to_tensorboard(tmp_path, given_as):
     pytest.importorskip("tensorboard")

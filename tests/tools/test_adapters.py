@@ -68,6 +68,7 @@ def test_diagnose(adapted):
     assert all(y.relative < 0.3 for y in found.layers)
 
 
+@pytest.mark.long
 def test_bisect(adapted):
     found = fp8pass.bisect(adapted, loss, torch.randn(32, 64), config=EAGER, most=1)
     assert found.units

@@ -39,6 +39,7 @@ def bound(model, x, **options) -> float:
     return float(re.search(r"([\d.]+)×", reason)[1])
 
 
+@pytest.mark.long
 def test_larger_activations_have_larger_bounds():
     torch.manual_seed(0)
     x, bounds = torch.randn(256, 64), []

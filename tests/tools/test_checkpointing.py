@@ -52,6 +52,7 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if "torch.utils.checkpoint" in r.getMessage()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("around", [False, True])
 def test_checkpointing_causes_one_warning(caplog, around):
     """Regions are in a graph, or around graphs."""
@@ -75,6 +76,7 @@ def test_models_without_checkpointing_cause_no_warning(caplog):
     assert not warnings_of(caplog)
 
 
+@pytest.mark.long
 def test_explain_reports_bytes_without_checkpointing(caplog):
     want = explain(Stack(checkpointed=False), X)
     warn_about_checkpointing.cache_clear()
@@ -106,13 +108,13 @@ def test_inputs_of_regions_are_quantized_where_the_rules_allow_it():
     program, spy = compiled(Stack())
     program(X)
     sums = [s for s in spy.plan.saved if s.op == "aten.add.Tensor"]
-    assert [s.kept_as for s in sums] == ["e4m3 1×64"]
+    assert [s.saved_as for s in sums] == ["e4m3 1×64"]
     torch._dynamo.reset()
     model = llama().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     program, spy = compiled(model)
     program(tokens())
-    assert all(s.kept_as == "exact" for s in spy.plan.saved)
+    assert all(s.saved_as == "exact" for s in spy.plan.saved)
     assert any("attention" in s.reason for s in spy.plan.saved)
 
 

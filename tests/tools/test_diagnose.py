@@ -103,6 +103,7 @@ def test_attention_has_the_largest_error_without_rules():
     assert min(attention) > max(y.relative for y in layers if "attention" not in y.gradient)
 
 
+@pytest.mark.long
 def test_attention_is_exact_with_rules():
     layers = errors_of(Config.recipe("agoq"), True)
     assert not any(y.gradient.startswith("attention") for y in layers)
@@ -127,6 +128,7 @@ def test_accumulation_is_measured_and_predicted():
     assert not fast.far_above
 
 
+@pytest.mark.long
 def test_exact_recipe_has_no_errors():
     model = new_model(SIZES["tiny"], 0, torch.device("cpu"))
     assert not fp8pass.diagnose(model, loss_of, few_tokens(), config=Config.recipe("exact")).layers
@@ -173,8 +175,12 @@ def test_an_outlier_is_flagged_with_a_skip_entry():
     assert "2" in found.suggested_skip
     assert "!" in str(found)
     assert "skip=" in str(found)
+    assert repr(found).startswith("<fp8pass.Diagnosis: errors of ")
+    assert "far above the predicted error; largest " in repr(found)
+    assert len(repr(found)) < 200
 
 
+@pytest.mark.long
 def test_report_formats(tmp_path):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     found = fp8pass.diagnose(model, lambda m, x: m(x).sum(), torch.randn(64, 64))

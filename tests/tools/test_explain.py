@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from helpers import MLP, llama, tokens
 from torch import nn
 
 import fp8pass
-from fp8pass import Config, explain
+from fp8pass import Config, compat, explain
+from fp8pass.config import bytes_text, parse_bytes
 from fp8pass.passes import LOWERING_PASSES
 from fp8pass.tools.output import render_text
 from fp8pass.tools.saved_bytes import saved_bytes
@@ -39,6 +42,7 @@ def llama_explanation():
     return explain(llama(num_hidden_layers=2), tokens())
 
 
+@pytest.mark.long
 def test_tables(llama_explanation):
     text = str(llama_explanation)
     assert "graph 0: linear layers" in text
@@ -144,7 +148,7 @@ def test_graphs_before_and_after_each_pass(llama_explanation):
 def test_error_and_reason_of_every_saved_tensor(llama_explanation):
     for s in llama_explanation.graphs[0].plan.saved:
         assert s.reason
-        assert (s.expected_error > 0) == s.kept_as.startswith("e4m3")
+        assert (s.expected_error > 0) == s.saved_as.startswith("e4m3")
 
 
 # --- memory against time ------------------------------------------------------------------------
@@ -156,6 +160,7 @@ def traced():
     return explain(llama(), config=config, frontier=True, input_ids=tokens())
 
 
+@pytest.mark.long
 def test_frontier_table_marks_the_plan(traced):
     text = str(traced)
     assert "graph 0: memory against time, estimated for one NVIDIA H200" in text
@@ -167,7 +172,7 @@ def test_frontier_table_marks_the_plan(traced):
     assert point.seconds > 0 == graph.plan.frontier[-1].seconds
     for p in graph.plan.frontier:  # no plan is better in both
         assert (p.bytes < point.bytes) == (p.seconds > point.seconds)
-    assert f"{graph.plan.saved_bytes / 2**20:.4f}" in row
+    assert bytes_text(graph.plan.saved_bytes, up=True) in row
     share = graph.plan.saved_bytes / graph.plan.frontier[-1].bytes
     assert f"{share:.0%}" in row
     assert share <= 0.6
@@ -210,9 +215,13 @@ def test_plot_frontier_without_matplotlib(traced, tmp_path, monkeypatch):
 # --- graphs and configurations ------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_graph_breaks_give_several_graphs():
     explanation = explain(Broken(), torch.randn(32, 64))
     assert len(explanation.graphs) == 2
+    assert "\n1 graph break: the model runs as 2 graphs, each with its own plan." in str(
+        explanation
+    )
     modules = [[y.module for y in g.plan.linears] for g in explanation.graphs]
     assert modules == [["first.up", "first.down"], ["second.up", "second.down"]]
     assert "graph 1" in str(explanation)
@@ -274,6 +283,7 @@ def test_uses_the_options_of_a_compiled_model():
     assert [bool(y.fp8) for y in explanation.graphs[0].plan.linears] == [False, True]
 
 
+@pytest.mark.long
 def test_uses_the_config_of_a_typed_backend():
     config = Config(group_size=16)
     model = torch.compile(MLP(), backend=fp8pass.backend(config))
@@ -286,6 +296,7 @@ def test_the_config_argument_overrides_the_models_config():
     assert explain(model, torch.randn(32, 64), config=config).config == config
 
 
+@pytest.mark.long
 def test_explains_a_compiled_model_again_and_lets_it_run():
     model = MLP()
     program = torch.compile(model, backend="fp8pass", options={"compiler": "eager"})
@@ -296,6 +307,7 @@ def test_explains_a_compiled_model_again_and_lets_it_run():
     assert torch.equal(program(x), want)
 
 
+@pytest.mark.long
 def test_works_under_no_grad_and_keyword_arguments():
     with torch.no_grad():
         explanation = explain(llama(), input_ids=tokens(), labels=tokens())
@@ -391,6 +403,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_is_explained_as_it_was_compiled(way):
     """The eager bytes do not depend on the way of compilation."""
@@ -406,6 +419,7 @@ def test_a_model_is_explained_as_it_was_compiled(way):
     assert got.eager_bytes == want.eager_bytes > got.saved_bytes
 
 
+@pytest.mark.long
 def test_parts_that_were_compiled_in_different_ways():
     model = Broken()
     in_place(model.first)
@@ -416,13 +430,85 @@ def test_parts_that_were_compiled_in_different_ways():
 
 
 def test_modules_that_pytorch_does_not_compile_in_place_are_reported():
-    """PyTorch ignores `compile()` on modules of torch.nn."""
+    """Before version 2.14 PyTorch ignores `compile()` on modules of torch.nn."""
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    graphs = []
+    model.compile(backend=lambda gm, inputs: graphs.append(gm) or gm.forward)
+    model(torch.randn(16, 64))
     in_place(model)
-    with pytest.warns(UserWarning, match=r"Sequential\.compile\(\) has no effect.*torch\.compile"):
+    message = r"fp8pass: Sequential\.compile\(\) has no effect.*torch\.compile"
+    expected = nullcontext() if graphs else pytest.warns(UserWarning, match=message)
+    with expected:
         got = explain(model, torch.randn(16, 64))
+    assert compat.compiled_in_vain(model) == (not graphs)
     wrapped = torch.compile(model, backend=fp8pass.backend(AGOQ))
     assert got.saved_bytes == explain(wrapped, torch.randn(16, 64)).saved_bytes
+
+
+def test_attention_has_a_row_for_each_projection():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mha = nn.MultiheadAttention(64, 4, batch_first=True)
+            self.cross = nn.MultiheadAttention(64, 4, batch_first=True)
+
+        def forward(self, x, y):
+            x = self.mha(x, x, x, need_weights=False)[0]
+            return self.cross(x, y, y, need_weights=False)[0]
+
+    explanation = explain(Block(), torch.randn(2, 16, 64), torch.randn(2, 16, 64))
+    rows = re.findall(r"^  (mha|cross) \((\w+)\) .* → (\d+)", str(explanation), re.MULTILINE)
+    assert rows == [
+        ("mha", "in_proj", "192"),
+        ("mha", "out_proj", "64"),
+        ("cross", "in_proj", "64"),
+        ("cross", "in_proj", "128"),
+        ("cross", "out_proj", "64"),
+    ]
+    assert "graph break" not in str(explanation)
+
+
+def test_convolutions_are_counted():
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.mlp = nn.Conv2d(3, 64, 4, stride=4), MLP((64, 128, 64))
+
+        def forward(self, x):
+            return self.mlp(self.conv(x).flatten(2).mT)
+
+    model = Patches()
+    share = sum(p.numel() for p in model.conv.parameters()) / sum(
+        p.numel() for p in model.parameters()
+    )
+    explanation = explain(model, torch.randn(2, 3, 16, 16))
+    line = f"1 convolution stays in high precision, with {share:.0%} of the parameters."
+    assert line in str(explanation)
+
+
+def test_a_model_without_linear_layers():
+    model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.ReLU())
+    text = str(explain(model, torch.randn(2, 4, 16)))
+    assert "There is nothing to run in FP8: the compiled graphs have no linear layers." in text
+    assert "linear layers  " not in text
+    assert "0 of 0" not in text
+
+
+def test_repr_is_one_short_line(llama_explanation):
+    text = repr(llama_explanation)
+    assert text.startswith("<fp8pass.Explanation: LlamaForCausalLM, 1 graph, 14 of 15 linear")
+    assert len(text) < 200
+    assert "model.layers.*" in llama_explanation._repr_html_()
+
+
+def test_budgets_of_the_frontier_can_be_pasted():
+    model, x = MLP((64, 128, 64)), torch.randn(32, 64, requires_grad=True)
+    explanation = explain(model, x, frontier=True)
+    for point in explanation.graphs[0].plan.frontier:
+        budget = bytes_text(max(point.bytes, 1), up=True)
+        (graph,) = explain(model, x, config=Config(memory_budget=budget)).graphs
+        assert graph.plan.saved_bytes <= parse_bytes(budget)
+        assert f" {budget} " in str(explanation)
 
 
 def test_derivatives_within_the_forward_are_refused():

@@ -152,6 +152,7 @@ def test_the_total_is_what_autograd_saves(name):
             assert {f"{module}.{path}".strip(".") for path in paths} <= names
 
 
+@pytest.mark.long
 def test_layers_that_pytorch_runs_eagerly_are_named():
     """Dynamo runs a forward eagerly if a loop has a graph break, also layers after the loop."""
 
@@ -175,6 +176,7 @@ def test_layers_that_pytorch_runs_eagerly_are_named():
     )
 
 
+@pytest.mark.long
 def test_paths_of_blocks_are_reported_once():
     explanation = explain(compiled_blocks(llama(num_hidden_layers=2)), tokens())
     text, data = str(explanation), explanation.to_dict()

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fit_helpers import MIB, make_on_cpu, make_on_meta
+from fit_helpers import MIB, make_on_cpu, make_on_meta, trace_step
 from helpers import MLP
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fp8pass
-from fp8pass import Config, ConfigError, fit
+from fp8pass import Config, ConfigError, fit, hardware
 from fp8pass.activation_memory.budget import BudgetProblem
 from fp8pass.activation_memory.planner import BudgetTooSmall
 from fp8pass.hardware import GPUS, Work
@@ -64,6 +64,7 @@ def test_smaller_budgets_save_less_and_take_longer(fitted):
     assert compute == sorted(compute, reverse=True)
 
 
+@pytest.mark.long
 def test_the_first_that_fits_is_taken(fitted):
     model, ids = make_on_meta()
     sizes = [c.gpu_bytes for c, _ in fitted.tried]
@@ -284,6 +285,66 @@ def test_gpus_by_name(text):
     found = find_gpu(text)
     assert found.bandwidth == GPUS["RTX 4090"].bandwidth
     assert found.memory == (8 << 30 if "8GiB" in text else GPUS["RTX 4090"].memory)
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("A100", "A100"),
+        ("A100 80GB", "A100"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+    ],
+)
+def test_the_most_specific_name_of_a_gpu_wins(text, known):
+    assert find_gpu(text) is GPUS[known]
+
+
+def test_the_first_line_states_what_was_planned(fitted):
+    line = str(fitted).splitlines()[0]
+    assert line == (
+        "Layered 854K, bfloat16 · micro-batch 4 × 64 tokens × 2 · H200 of 1 MiB (rates: measured)"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_times_of_an_unnamed_gpu_are_marked():
+    model, ids = make_on_meta()
+    text = str(fit(model, ids, gpu="24GiB", host="8GiB", blocks="blocks"))
+    assert "tokens · unnamed GPU of 24 GiB (speed unknown: no GPU was named; times are" in text
+    assert "s per step (H200)" in text
+
+
+def test_times_of_an_unknown_gpu_are_marked(fitted):
+    gpu = replace(GPUS["H200"], name="RTX 9090", capability=(7, 5), rates="assumed")
+    line = replace(fitted, gpu=gpu)._planned_text
+    assert "(speed unknown: fit does not know this GPU; times are those of an H200; no FP8" in line
+
+
+@pytest.mark.parametrize("name", ["A100", "A100 40GB", "RTX 3090"])
+def test_gpus_without_fp8_run_linear_layers_in_16_bits(name):
+    model, ids = make_on_meta()
+    found = fit(model, ids, gpu=name, host="8GiB", blocks="blocks")
+    assert "(rates: datasheet; no FP8 tensor cores: linear layers in 16 bits)" in str(found)
+    fast = fit(model, ids, gpu=replace(GPUS[name], capability=(8, 9)), host="8GiB", blocks="blocks")
+    assert found.best.seconds.forward != fast.best.seconds.forward
+    assert hardware.why_no_fp8_gemm(torch.device("cpu")) is None
+
+
+def test_a_gpu_without_fp8_decides_the_plan():
+    model, ids = make_on_meta()
+    with hardware.planning_for(GPUS["A100"]):
+        (plan, *_) = trace_step(model, ("blocks.0",), ids).plans(Config())
+    assert not any(y.fp8 for y in plan.linears)
+    assert {y.reason for y in plan.linears} == {"A100 (sm80) has no FP8 tensor cores; needs sm89"}
+
+
+def test_repr_is_one_short_line(fitted):
+    assert repr(fitted).startswith("<fp8pass.Fit: Layered on H200: does not fit, ")
+    assert len(repr(fitted)) < 200
+    assert "┃" in fitted._repr_html_()
+    assert fitted._repr_html_().startswith("<pre>Layered ")
 
 
 def test_plot(fitted, tmp_path):

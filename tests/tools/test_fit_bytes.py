@@ -32,6 +32,7 @@ def by_blocks() -> TracedStep:
 # --- compared with PyTorch's allocations ----------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [Config(), Config.recipe("agoq", memory_budget=0.6)])
 def test_saved_bytes_equal_explain_and_autograd(config):
     model, ids = make_on_cpu(layers=1)
@@ -91,6 +92,7 @@ def test_bytes_of_states_equal_the_optimizers(preset):
     assert host.total == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [2, 9])  # 8 bits, 16 bits
 def test_bytes_of_sums_equal_the_optimizers(accumulate):
     model, ids = make_on_cpu()
@@ -109,7 +111,7 @@ def test_bytes_of_quantized_weights_equal_offload_weights():
     inner = [p for p in moved.parameters() if hasattr(p, "codes")]
     others = [p for p in moved.parameters() if not hasattr(p, "codes")]
     assert len(inner) == 4
-    assert here.weights == nbytes(*others, *(x for p in inner for x in (p.codes, p.scales)))
+    assert here.weights == nbytes(*others, *(x for p in inner for x in (p.fp8_data, p.scales)))
     assert host.weights == nbytes(*(p.source for p in inner))
 
 
@@ -134,6 +136,7 @@ def test_gpu_and_host_bytes_add_up_for_every_offload(place, preset, accumulate):
     assert (host.total > 0) == bool(set(offload) - ({"gradients"} if accumulate == 1 else set()))
 
 
+@pytest.mark.long
 def test_hugging_face_layers_are_traced_without_a_mask():
     """transformers omits the mask if positions show whole sequences. Positions are not fake."""
     with torch.device("meta"):

@@ -25,6 +25,7 @@ def run_lines(text: str, accumulate: int) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_lines_of_blocks_are_accepted(place):
     lines = Setup(Config(compiler="eager", memory_budget=0.9), *place).lines(2, ("blocks.*",))
@@ -32,6 +33,7 @@ def test_lines_of_blocks_are_accepted(place):
     run_lines(lines, 2)
 
 
+@pytest.mark.long
 def test_lines_of_a_whole_model_are_accepted():
     run_lines(Setup(Config(compiler="eager"), *PLACES[-1]).lines(2, ()), 2)
 

@@ -230,6 +230,7 @@ class Board:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("simulate", [False, True])
 def test_each_sample_writes_a_row(tmp_path, simulate):
     config = COAT_EAGER

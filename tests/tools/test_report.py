@@ -55,6 +55,7 @@ def numbers_on_page(page: str) -> dict:
 # --- the picture --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_every_saved_byte_is_drawn_once(llama_explanation, picture):
     assert sum(e.bytes for e in picture.edges) == llama_explanation.saved_bytes > 0
 
@@ -124,7 +125,7 @@ def test_details(llama_explanation, picture):
     assert re.search(r"modeling_llama.py:\d+  .*q_proj\(hidden_states\)", product.details["source"])
     head = next(y for y in picture.operators if y.module == "lm_head" and y.kind == "linear")
     assert "quantize_lm_head" in head.details["in high precision because"]
-    stored = [s.kept_as for s in llama_explanation.graphs[0].plan.saved if s.expected_error]
+    stored = [s.saved_as for s in llama_explanation.graphs[0].plan.saved if s.expected_error]
     restored = [y.details["saved as"] for y in picture.operators if y.kind == "dequantize"]
     assert Counter(restored) == Counter(stored)
     names = {y.details["in keep_exact"] for y in picture.operators if y.kind == "dequantize"}
@@ -213,6 +214,7 @@ def test_folding_keeps_counts_and_connections(layers):
     assert [y.column for y in folded.operators] == sorted(y.column for y in folded.operators)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("skip", "counts"), [((), [1, 4]), (("layers.2.up",), [1, 1, 1, 2])])
 def test_different_layers_are_not_folded(skip, counts):
     explanation = explain(Residuals(5), torch.randn(32, 64), config=Config(skip=skip))
@@ -279,7 +281,7 @@ def test_saved_fp8_operands_are_low_bit():
     (compiled,) = explanation.graphs
     (operand,) = [s for s in compiled.plan.saved if s.dtype == "float8_e4m3fn"]
     (shown,) = [s for s in describe_operands(compiled) if s.name == operand.name]
-    assert shown.kept_as == "e4m3"
+    assert shown.saved_as == "e4m3"
     assert shown.bytes_exact == 4 * shown.bytes == 4 * 32 * 64  # quantized from float32
     assert "<td>e4m3</td>" in render(explanation)
     assert re.search(r"up +1 +e4m3 +0.00781 +0.00195", str(explanation))
@@ -381,11 +383,13 @@ def test_gpt2():
     assert_numbers_are_the_plans(explanation, render(explanation))
 
 
+@pytest.mark.long
 def test_vit():
     explanation = explain(vit(), torch.randn(2, 3, 32, 32))
     assert_numbers_are_the_plans(explanation, render(explanation))
 
 
+@pytest.mark.long
 def test_graph_breaks_and_dynamic_shapes():
     model, x = Broken(), torch.randn(32, 64)
     torch._dynamo.mark_dynamic(x, 0)

@@ -28,6 +28,7 @@ def comparison(in_8_bits, exact):
     return compare(in_8_bits, exact)
 
 
+@pytest.mark.long
 def test_bytes_add_up(comparison, in_8_bits, exact):
     ours = sum(r.count * r.ours.bytes for r in comparison.rows)
     theirs = sum(r.count * r.theirs.bytes for r in comparison.rows)
@@ -53,7 +54,7 @@ def test_formats_of_saved_tensors_are_compared(comparison, in_8_bits, exact):
     for explanation, of in ((in_8_bits, "ours"), (exact, "theirs")):
         saved = [s for s in explanation.graphs[0].plan.saved if s.bytes and not s.is_scalar]
         formats = {name for r in comparison.rows for name in getattr(r, of).formats}
-        assert formats == {s.kept_as for s in saved}
+        assert formats == {s.saved_as for s in saved}
 
 
 def test_the_largest_difference_comes_first(comparison):

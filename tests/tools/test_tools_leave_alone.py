@@ -24,6 +24,7 @@ def trained() -> tuple[nn.Sequential, nn.Module, torch.Tensor]:
     return model, program, torch.randn(32, 32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tool", TOOLS)
 def test_an_optimizer_in_the_backward_does_not_step(tool):
     model, program, batch = trained()

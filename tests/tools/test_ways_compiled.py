@@ -89,6 +89,7 @@ def whole_errors() -> dict[str, float]:
     return weight_errors(Stack())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_every_layer_has_its_error_and_path(way, whole_errors):
     errors = weight_errors(WAYS[way]())
@@ -122,6 +123,7 @@ def test_runs_without_a_backward_are_not_recorded():
     assert any(x.shape == X.shape and torch.equal(x, X) for x in record.inputs.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["blocks", "graph breaks"])
 def test_suggestions_of_bisect_are_valid_options(way):
     model = WAYS[way]()
@@ -130,6 +132,7 @@ def test_suggestions_of_bisect_are_valid_options(way):
     assert trials.error(frozenset(range(len(trials.units)))) == 0
 
 
+@pytest.mark.long
 def test_bisect_reports_that_names_are_relative(monkeypatch):
     monkeypatch.setattr(Search, "culprits", lambda self, most: [0])
     found = fp8pass.bisect(WAYS["blocks"](), loss, X)
@@ -216,6 +219,7 @@ def test_tools_leave_no_versions_of_a_model_behind(tool):
     assert counters["frames"]["ok"] == 2
 
 
+@pytest.mark.long
 def test_a_function_that_raised_in_a_tool_is_compiled_again():
     torch._dynamo.reset()
 

@@ -1,6 +1,6 @@
-"""Gradients that CUDA graphs would overwrite are somewhere else before they do.
+"""Gradients in the memory of CUDA graphs are copied before a replay overwrites them.
 
-That the memory is theirs is said here by the test: `tests/whole/test_gpu.py` trains with graphs.
+These tests name that memory themselves; `tests/whole/test_gpu.py` trains with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fp8pass.runtime.cuda_graph_gradients import protect_gradients
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Nothing is known of parameters of other tests."""
+    """Forget the parameters of other tests."""
     monkeypatch.setattr(gradients, "_parameters", compat.WeakIdKeyDictionary())
 
 
 @pytest.fixture
 def owned(monkeypatch) -> set[int]:
-    """Addresses that graphs own."""
+    """Addresses of memory that CUDA graphs own."""
     found: set[int] = set()
     monkeypatch.setattr(compat, "find_replayed_memory", lambda device: found)
     return found
@@ -35,7 +35,7 @@ def weight(gradient: torch.Tensor | None = None) -> nn.Parameter:
     return found
 
 
-def test_what_graphs_own_moves_and_all_else_stays(owned):
+def test_only_gradients_of_cuda_graphs_are_copied(owned):
     pool = torch.arange(8.0)
     replayed, own, none = weight(pool[4:]), weight(torch.ones(4)), weight()
     owned.add(pool.data_ptr())
@@ -47,7 +47,7 @@ def test_what_graphs_own_moves_and_all_else_stays(owned):
     assert none.grad is None
 
 
-def test_the_first_graph_of_a_forward_looks_after_all(owned):
+def test_the_first_graph_of_a_forward_protects_all_gradients(owned):
     pool = torch.arange(4.0)
     first, second = weight(), weight(pool)
     programs = [protect_gradients(lambda *args: None) for _ in range(2)]
@@ -58,13 +58,13 @@ def test_the_first_graph_of_a_forward_looks_after_all(owned):
     assert second.grad.tolist() == [0, 1, 2, 3]
 
 
-def test_parameters_are_let_go(owned):
+def test_parameters_can_be_freed(owned):
     protect_gradients(lambda *args: None)(weight(torch.ones(4)))
     assert not list(gradients._parameters)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_only_programs_with_graphs_look(graphs, monkeypatch):
+def test_only_programs_with_cuda_graphs_are_protected(graphs, monkeypatch):
     calls = []
     monkeypatch.setattr(gradients, "copy_replayed", lambda device: calls.append(1))
     options = {"compiler": "eager", "triton.cudagraphs": graphs}
@@ -73,6 +73,6 @@ def test_only_programs_with_graphs_look(graphs, monkeypatch):
     assert bool(calls) == graphs
 
 
-def test_nothing_is_replayed_where_there_are_no_graphs():
+def test_there_is_no_replayed_memory_without_cuda_graphs():
     assert not compat.find_replayed_memory(torch.device("cpu"))
     assert not compat.find_replayed_memory(torch.device("cuda", 0))

@@ -1,4 +1,4 @@
-"""`quantize_frozen`: frozen weights in codes, and nothing else of them."""
+"""`quantize_frozen`: frozen weights as FP8 data, without another copy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fp8pass import Config, ConfigError, compat
 from fp8pass.dynamo import Backend
 from fp8pass.tools.fitting.parameters import Parameters
 from fp8pass.tools.fitting.setup import Setup
-from fp8pass.weights import quantize_frozen as frozen
-from fp8pass.weights.quantized_parameter import CodedWeight, coded
+from fp8pass.weights import quantize_frozen as quantize_frozen_module
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
@@ -32,7 +32,7 @@ WIDTH, RANK = 64, 16
 
 
 class LoRA(nn.Module):
-    """A frozen layer and the product of two small ones that are trained."""
+    """A frozen layer plus the product of two small trained layers."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LoRA(nn.Module):
 
 
 class Model(nn.Module):
-    """Frozen weights of every kind beside adapters."""
+    """Adapters, and frozen weights: shared, of an embedding, of odd size, of an output head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,36 +78,36 @@ def config(device: str) -> Config:
 
 
 def stored(model: nn.Module) -> dict[str, bytes]:
-    """The codes of a model, as bytes."""
+    """Return the FP8 data of a model, as bytes."""
     return {
-        name: p.codes.view(torch.uint8).cpu().numpy().tobytes()
+        name: p.fp8_data.view(torch.uint8).cpu().numpy().tobytes()
         for name, p in model.named_parameters()
-        if isinstance(p, CodedWeight)
+        if isinstance(p, QuantizedWeight)
     }
 
 
-# --- what is in codes ---------------------------------------------------------------------------
+# --- quantized layers ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_frozen_linear_layers_are_in_codes(device, caplog):
+def test_frozen_linear_layers_are_quantized(device, caplog):
     with caplog.at_level(logging.INFO, "fp8pass"):
         model = fp8pass.quantize_frozen(new(device))
     assert stored(model).keys() == {"up.base.weight", "down.base.weight"}
     assert model.again.weight is model.up.base.weight
     assert model.lm_head.weight is model.embedding.weight
-    ((codes, _),) = coded([new(device).up.base.weight.detach()], torch.bfloat16)
-    assert torch.equal(model.up.base.weight.codes.view(torch.uint8), codes.view(torch.uint8))
+    ((codes, _),) = quantize_rows([new(device).up.base.weight.detach()], torch.bfloat16)
+    assert torch.equal(model.up.base.weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
     (said,) = caplog.messages
     assert said == (
-        "quantize_frozen: 3 of 5 frozen linear layers in codes, 16.8 KiB instead of 32 KiB; odd "
+        "quantize_frozen: 3 of 5 frozen linear layers in FP8, 16.8 KiB instead of 32 KiB; odd "
         "stays: weight 24×64: both sizes must be multiples of 16; lm_head stays: it is an output "
         "head, or skipped"
     )
 
 
-def test_narrow_layers_stay_as_they_are(caplog):
-    """No GEMM of theirs would take the codes."""
+def test_narrow_layers_are_not_quantized(caplog):
+    """Their GEMMs would not run in FP8."""
     model = nn.Sequential(nn.Linear(1024, 64), nn.Linear(64, 1024), nn.Linear(1024, 1024))
     with caplog.at_level(logging.INFO, "fp8pass"):
         fp8pass.quantize_frozen(model.bfloat16().requires_grad_(False))
@@ -115,8 +115,8 @@ def test_narrow_layers_stay_as_they_are(caplog):
     assert "0 stays: weight 64×1024: too narrow to gain by FP8; 1 stays: " in caplog.text
 
 
-def test_layers_are_named_as_without_wrappers(caplog):
-    """`torch.compile(block)` in the place of a block is not in the names of checkpoints."""
+def test_names_contain_no_wrappers(caplog):
+    """`torch.compile(block)` adds a prefix that names of checkpoints do not have."""
     model = nn.Sequential(torch.compile(new(), backend="eager"))
     with caplog.at_level(logging.INFO, "fp8pass"):
         fp8pass.quantize_frozen(model, skip="0.down")
@@ -124,34 +124,34 @@ def test_layers_are_named_as_without_wrappers(caplog):
     assert "; 0.down.base stays: " in caplog.text
 
 
-def test_what_is_frozen_later_is_in_codes_after_another_call():
+def test_another_call_quantizes_more_layers():
     model = fp8pass.quantize_frozen(new(), skip="down")
     assert stored(model).keys() == {"up.base.weight"}
-    kept = stored(model)
+    before = stored(model)
     fp8pass.quantize_frozen(model)
     assert stored(model).keys() == {"up.base.weight", "down.base.weight"}
-    assert stored(model).items() >= kept.items()
+    assert stored(model).items() >= before.items()
     assert stored(fp8pass.quantize_frozen(model)) == stored(model)
     model.load_state_dict(model.state_dict())
 
 
-def test_nothing_is_left_of_a_weight(monkeypatch):
-    """Of 4 bytes an element, or 2, one stays, and one weight is freed before the next is coded."""
+def test_each_weight_is_freed_before_the_next_is_quantized(monkeypatch):
+    """One byte an element is left of four."""
     model = nn.Sequential(*(nn.Linear(1024, 512, bias=False) for _ in range(4)))
     model.requires_grad_(False)
     whole = [compat.weak_storage(layer.weight) for layer in model]
     left = []
 
-    def counted(matrices, dtype):
+    def count(matrices, dtype):
         left.append(sum(not x.expired() for x in whole))
-        return coded(matrices, dtype)
+        return quantize_rows(matrices, dtype)
 
-    monkeypatch.setattr(frozen, "coded", counted)
+    monkeypatch.setattr(quantize_frozen_module, "quantize_rows", count)
     fp8pass.quantize_frozen(model)
     assert left == [4, 3, 2, 1]
     assert all(x.expired() for x in whole)
     for layer in model:
-        assert layer.weight.codes.nbytes + layer.weight.scales.nbytes == 512 * 1024 + 512 * 4
+        assert layer.weight.fp8_data.nbytes + layer.weight.scales.nbytes == 512 * 1024 + 512 * 4
 
 
 @pytest.mark.gpu
@@ -168,8 +168,8 @@ def test_memory_of_a_gpu():
     assert x.grad.isfinite().all()
 
 
-def test_errors_say_what_to_do():
-    with pytest.raises(ConfigError, match=r"is frozen: model.requires_grad_\(False\) comes"):
+def test_errors_name_the_fix():
+    with pytest.raises(ConfigError, match=r"is frozen: call model.requires_grad_\(False\)"):
         fp8pass.quantize_frozen(nn.Sequential(nn.Linear(64, 64)))
     frozen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 7)).half().requires_grad_(False)
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_errors_say_what_to_do():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_forward_is_the_same_and_gradients_are_close(device, dtype):
+def test_the_forward_does_not_change_and_gradients_are_close(device, dtype):
     found, eager = [], new(device, dtype)
     for model in (new(device, dtype), fp8pass.quantize_frozen(new(device, dtype))):
         torch._dynamo.reset()
@@ -212,7 +212,7 @@ def test_the_forward_is_the_same_and_gradients_are_close(device, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("in_place", [True, False])
-def test_adapters_are_trained_and_weights_stay(device, in_place):
+def test_training_adapters_does_not_change_weights(device, in_place):
     torch._dynamo.reset()
     model = fp8pass.quantize_frozen(new(device))
     before = stored(model)
@@ -238,7 +238,7 @@ def test_adapters_are_trained_and_weights_stay(device, in_place):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_without_a_compiler_values_are_those_of_codes(device):
+def test_eager_models_compute_with_rounded_weights(device):
     model = fp8pass.quantize_frozen(new(device))
     rounded = new(device)
     rounded.load_state_dict(model.state_dict())
@@ -248,8 +248,9 @@ def test_without_a_compiler_values_are_those_of_codes(device):
         assert torch.equal(got.gradients[name], gradient), name
 
 
-def test_kernels_make_no_codes_of_weights(graphs):
-    """In the forward; of a trained layer there is the input's, of a frozen one nothing else."""
+@pytest.mark.long
+def test_kernels_do_not_quantize_frozen_weights(graphs):
+    """The forward quantizes only inputs."""
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.SiLU(), nn.Linear(128, 64, bias=False))
     model = model.bfloat16().requires_grad_(False)
     x = torch.randn(32, 64).bfloat16().requires_grad_()
@@ -260,7 +261,7 @@ def test_kernels_make_no_codes_of_weights(graphs):
     assert frozen < plain
 
 
-# --- what becomes of a model --------------------------------------------------------------------
+# --- copies, moves and checkpoints --------------------------------------------------------------
 
 
 def check_same(model: nn.Module, other: nn.Module) -> None:
@@ -283,11 +284,11 @@ def test_copies_and_pickles():
     check_same(model, torch.load(file, weights_only=False))
 
 
-def test_processes_share_codes():
+def test_processes_can_share_a_model():
     model = fp8pass.quantize_frozen(new())
-    kept = stored(model)
+    before = stored(model)
     model.share_memory()
-    assert stored(model) == kept
+    assert stored(model) == before
     assert all(p.is_shared() for p in model.parameters())
 
 
@@ -307,7 +308,7 @@ def test_moves_and_other_dtypes(swap):
         model.load_state_dict(before.state_dict())
         check_same(before, model)
         model.to("meta")
-        assert model.up.base.weight.codes.is_meta
+        assert model.up.base.weight.fp8_data.is_meta
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
@@ -319,7 +320,7 @@ def test_moves_to_a_gpu_and_back():
     program = torch.compile(model, backend="fp8pass")
     for _ in range(2):
         model.cuda()
-        assert model.up.base.weight.codes.is_cuda
+        assert model.up.base.weight.fp8_data.is_cuda
         check_same(before, model)
         assert model.state_dict()["up.base.weight"].device.type == "cpu"
         program(ids("cuda")).backward()
@@ -328,19 +329,19 @@ def test_moves_to_a_gpu_and_back():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_state_dicts_have_weights(device):
+def test_state_dicts_contain_rounded_weights(device):
     model, plain = fp8pass.quantize_frozen(new(device)), new()
     state = reload_from_file(model.state_dict())
     assert {n: (x.shape, x.dtype) for n, x in state.items()} == {
         n: (x.shape, x.dtype) for n, x in plain.state_dict().items()
     }
     assert 0 < relative(state["up.base.weight"], plain.up.base.weight) < 0.04
-    plain.load_state_dict(state)  # without codes
+    plain.load_state_dict(state)  # an unquantized model
     model.load_state_dict(state)
     assert stored(fp8pass.quantize_frozen(plain)) == stored(model)  # rounded once
     other = {n: x * 2 if x.ndim == 2 else x for n, x in state.items()}
     model.load_state_dict(reload_from_file(other))
-    assert torch.equal(model.down.base.weight.decoded().cpu(), other["down.base.weight"])
+    assert torch.equal(model.down.base.weight.dequantize().cpu(), other["down.base.weight"])
     model.load_state_dict(new(device).state_dict(), assign=True)
     assert stored(model) == {}
 
@@ -355,13 +356,13 @@ def test_state_dicts_have_weights(device):
     std=st.sampled_from([1e-4, 1.0, 30.0]),
     seed=st.integers(0, 99),
 )
-def test_codes_are_never_stale(rows, columns, dtype, change, source, std, seed):
-    """Whatever writes to a weight in codes writes codes, or is refused."""
+def test_writes_update_the_fp8_data_or_are_refused(rows, columns, dtype, change, source, std, seed):
+    """Each way to write to a weight quantizes the values, or raises an error."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 16 * rows, 16 * columns
     layer = nn.Linear(*sizes[::-1], bias=False, dtype=dtype).requires_grad_(False)
     model = fp8pass.quantize_frozen(nn.Sequential(layer))
-    view, before = layer.weight.detach(), layer.weight.codes.clone()
+    view, before = layer.weight.detach(), layer.weight.fp8_data.clone()
     values = (torch.randn(sizes, dtype=torch.float64, generator=generator) * std).to(source)
     with torch.no_grad():
         if change == "copy_":
@@ -377,20 +378,23 @@ def test_codes_are_never_stale(rows, columns, dtype, change, source, std, seed):
             layer.weight.copy_(values[0, 0])
         else:
             write = layer.weight.__setitem__ if change == "part =" else layer.weight.data.lerp_
-            with pytest.raises(RuntimeError, match=r"it is in codes.*load_state_dict"):
+            with pytest.raises(
+                RuntimeError, match=r"exact values no longer exist.*merge before.*load_state_dict"
+            ):
                 write(slice(1, 3) if change == "part =" else values.to(dtype), 0.5)
-            assert torch.equal(view.codes.view(torch.uint8), before.view(torch.uint8))
+            assert torch.equal(view.fp8_data.view(torch.uint8), before.view(torch.uint8))
             return
-    ((codes, scales),) = coded([values.bfloat16()], torch.bfloat16)
+    ((codes, scales),) = quantize_rows([values.bfloat16()], torch.bfloat16)
     for weight in (layer.weight, view):
-        assert torch.equal(weight.codes.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(weight.scales, scales)
     x = torch.eye(sizes[1], dtype=dtype)
     assert torch.equal(model(x), (codes.float() * scales).to(dtype).T)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_code_sees_new_weights(device):
+def test_compiled_code_reads_new_weights(device):
     model = fp8pass.quantize_frozen(new(device))
     program = torch.compile(model, backend=fp8pass.backend(config(device)))
     program(ids(device))
@@ -403,32 +407,32 @@ def test_compiled_code_sees_new_weights(device):
     assert torch.equal(got, fresh(ids(device)))
 
 
-def test_others_may_be_changed_by_it():
-    """An average of weights, a copy, a sum of several tensors."""
+def test_weights_can_be_copied_and_added_to_tensors():
+    """Such as an average of weights, a copy, or a sum of several tensors."""
     weight = fp8pass.quantize_frozen(new()).up.base.weight
-    values, average = weight.decoded(), torch.zeros(weight.shape, dtype=weight.dtype)
+    values, average = weight.dequantize(), torch.zeros(weight.shape, dtype=weight.dtype)
     average.copy_(weight)
     assert torch.equal(average, values)
     average.add_(weight)
     torch._foreach_add_([average], [weight.detach()])
     assert torch.equal(average, 2 * values + values)
-    with pytest.raises(RuntimeError, match="it is in codes"):
+    with pytest.raises(RuntimeError, match="exact values no longer exist"):
         torch._foreach_mul_([average, weight.detach()], 2.0)
 
 
-def test_fit_counts_codes():
+def test_fit_counts_fp8_data():
     model = fp8pass.quantize_frozen(new())
     here, _ = Parameters(model).place(Setup(), 1)
-    held = [p for p in model.parameters() if not isinstance(p, CodedWeight)]
+    held = [p for p in model.parameters() if not isinstance(p, QuantizedWeight)]
     for weight in (model.up.base.weight, model.down.base.weight):
-        held += [weight.codes, weight.scales]
+        held += [weight.fp8_data, weight.scales]
     assert here.weights == sum(x.nbytes for x in held)
 
 
 def test_adapters_of_peft():
-    """Before it gets the model, and after."""
+    """`quantize_frozen` may be called before or after `get_peft_model`."""
     peft = pytest.importorskip("peft")
-    kept, lora = [], peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    found, lora = [], peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     for first in (True, False):
         torch._dynamo.reset()
         model = llama().bfloat16().requires_grad_(False)
@@ -438,7 +442,7 @@ def test_adapters_of_peft():
         model = peft.get_peft_model(model, lora)
         if not first:
             fp8pass.quantize_frozen(model)
-        kept.append(list(stored(model).values()))
+        found.append(list(stored(model).values()))
         program = torch.compile(model, backend=Backend(COAT_EAGER))
         optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
         losses = []
@@ -448,13 +452,14 @@ def test_adapters_of_peft():
             optimizer.step()
             optimizer.zero_grad()
         assert losses[2] < losses[1] < losses[0]
-        assert list(stored(model).values()) == kept[-1]
+        assert list(stored(model).values()) == found[-1]
         assert all("base_layer" not in name for name in peft.get_peft_model_state_dict(model))
-    assert len(kept[0]) == 7
-    assert kept[0] == kept[1]
+    assert len(found[0]) == 7
+    assert found[0] == found[1]
 
 
-def test_a_monitor_sees_what_a_frozen_model_quantizes():
+@pytest.mark.long
+def test_a_monitor_reports_quantized_inputs():
     model, monitor = fp8pass.quantize_frozen(new()), fp8pass.Monitor(every=1)
     program = torch.compile(model, backend=fp8pass.backend(COAT_EAGER, monitor=monitor))
     program(ids()).backward()

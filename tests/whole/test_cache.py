@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fp8pass import compilation
-from fp8pass.compilation import Compilation, Inputs, decided_by_name
+from fp8pass.compilation import Compilation, Inputs, match_names
 from fp8pass.config import Config
 from fp8pass.partition import Partitioner
 
@@ -192,6 +192,29 @@ def test_graphs_that_differ_in_names_that_matter_do_not_share_an_entry(tmp_path)
     ]
 
 
+LOGGED = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64, dtype=torch.float64).float())
+torch.compile(model, backend="fp8pass")(torch.randn(32, 64)).sum().backward()
+"""
+
+
+@pytest.mark.long
+def test_messages_about_cached_graphs_are_logged_again(tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "FP8PASS_CHECK": "0"}
+    found = []
+    for _ in range(2):
+        result = subprocess.run(
+            [sys.executable, "-c", LOGGED],
+            env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-3000:]
+        found.append([line for line in result.stderr.splitlines() if "fp8pass:" in line])
+    assert found[0] == found[1]
+    assert "2 of 2 linear layers in FP8" in found[0][0]
+
+
 def named(path: str) -> fx.GraphModule:
     """Return a graph of one operator of the module `path`."""
     g = fx.Graph()
@@ -215,7 +238,7 @@ def named(path: str) -> fx.GraphModule:
 )
 def test_key_covers_what_names_decide(options, matters):
     """Names that do not matter are not in the key, so that equal layers share an entry."""
-    first, second = (decided_by_name(named(f"layers.{i}"), Config(**options)) for i in range(2))
+    first, second = (match_names(named(f"layers.{i}"), Config(**options)) for i in range(2))
     assert (first != second) == matters
     keys = [Compilation(Config(**options), by_name=names).cache_key() for names in (first, second)]
     assert (keys[0] != keys[1]) == matters
@@ -226,7 +249,7 @@ def test_functions_in_skip_count_by_what_they_select():
         return lambda path: path.endswith(last)
 
     keys = [
-        Compilation(Config(skip=skip), by_name=decided_by_name(named("a.b"), Config(skip=skip)))
+        Compilation(Config(skip=skip), by_name=match_names(named("a.b"), Config(skip=skip)))
         for skip in (select("b"), select("b"), select("c"))
     ]
     same, equal, other = (compilation.cache_key() for compilation in keys)
@@ -234,8 +257,8 @@ def test_functions_in_skip_count_by_what_they_select():
 
 
 def test_key_covers_the_names_of_heads_and_of_modules_in_checkpointed_regions():
-    body, head = (decided_by_name(named(path), Config()) for path in ("a.body", "a.lm_head"))
+    body, head = (match_names(named(path), Config()) for path in ("a.body", "a.lm_head"))
     assert body != head
     outer = named("a")
     outer.add_module("wrap_body_0", named("lm_head"))
-    assert decided_by_name(outer, Config()) != decided_by_name(named("a"), Config())
+    assert match_names(outer, Config()) != match_names(named("a"), Config())

@@ -15,7 +15,16 @@ from torch import nn
 import fp8pass
 from fp8pass import compat
 from fp8pass import config as config_module
-from fp8pass.config import GEMMS, RECIPES, Config, ConfigError, Simulation, split_options
+from fp8pass.config import (
+    GEMMS,
+    RECIPES,
+    Config,
+    ConfigError,
+    Simulation,
+    bytes_text,
+    parse_bytes,
+    split_options,
+)
 from fp8pass.dialect.formats import FORMATS, SAVED_FORMATS
 
 
@@ -57,6 +66,17 @@ def test_frozen_and_hashable():
             assert hash(Config(**{field: given})) == hash(Config(**{field: ("a",)}))
 
 
+@pytest.mark.parametrize("text", ["60%", " 60 %", "0.6", ".6", "60.0%"])
+def test_a_share_may_be_text(text):
+    assert Config(memory_budget=text) == Config(memory_budget=0.6)
+
+
+def test_budgets_are_rounded_up():
+    for count in (1, 1023, 1024, 1052736, 123456789, 999_999_999_999):
+        text = bytes_text(count, up=True)
+        assert count <= parse_bytes(text) <= 1.01 * count + 1, text
+
+
 @pytest.mark.parametrize(
     ("make", "names"),
     [
@@ -87,7 +107,8 @@ def test_frozen_and_hashable():
         (lambda: Config(error_tolerance=math.nan), "got nan"),
         (lambda: Config(error_tolerance=10**400), "got 1000"),
         (lambda: Config(memory_budget="0.0 MiB"), "positive and finite, got '0.0 MiB': it is a"),
-        (lambda: Config(memory_budget="60%"), "a share up to 2.0 (a number)"),
+        (lambda: Config(memory_budget="60"), "a share up to 2.0 (a number)"),
+        (lambda: Config(memory_budget="300%"), "memory_budget=3.0: a float is a share, up to 2.0"),
         (
             lambda: Config(calibration=(("up", math.nan, 1.0),)),
             "pass what fp8pass.calibrate returns",

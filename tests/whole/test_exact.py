@@ -75,6 +75,7 @@ def test_mlp(path, dropout):
     check(MLP(dropout=dropout).train(), (randn(32, 64),), path=path)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_llama(path, attention):
@@ -92,10 +93,12 @@ def test_gpt2_with_dropout(path):
     check(gpt2().train(), (tokens(),), path=path)
 
 
+@pytest.mark.long
 def test_vit(path):
     check(vit().train(), (randn(2, 3, 32, 32, grad=False),), path=path)
 
 
+@pytest.mark.long
 def test_decoder_layer_bf16(path):
     models = benchmark_models()
     cos, sin = models.rope_tables(32, 16, torch.device("cpu"))
@@ -118,6 +121,7 @@ class Broken(nn.Module):
         return x.sum(-1)
 
 
+@pytest.mark.long
 def test_graph_breaks(path):
     check(Broken(), (randn(32, 64),), path=path)
 
@@ -144,6 +148,7 @@ def test_dynamic_sizes(path):
     check(Attention(), *batches, path=path, dynamic=True)
 
 
+@pytest.mark.long
 def test_marked_dynamic_rows(path):
     batches = []
     for rows in (32, 17, 48, 5):

@@ -264,7 +264,7 @@ def test_without_fp8_hardware_saves_stay_low_bit(monkeypatch):
     got = step(program, model, args)
     agree(got, want, 0.01)
     assert {y.reason for y in spy.plan.linears} == {"an old GPU"}
-    assert any(s.kept_as.startswith("e4m3_bytes") for s in spy.plan.saved)
+    assert any(s.saved_as.startswith("e4m3_bytes") for s in spy.plan.saved)
     assert not any("float8" in t.dtype for s in spy.plan.saved for t in s.tensors)
     assert spy.plan.saved_bytes == native_spy.plan.saved_bytes < 0.75 * spy.plan.stock_bytes
     assert_close(got, reference(model, args))

@@ -14,9 +14,9 @@ from kernel_helpers import Layers, counts, interpret_halves
 from torch import nn
 
 from fp8pass import backend as make_backend
-from fp8pass.codegen.kernels.rows import rows
-from fp8pass.codegen.kernels.tiles import tiles
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import rows
+from fp8pass.codegen.kernels.tile_kernel import tiles
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.config import Config, ConfigError
 
 
@@ -83,6 +83,7 @@ def test_generated_code_agrees_with_interpreted_graphs(kernels_on_cpu, monkeypat
             assert relative(got.gradients[parameter], gradient) < 0.05, parameter
 
 
+@pytest.mark.long
 def test_recipe_exact_uses_no_kernels(graphs):
     model, x = Layers(1).bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     program = torch.compile(model, backend=make_backend(Config.recipe("exact")))
@@ -90,6 +91,7 @@ def test_recipe_exact_uses_no_kernels(graphs):
     assert set(counts(graphs)) == {"quantize"}  # in a lossless format
 
 
+@pytest.mark.long
 def test_kernels_can_be_disabled(graphs, monkeypatch):
     monkeypatch.setenv("FP8PASS_DISABLE_PASSES", "fuse_tiles")
     model, x = Layers(1).bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
@@ -141,6 +143,7 @@ class Gated(nn.Module):
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "activation",
     [
@@ -184,6 +187,7 @@ class GatedByOne(nn.Module):
         return self.down(nn.functional.silu(gate) * up)
 
 
+@pytest.mark.long
 def test_kernels_read_the_halves_of_a_product(graphs, monkeypatch):
     """Row kernels of the forward and tile kernels of the backward do not copy gate or up."""
     model, x = GatedByOne().bfloat16(), torch.randn(2, 32, 64).bfloat16()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import re
@@ -13,7 +14,7 @@ import tarfile
 import zipfile
 
 import pytest
-from cli_helpers import ROOT
+from cli_helpers import ROOT, run_python
 
 import fp8pass
 
@@ -28,6 +29,30 @@ def test_public_names_are_what_their_modules_define():
     assert set(fp8pass.__all__) <= set(dir(fp8pass))
     with pytest.raises(AttributeError, match="no attribute 'explan'"):
         _ = fp8pass.explan
+
+
+def test_names_of_public_modules_are_suggested():
+    for name, module in fp8pass._ELSEWHERE.items():
+        assert name in getattr(fp8pass, module).__all__
+        with pytest.raises(AttributeError, match=f"Use fp8pass.{module}.{name}"):
+            getattr(fp8pass, name)
+
+
+def test_warnings_name_fp8pass():
+    """A warning shows a line of the caller, or of PyTorch, but not who speaks."""
+    for path in (ROOT / "fp8pass").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                text = ast.unparse(node.args[0])
+                assert re.match(r"f?['\"]fp8pass: ", text), f"{path}: {text}"
+
+
+def test_log_lines_name_fp8pass_if_logging_is_not_configured():
+    script = "import logging, fp8pass; logging.getLogger('fp8pass').warning('%d of %d', 1, 2)"
+    done = run_python("-c", script)
+    assert done.stderr == "fp8pass: 1 of 2\n"
+    configured = run_python("-c", f"import logging; logging.basicConfig(); {script}")
+    assert configured.stderr == "WARNING:fp8pass:1 of 2\n"
 
 
 def test_no_module_has_the_name_of_a_function():

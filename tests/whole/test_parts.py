@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers import cosine, step
 from hypothesis import HealthCheck, given, settings
@@ -10,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8pass import backend as make_backend
-from fp8pass.codegen.kernels.rows import rows
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import rows
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.codegen.program.reader import ALIGNED
 from fp8pass.config import Config
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
@@ -39,6 +40,7 @@ class Parts(nn.Module):
         return self.outward(self.activation(a) * b)
 
 
+@pytest.mark.long
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     columns=st.sampled_from([64, 96, 128, 256]),

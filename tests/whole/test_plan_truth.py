@@ -63,6 +63,7 @@ MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 @pytest.mark.parametrize("name", list(MODELS))
@@ -70,23 +71,26 @@ def test_saved_tensors_match_the_plan(name, recipe):
     check(name, Config.recipe(recipe, compiler="eager"))
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "linear"])
 def test_saved_tensors_of_generated_code_match_the_plan(recipe):
     check("normed", Config.recipe(recipe))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["e2m1", "e2m2", "e2m3"])
 def test_packed_tensors_match_the_plan(format):
     plan = check("decoder", Config(save_format=format, compiler="eager"))
-    low_bit = [s for s in plan.saved if s.kept_as.startswith(format)]
+    low_bit = [s for s in plan.saved if s.saved_as.startswith(format)]
     assert low_bit
     for s in low_bit:
-        elements, group = s.bytes_exact // 2, int(s.kept_as.split("×")[1])
+        elements, group = s.bytes_exact // 2, int(s.saved_as.split("×")[1])
         assert s.bytes == FORMATS[format].stored_bytes(elements, group)
         assert len(s.tensors) == len(FORMATS[format].planes) + 1
 
 
+@pytest.mark.long
 def test_packed_tensors_of_generated_code_match_the_plan():
     check("normed", Config(save_format="e2m3"))
 
@@ -117,6 +121,7 @@ def test_a_graph_input_that_needs_a_gradient_is_saved_quantized():
     assert programs[1][1].plan.saved_bytes < 0.5 * h.numel() * 4
 
 
+@pytest.mark.long
 def test_coat_saves_fewer_bytes_than_linear_and_stock():
     saved = {}
     for recipe in ("coat", "linear"):

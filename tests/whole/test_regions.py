@@ -67,6 +67,7 @@ def gradients(model: nn.Module, **options) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"recipe": "agoq"}, {"memory_budget": 0.5}], ids=str)
 @pytest.mark.parametrize(
     ("call", "plain"), [(region, None), (region_around_a_region, without_a_region)]
@@ -114,6 +115,7 @@ class Pairs(nn.Module):
         return self.pair(self.decoder["last"], self.pair(self.encoder, x))
 
 
+@pytest.mark.long
 def test_modules_at_different_paths_keep_their_names():
     (compiled,) = explained(Pairs()).graphs
     found = sorted(x.module for x in compiled.plan.linears)
@@ -167,6 +169,7 @@ def by_map(model, x):
     return map_(lambda y: model.second(model.first(y)), x.unflatten(0, (2, 16))).flatten(0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("call", [by_cond, by_while_loop, by_map])
 def test_layers_in_called_graphs_are_listed_with_a_reason(call):

@@ -87,6 +87,7 @@ def loss(model, x):
     return model(x).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hooks", [(), (Versions(Monitor()),)])
 def test_an_interpreted_graph_returns_no_views(hooks):
     model, x = changed_view()
@@ -109,6 +110,7 @@ def test_tools_run_a_model_that_changes_a_view(tool):
 # --- default dtypes -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_changes_nothing(dtype):
     """Graphs and predictions do not change. In bfloat16 counts of 1000 rows would be rounded."""

@@ -52,7 +52,7 @@ def row(family: str, name: str) -> dict[str, Any]:
         "fp8": sum(bool(layer.fp8) for layer in layers),
         "asked_for": sum(layer.chosen for layer in layers),
         "reasons": sorted({layer.reason for layer in layers if layer.reason and not layer.chosen}),
-        "kept_bytes": sum(plan.saved_bytes for plan in spy.plans),
+        "saved_bytes": sum(plan.saved_bytes for plan in spy.plans),
         "stock_bytes": sum(plan.stock_bytes or 0 for plan in spy.plans),
         "operators": operators(spy),
     }

@@ -1,7 +1,8 @@
-"""Launches: one Triton kernel for several programs, whose grids follow one another.
+"""Launches: one Triton kernel for several programs, whose grids are concatenated.
 
-A launch takes the CPU ten to twenty microseconds, while the GPU quantizes a weight of a layer of
-hidden 2048 in five: small layers wait for launches. So programs that can run together share one.
+A launch takes the CPU ten to twenty microseconds. The GPU quantizes a weight of a layer with hidden
+size 2048 in five microseconds, so small layers wait for launches. Independent programs share one
+launch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from itertools import accumulate
 from typing import Any
 
 from fp8pass import compat
-from fp8pass.codegen.kernels.prelude import prelude
+from fp8pass.codegen.kernels.device_functions import shared_source
 
-# Parts of a launch. Each adds to the size of the compiled kernel, even if several are equal.
+# Most parts of a launch. Each part adds to the size of the compiled kernel, even if some are equal.
 MOST_PARTS = 8
 
 _FUNCTION = """
@@ -42,7 +43,7 @@ class Function:
         pointers: parameters for tensors, inputs and then results.
         sizes: run-time parameters.
         constants: compile-time parameters.
-        body: the lines.
+        body: its source.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Function:
     body: str
 
     def source(self, name: str) -> str:
-        """The function, called `name`."""
+        """Return the source of the function, with the name `name`."""
         constants = (f"{constant}: tl.constexpr" for constant in self.constants)
         parameters = ", ".join((*self.pointers, *self.sizes, *constants))
         body = textwrap.indent(self.body, " " * 4)
@@ -65,12 +66,12 @@ class LaunchPart:
 
     Attributes:
         function: the Triton function that computes it.
-        grid: how many Triton programs run the function.
+        grid: number of Triton programs.
         sizes: run-time arguments.
         constants: compile-time arguments.
         num_warps: warps of a Triton program.
-        inputs: which of the operator's inputs are read.
-        outputs: which of the operator's results are written.
+        inputs: indices of the operator's inputs that it reads.
+        outputs: indices of the operator's results that it writes.
     """
 
     function: Function
@@ -87,12 +88,12 @@ class Launch:
     """A Triton kernel and its arguments.
 
     Attributes:
-        kernel: the Triton function, of inputs `in0`, ..., results `out0`, ... and `sizes`.
-        grid: how many Triton programs run it.
+        kernel: the Triton kernel; its parameters are inputs `in0`, ..., results `out0`, ..., sizes.
+        grid: number of Triton programs.
         sizes: run-time arguments.
         num_warps: warps of a Triton program.
-        inputs: which of the operator's inputs are read.
-        outputs: which of the operator's results are written.
+        inputs: indices of the operator's inputs that it reads.
+        outputs: indices of the operator's results that it writes.
     """
 
     kernel: Any
@@ -108,15 +109,15 @@ class Launch:
         self.kernel[(self.grid,)](*tensors, **self.sizes, num_warps=self.num_warps)
 
 
-def launches(parts: Iterable[LaunchPart]) -> list[Launch]:
-    """The launches that run parts, as few as possible."""
-    return [launch(group) for group in parts_by_launch(parts)]
+def plan_launches(parts: Iterable[LaunchPart]) -> list[Launch]:
+    """Return as few launches as possible for the parts."""
+    return [build_launch(group) for group in group_into_launches(parts)]
 
 
-def parts_by_launch(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
-    """The parts of each launch: at most `MOST_PARTS`, with the same number of warps.
+def group_into_launches(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
+    """Group parts into launches of at most `MOST_PARTS`, with the same number of warps.
 
-    Parts of the same function are neighbours, so that models of many layers have few kernels.
+    Parts with the same function are adjacent, so that models with many layers have few kernels.
     """
     by_warps: dict[int, list[LaunchPart]] = {}
     for part in sorted(parts, key=lambda part: (part.function.name, part.function.body)):
@@ -128,10 +129,10 @@ def parts_by_launch(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
     ]
 
 
-def launch(parts: Sequence[LaunchPart]) -> Launch:
-    """One launch of parts with the same number of warps."""
+def build_launch(parts: Sequence[LaunchPart]) -> Launch:
+    """Build the launch of parts that have the same number of warps."""
     inputs = tuple(i for part in parts for i in part.inputs)
-    # Several programs may write to one result, side by side.
+    # Several programs may write to different columns of one result.
     outputs = tuple(dict.fromkeys(i for part in parts for i in part.outputs))
     ends = list(accumulate(part.grid for part in parts))
     sizes = {f"end_{i}": end for i, end in enumerate(ends[:-1])}
@@ -145,48 +146,48 @@ def launch(parts: Sequence[LaunchPart]) -> Launch:
         calls.append(Call(part.function, tuple(pointers), tuple(part.constants.items())))
     parameters = [f"in{i}" for i in range(len(inputs))]
     parameters += [f"out{i}" for i in range(len(outputs))]
-    kernel = _kernel(tuple(calls), (*parameters, *sizes))
+    kernel = _load_kernel(tuple(calls), (*parameters, *sizes))
     return Launch(kernel, ends[-1], sizes, parts[0].num_warps, inputs, outputs)
 
 
 @dataclass(frozen=True)
 class Call:
-    """How the source of a kernel calls the function of a part."""
+    """A call of a part's function in the source of a kernel."""
 
     function: Function
     pointers: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
 
     def source(self, name: str, number: int, index: str) -> str:
-        """The call of the function `name` by part `number`, which starts at `index`."""
+        """Return the call of the function `name` by part `number`, which starts at `index`."""
         sizes = [f"{size}={size}_{number}" for size in self.function.sizes]
         constants = [f"{constant}={value!r}" for constant, value in self.constants]
         return f"{name}({', '.join((index, *self.pointers, *sizes, *constants))})"
 
 
 @cache
-def _kernel(calls: tuple[Call, ...], parameters: tuple[str, ...]) -> Any:
-    name = _name(calls)
-    return getattr(compat.load_source(_source(name, calls, parameters)), name)
+def _load_kernel(calls: tuple[Call, ...], parameters: tuple[str, ...]) -> Any:
+    name = _name_kernel(calls)
+    return getattr(compat.load_source(_write_kernel(name, calls, parameters)), name)
 
 
-def _name(calls: Sequence[Call]) -> str:
-    """The name of a kernel: its functions, and how often each is called if more than once."""
+def _name_kernel(calls: Sequence[Call]) -> str:
+    """Name a kernel by its functions and the number of calls of each."""
     counts = Counter(call.function.name for call in calls)
     words = (name if count == 1 else f"{name}_x{count}" for name, count in counts.items())
     return "_and_".join(words)[:120]
 
 
-def _source(name: str, calls: Sequence[Call], parameters: Sequence[str]) -> str:
-    """The Triton module of a kernel."""
+def _write_kernel(name: str, calls: Sequence[Call], parameters: Sequence[str]) -> str:
+    """Return the Triton module of a kernel."""
     functions = list(dict.fromkeys(call.function for call in calls))
     names = {function: f"part_{i}" for i, function in enumerate(functions)}
     lines = []
     for i, call in enumerate(calls):
         index = f"index - end_{i - 1}" if i else "index"
-        lines.append(_when(i, len(calls)) + call.source(names[call.function], i, index))
+        lines.append(_write_condition(i, len(calls)) + call.source(names[call.function], i, index))
     return (
-        prelude()
+        shared_source()
         + "".join(function.source(names[function]) for function in functions)
         + _KERNEL.format(
             name=name,
@@ -196,8 +197,8 @@ def _source(name: str, calls: Sequence[Call], parameters: Sequence[str]) -> str:
     )
 
 
-def _when(number: int, count: int) -> str:
-    """The condition before a call: that the index lies in part `number` of `count`."""
+def _write_condition(number: int, count: int) -> str:
+    """Return the condition of a call: the index lies in part `number` of `count`."""
     if count == 1:
         return ""
     if number == count - 1:

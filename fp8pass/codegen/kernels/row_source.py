@@ -1,8 +1,8 @@
 """The Triton source of row kernels.
 
-A row is cut into chunks. A row that fits is held in registers, chunk by chunk. A longer one is read
-in a loop over chunks, which is repeated for every stage of reductions; after the first time, the
-row comes from the cache.
+A row is cut into chunks. Registers hold a row if it fits. A longer row is read in a loop over
+chunks, which is repeated for every stage of reductions. After the first loop, the row comes from
+the cache.
 """
 
 from __future__ import annotations
@@ -14,14 +14,26 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from fp8pass.codegen.kernels.device_functions import call_quotient_of
 from fp8pass.codegen.kernels.launch import Function
-from fp8pass.codegen.kernels.nibbles import byte_of, nibble, of_nibbles, to_nibbles
-from fp8pass.codegen.kernels.prelude import quotient_of
-from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
-from fp8pass.codegen.program.ir import REDUCTION_STEPS, Load, Program, Step
+from fp8pass.codegen.kernels.planes import (
+    decode_bits,
+    encode_values,
+    extract_bits,
+    locate_byte,
+    split_planes,
+)
+from fp8pass.codegen.kernels.triton_ops import (
+    TRITON_TYPES,
+    divide_by_scale,
+    name_kernel,
+    name_pointers,
+    write_expression,
+)
+from fp8pass.codegen.program.ir import REDUCTION_STEPS, Load, Program, Step, Store
 from fp8pass.dialect.formats import FORMATS
 
-# Elements that a thread reads at once: 16 bytes of BF16.
+# Elements that a thread reads in one instruction: 16 bytes of BF16.
 VECTOR = 8
 
 _BODY = """
@@ -30,7 +42,7 @@ row = index.to(tl.int64)
 {body}
 """
 
-# With sums over rows, a Triton program goes over several rows and keeps their sums in registers.
+# With sums over rows, a Triton program loops over several rows and holds their sums in registers.
 _SUMMING_BODY = """
 {before}
 for row in range(index.to(tl.int64), M, PROGRAMS):
@@ -44,14 +56,14 @@ _LOADS = {
     "row": "tl.load({0} + row)",
     "scalar": "tl.load({0})",
 }
-# A scale is loaded once for a few neighbours, so that no thread loads the same one several times.
+# A scale is loaded once for a few neighboring elements, so that no thread loads it several times.
 _GROUP_SCALES = [
     "{v}_few = {start} + tl.arange(0, {chunk} // {few}) * {few}",
-    "{v}_scales = tl.load({1} + row * ({width} // {size}) + ({offset} + {v}_few) // {size}"
+    "{v}_scales = tl.load({scales} + row * ({width} // {size}) + ({offset} + {v}_few) // {size}"
     "{few_or_zero})",
 ]
 _OF_GROUPS = (
-    "tl.reshape(tl.reshape({codes}, ({chunk} // {few}, {few})) "
+    "tl.reshape(tl.reshape({elements}, ({chunk} // {few}, {few})) "
     "* {v}_scales.to(tl.float32)[:, None], ({chunk},))"
 )
 _GROUPS = [
@@ -59,27 +71,27 @@ _GROUPS = [
     "{v}_amax = tl.reduce(tl.abs({v}_groups), 1, largest)",
     "{v}_scales = truncated({scale})",
     "group = {start} // {size} + tl.arange(0, {chunk} // {size})",
-    "tl.store({1} + row * ({N} // {size}) + group, {v}_scales.to(tl.bfloat16){if_group})",
+    "tl.store({scales} + row * ({N} // {size}) + group, {v}_scales.to(tl.bfloat16){if_group})",
     "{v}_groups = {v}_groups * tl.div_rn(1.0, {v}_scales)[:, None]",
 ]
-_CODES_OF_GROUPS = (
-    "tl.store({0} + first + {column}, tl.reshape({v}_groups.to({code}), ({chunk},)){if_there})"
+_STORE_ELEMENTS = (
+    "tl.store({data} + first + {column}, tl.reshape({v}_groups.to({type}), ({chunk},)){if_there})"
 )
-_NIBBLES_OF_GROUPS = [
-    "{v}_bytes = {start} // 2 + tl.arange(0, {chunk} // 2)",
-    "tl.store({0} + row * ({N} // 2) + {v}_bytes,"
-    " tl.reshape(bytes_of({nibbles}, {chunk} // {size}, {size}), ({chunk} // 2,)){if_byte})",
+_STORE_PLANE = [
+    "{v}_bytes = {start} * {width} // 8 + tl.arange(0, {chunk} * {width} // 8)",
+    "tl.store({plane} + row * {row_bytes} + {v}_bytes, tl.reshape("
+    "pack({field}, {chunk} // {size}, {size}, {width}), ({chunk} * {width} // 8,)){if_byte})",
 ]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel goes over a row.
+    """How a kernel processes a row.
 
     Attributes:
         columns: elements of the row.
         chunk: elements of a chunk.
-        held: whether the row is held in registers, or read in a loop.
+        held: whether registers hold the row, rather than reading it in a loop.
     """
 
     columns: int
@@ -88,11 +100,11 @@ class Shape:
 
     @property
     def chunks(self) -> range:
-        """The chunks that the source spells out: all of a held row, one for a loop."""
+        """The chunks that the source has code for: all chunks of a held row, one for a loop."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     def is_full(self, i: int) -> bool:
-        """Whether no element of a chunk lies behind the end of the row."""
+        """Whether all elements of a chunk lie within the row."""
         if self.held:
             return (i + 1) * self.chunk <= self.columns
         return self.columns % self.chunk == 0
@@ -101,10 +113,9 @@ class Shape:
 class RowWriter:
     """Writes the body of a function.
 
-    Work is done in stages. A reduction, or a store, belongs to the first stage in which all
-    reductions that it depends on are done. Values that vary along a row have a name in each chunk.
-    They are computed once if the row is held, and again in every stage that needs them if it is
-    read in a loop.
+    The body has stages. A reduction or a store belongs to the first stage after all reductions that
+    it depends on. Values that vary along a row have a name in each chunk. They are computed once if
+    the row is held, and recomputed in every stage that needs them if it is read in a loop.
     """
 
     def __init__(self, program: Program, shape: Shape) -> None:
@@ -112,7 +123,7 @@ class RowWriter:
         self.definitions: dict[str, Load | Step] = {x.name: x for x in program.loads}
         self.definitions |= {x.name: x for x in program.steps}
         self.rounded = {s.name: s.dtype for s in program.stores if "full" in s.layouts}
-        self.where = pointers(program)
+        self.where = name_pointers(program)
         self.results = self._name_results()
         self.varying: set[str] = set()
         self.stages: dict[str, int] = {}
@@ -122,25 +133,25 @@ class RowWriter:
         self.known: set[str] = set()
 
     def _name_results(self) -> dict[tuple[int, str], list[str]]:
-        """The pointer parameters of every store, by its number and layout."""
+        """Return the pointer parameters of every store, by its number and layout."""
         found: dict[tuple[int, str], list[str]] = {}
         count = 0
         for i, store in enumerate(self.program.stores):
             for layout in store.layouts:
-                number = 2 if layout == "groups" else 1
+                number = store.tensor_count(layout)
                 found[i, layout] = [f"out{count + i}" for i in range(number)]
                 count += number
         return found
 
     def parameters(self) -> list[str]:
-        """The function's pointer parameters."""
+        """Return the function's pointer parameters."""
         inputs = [f"in{i}" for i in range(self.program.input_count)]
         return inputs + [name for names in self.results.values() for name in names]
 
     def _place(self, definition: Load | Step) -> None:
-        """Note whether a value varies along a row, and the first stage that can use it.
+        """Record whether a value varies along a row, and the first stage that can use it.
 
-        For the result of a reduction this is the stage after the reduction's own.
+        The result of a reduction can be used in the stage after the reduction.
         """
         name = definition.name
         if isinstance(definition, Load):
@@ -156,7 +167,7 @@ class RowWriter:
     # --- the parts of a kernel ------------------------------------------------------------------
 
     def before(self) -> list[str]:
-        """The lines that are the same for all rows."""
+        """Write the lines before all rows."""
         self.lines = []
         if self.shape.held:
             for i in self.shape.chunks:
@@ -168,9 +179,9 @@ class RowWriter:
         return self.lines
 
     def body(self) -> list[str]:
-        """The lines for a row."""
+        """Write the lines for a row."""
         self.lines = [f"first = row * {self.shape.columns}"]
-        if self.shape.held:  # all loads are issued before the first one is waited for
+        if self.shape.held:  # all loads are issued before the kernel waits for the first
             self._read("full", "groups")
         reductions = [s for s in self.program.steps if s.target in REDUCTION_STEPS]
         when = {key: self._stage_of_store(key[0]) for key in self.results}
@@ -183,7 +194,7 @@ class RowWriter:
         return self.lines
 
     def after(self) -> list[str]:
-        """The lines after all rows: stores of sums."""
+        """Write the lines after all rows: stores of sums."""
         self.lines = []
         for number, pointer in self._sums():
             for i in self.shape.chunks:
@@ -192,7 +203,7 @@ class RowWriter:
         return self.lines
 
     def _sums(self) -> list[tuple[int, str]]:
-        """The numbers and pointers of stores of sums over rows."""
+        """Return the numbers and pointers of stores of sums over rows."""
         found = self.results.items()
         return [(number, pointers_[0]) for (number, layout), pointers_ in found if layout == "sums"]
 
@@ -226,7 +237,7 @@ class RowWriter:
                 self.lines.append(f"tl.store({pointer} + row, {value}.to(tl.{store.dtype}))")
 
     def _row_values(self, names: list[str]) -> list[str]:
-        """Values that named ones depend on and that do not vary along a row, unless known."""
+        """Return the unknown values that do not vary along a row and that `names` depend on."""
         found: list[str] = []
         seen, pending = set(self.known), list(reversed(names))
         while pending:
@@ -278,24 +289,24 @@ class RowWriter:
             self.lines.append(f"there_{i} = column_{i} < {self.shape.columns}")
 
     def _if_there(self, i: int, condition: str = "") -> str:
-        """The mask argument of a load or store; empty in a chunk that is full."""
+        """Return the mask argument of a load or store; empty in a full chunk."""
         return "" if self.shape.is_full(i) else f", {condition or f'there_{i}'}"
 
     def _only_there(self, value: str, i: int) -> str:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
 
     def name(self, value: str, i: int) -> str:
-        """The name of a value in a chunk: one for all chunks unless the value varies."""
+        """Return the name of a value in a chunk: the same for all chunks unless it varies."""
         return f"{value}_{i}" if value in self.varying else value
 
     def _along(self, value: str, i: int) -> str:
-        """A value broadcast to the elements of a chunk."""
+        """Broadcast a value to the elements of a chunk."""
         name = self.define(value, i)
         varies = value in self.varying
         return name if varies else f"tl.full(({self.shape.chunk},), {name}, tl.float32)"
 
     def define(self, value: str, i: int) -> str:
-        """Compute a value in a chunk, with its operands, unless it is known. Returns its name."""
+        """Compute a value in a chunk, with its operands, unless it is known. Return its name."""
         name = self.name(value, i)
         if name in self.known:
             return name
@@ -306,14 +317,14 @@ class RowWriter:
             args = definition.args
             renamed = {x: self.define(x, i) for x in _operands(definition)}
             step = replace(definition, args=tuple(renamed.get(x, x) for x in args))
-            self.lines.append(f"{name} = {expression(step)}")
+            self.lines.append(f"{name} = {write_expression(step)}")
         if value in self.rounded:
             self.lines.append(f"{name} = {name}.to(tl.{self.rounded[value]}).to(tl.float32)")
         self.known.add(name)
         return name
 
     def _read(self, *kinds: str) -> None:
-        """Load operands of some kinds in all chunks."""
+        """Load operands of these kinds in all chunks."""
         for i in self.shape.chunks:
             for load in self.program.loads:
                 if load.operand in kinds:
@@ -326,27 +337,37 @@ class RowWriter:
         kind = "full" if load.operand == "groups" else load.operand
         or_zero = self._if_there(i, f"there_{i}, other=0.0")
         places = {"first": _first(load), "column": f"column_{i}", "or_zero": or_zero}
-        read = _LOADS[kind].format(*where, **places)
-        if load.in_nibbles:
-            place = f"row * ({self.shape.columns} // 2) + {byte_of(f'column_{i}', load.group_size)}"
-            read = f"tl.load({where[0]} + {place}{self._if_there(i, f'there_{i}, other=0')})"
-        self.lines.append(f"{name}_read = {read}")
+        if load.packed:
+            self._read_planes(load, name, i)
+        else:
+            self.lines.append(f"{name}_read = {_LOADS[kind].format(*where, **places)}")
         self.known.add(f"{name}_read")
         if load.operand == "groups":
             few_or_zero = self._if_there(i, f"{name}_few < {self.shape.columns}, other=0.0")
             names = {**self._names(name, i), **_groups(load), "few_or_zero": few_or_zero}
             names |= {"width": load.width or self.shape.columns, "offset": load.offset}
-            self.lines += [line.format(*where, **names) for line in _GROUP_SCALES]
+            self.lines += [line.format(scales=where[-1], **names) for line in _GROUP_SCALES]
+
+    def _read_planes(self, load: Load, name: str, i: int) -> None:
+        """Load the byte of each plane that contains an element."""
+        for plane, width in enumerate(FORMATS[load.format].planes):
+            byte = locate_byte(f"column_{i}", load.group_size, width)
+            place = f"row * {self.shape.columns * width // 8} + {byte}"
+            or_zero = self._if_there(i, f"there_{i}, other=0")
+            self.lines.append(
+                f"{name}_plane{plane} = tl.load({self.where[load][plane]} + {place}{or_zero})"
+            )
 
     def _write_load(self, load: Load, i: int) -> None:
         self._write_read(load, i)
         name = self.name(load.name, i)
         value = f"{name}_read.to(tl.float32)"
         if load.operand == "groups":
-            if load.in_nibbles:
-                nibbles = nibble(f"{name}_read", f"column_{i}", load.group_size)
-                value = of_nibbles(nibbles, load.format)
-            value = _OF_GROUPS.format(codes=value, **self._names(name, i), **_groups(load))
+            if load.packed:
+                planes = [f"{name}_plane{plane}" for plane in range(load.tensor_count - 1)]
+                bits = extract_bits(planes, f"column_{i}", load.group_size, load.format)
+                value = decode_bits(bits, load.format)
+            value = _OF_GROUPS.format(elements=value, **self._names(name, i), **_groups(load))
         self.lines.append(f"{name} = {value}")
 
     def _names(self, value: str, i: int) -> dict[str, Any]:
@@ -369,10 +390,10 @@ class RowWriter:
         store, (pointer,) = self.program.stores[number], self.results[number, "full"]
         self._store_elements(i, pointer, f"{value}.to(tl.{store.dtype})")
 
-    def _store_codes(self, i: int, number: int, value: str) -> None:
+    def _store_rows(self, i: int, number: int, value: str) -> None:
         store, (pointer,) = self.program.stores[number], self.results[number, "rows"]
-        codes = coded(value, self.define(store.scale, i))
-        self._store_elements(i, pointer, f"{codes}.to({CODE_TYPES[store.format]})")
+        data = divide_by_scale(value, self.define(store.scale, i))
+        self._store_elements(i, pointer, f"{data}.to({TRITON_TYPES[store.format]})")
 
     def _store_elements(self, i: int, pointer: str, elements: str) -> None:
         where = f"{pointer} + first + column_{i}"
@@ -380,29 +401,38 @@ class RowWriter:
 
     def _store_groups(self, i: int, number: int, value: str) -> None:
         store = self.program.stores[number]
+        *planes, scales = self.results[number, "groups"]
         names = {
             **self._names(f"{store.name}_{i}", i),
             "value": value,
+            "scales": scales,
             "size": store.group_size,
-            "scale": quotient_of(f"{store.name}_{i}_amax", store.format),
+            "scale": call_quotient_of(f"{store.name}_{i}_amax", store.format),
             "if_there": self._if_there(i),
             "if_group": self._if_there(i, f"group < {self.shape.columns // store.group_size}"),
         }
-        lines = [*_GROUPS, _CODES_OF_GROUPS]
-        if FORMATS[store.format].in_nibbles:
-            lines = [*_GROUPS, *_NIBBLES_OF_GROUPS]
-            names["nibbles"] = to_nibbles(f"{store.name}_{i}_groups", store.format)
-            half = self.shape.columns // 2
-            names["if_byte"] = self._if_there(i, f"{store.name}_{i}_bytes < {half}")
+        self.lines += [line.format(**names) for line in _GROUPS]
+        if FORMATS[store.format].packed:
+            self._store_planes(i, store, planes, names)
         else:
-            names["code"] = CODE_TYPES[store.format]
-        pointers_ = self.results[number, "groups"]
-        self.lines += [line.format(*pointers_, **names) for line in lines]
+            type = TRITON_TYPES[store.format]
+            self.lines.append(_STORE_ELEMENTS.format(data=planes[0], type=type, **names))
+
+    def _store_planes(self, i: int, store: Store, planes: list[str], names: dict[str, Any]) -> None:
+        """Pack the elements of groups into the bytes of each plane."""
+        bits = f"{store.name}_{i}_bits"
+        self.lines.append(f"{bits} = {encode_values(f'{store.name}_{i}_groups', store.format)}")
+        fields = split_planes(bits, store.format)
+        for plane, (field, width) in zip(planes, fields, strict=True):
+            row_bytes = self.shape.columns * width // 8
+            names |= {"plane": plane, "field": field, "width": width, "row_bytes": row_bytes}
+            names["if_byte"] = self._if_there(i, f"{store.name}_{i}_bytes < {row_bytes}")
+            self.lines += [line.format(**names) for line in _STORE_PLANE]
 
 
-# How each layout is stored in a chunk. `row`, one value for all chunks, is stored after them.
+# The method that stores each layout in a chunk. `row` is stored after all chunks.
 STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
-    "rows": RowWriter._store_codes,
+    "rows": RowWriter._store_rows,
     "groups": RowWriter._store_groups,
     "full": RowWriter._store_full,
     "sums": RowWriter._store_sums,
@@ -410,7 +440,7 @@ STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
 
 
 def _first(load: Load) -> str:
-    """Where the row of a matrix begins."""
+    """Return the offset of a row of a matrix."""
     return f"row * {load.width} + {load.offset}" if load.width else "first"
 
 
@@ -430,7 +460,7 @@ def sums_rows(program: Program) -> bool:
 
 @cache
 def write(program: Program, shape: Shape) -> Function:
-    """The Triton function of a program."""
+    """Write the Triton function of a program."""
     writer = RowWriter(program, shape)
     before, body, after = ("\n".join(x) for x in (writer.before(), writer.body(), writer.after()))
     sizes: tuple[str, ...] = ()
@@ -441,5 +471,5 @@ def write(program: Program, shape: Shape) -> Function:
     else:
         body = _BODY.format(before=before, body=body)
     return Function(
-        kernel_name("rows", program), tuple(writer.parameters()), sizes, constants, body.strip("\n")
+        name_kernel("rows", program), tuple(writer.parameters()), sizes, constants, body.strip("\n")
     )

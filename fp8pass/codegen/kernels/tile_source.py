@@ -1,7 +1,7 @@
 """The Triton source of tile kernels.
 
-A tile is cut into slices of rows. Of n slices, slice i has the rows i, i + n, i + 2n, ..., so that
-one thread has all codes of a word.
+A tile is cut into n slices of rows. Slice i has the rows i, i + n, i + 2n, ..., so that one thread
+holds all elements of a word.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fp8pass.codegen.kernels.launch import Function
-from fp8pass.codegen.kernels.nibbles import byte_of, nibble, of_nibbles
-from fp8pass.codegen.kernels.triton_ops import CODE_TYPES, coded, expression, kernel_name, pointers
+from fp8pass.codegen.kernels.planes import decode_bits, extract_bits, locate_byte
+from fp8pass.codegen.kernels.triton_ops import (
+    TRITON_TYPES,
+    divide_by_scale,
+    name_kernel,
+    name_pointers,
+    write_expression,
+)
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.dialect.formats import FORMATS
 
-# Codes in a word.
+# FP8 elements in a word.
 WORD = 4
 
 # Run-time and compile-time parameters.
@@ -32,7 +39,7 @@ in_row = tl.arange(0, N_TILE)
 column = first_column + in_row
 column_there = FULL | (column < N)
 """
-# Offsets in a matrix may need 64 bits, those in a tile do not.
+# Offsets in a matrix may need 64 bits. Offsets in a tile do not.
 _FIRST = "first = (row_tile * M_TILE).to(tl.int64) * N + first_column"
 _SLICE = """
 in_tile_{i} = {slices} * in_tile + {i}
@@ -56,18 +63,18 @@ _LOADS = {
 
 @dataclass(frozen=True)
 class TileWriter:
-    """Writes the function of a program. The names of values in slice i end in i."""
+    """Writes the function of a program. Names of values in slice i end in i."""
 
     program: Program
 
     @cached_property
     def slices(self) -> int:
-        """How many slices a tile has: one for each code of a word, which lie below one another."""
+        """Number of slices: the elements of a word, which come from consecutive rows."""
         transposes = any("columns" in store.layouts for store in self.program.stores)
         return WORD if transposes else 1
 
     def write(self) -> Function:
-        """The Triton function."""
+        """Write the Triton function."""
         program = self.program
         results = [f"out{i}" for i in range(sum(len(s.layouts) for s in program.stores))]
         body = [*self._places()]
@@ -78,7 +85,7 @@ class TileWriter:
         for store in program.stores:
             body += self._store(store, [next(remaining) for _ in store.layouts])
         return Function(
-            kernel_name("tiles", program),
+            name_kernel("tiles", program),
             pointers=(*(f"in{i}" for i in range(program.input_count)), *results),
             sizes=SIZES,
             constants=CONSTANTS,
@@ -86,7 +93,7 @@ class TileWriter:
         )
 
     def _places(self) -> Iterator[str]:
-        """The places of the tile's elements in matrices."""
+        """Compute the offsets of the tile's elements in matrices."""
         yield _TILE.format(slices=self.slices)
         yield _FIRST
         for i in range(self.slices):
@@ -95,7 +102,7 @@ class TileWriter:
             yield _TRANSPOSED.format(word=WORD)
 
     def _loads(self, i: int) -> Iterator[str]:
-        where = pointers(self.program)
+        where = name_pointers(self.program)
         for load in self.program.loads:
             yield from self._load(load, where[load], i)
 
@@ -106,29 +113,31 @@ class TileWriter:
         return [f"{name} = {_LOADS[load.operand].format(*where, i=i, place=_place(load, i))}"]
 
     def _load_groups(self, load: Load, where: list[str], name: str, i: int) -> list[str]:
-        (codes, scales), size = where, load.group_size
+        (*planes, scales), size = where, load.group_size
         row = f"row_{i}.to(tl.int64) * ({load.width or 'N'} // {size})"
         first = f"{scales} + {row} + {load.offset // size}"
         return [
-            # Where a tile lies within one group, each row has one scale.
+            # If a tile lies within one group, each row has one scale.
             f"if {size} % N_TILE == 0:",
             f"    {name}_scale = tl.load({first} + first_column // {size}, row_there_{i},"
             " other=0.0).to(tl.float32)[:, None]",
             "else:",
             f"    {name}_scale = tl.load(({first})[:, None] + (column // {size})[None, :],"
             f" there_{i}, other=0.0).to(tl.float32)",
-            f"{name} = {self._codes(load, codes, i)} * {name}_scale",
+            f"{name} = {self._elements(load, planes, i)} * {name}_scale",
         ]
 
-    def _codes(self, load: Load, codes: str, i: int) -> str:
-        """The values of codes, without their scale."""
-        if not load.in_nibbles:
-            place = _place(load, i)
-            return f"tl.load({codes} + {place}, there_{i}, other=0.0).to(tl.float32)"
-        row = f"row_{i}.to(tl.int64)[:, None] * (N // 2)"
-        place = f"{row} + ({byte_of('column', load.group_size)})[None, :]"
-        bytes_ = f"tl.load({codes} + {place}, there_{i}, other=0)"
-        return of_nibbles(nibble(bytes_, "column[None, :]", load.group_size), load.format)
+    def _elements(self, load: Load, planes: list[str], i: int) -> str:
+        """Return the values of quantized elements, without their scale."""
+        if not load.packed:
+            return f"tl.load({planes[0]} + {_place(load, i)}, there_{i}, other=0.0).to(tl.float32)"
+        row, size, bytes_ = f"row_{i}.to(tl.int64)[:, None]", load.group_size, []
+        for plane, width in zip(planes, FORMATS[load.format].planes, strict=True):
+            byte = f"({locate_byte('column', size, width)})[None, :]"
+            place = f"{row} * (N * {width} // 8) + {byte}"
+            bytes_.append(f"tl.load({plane} + {place}, there_{i}, other=0)")
+        elements = extract_bits(bytes_, "column[None, :]", size, load.format)
+        return decode_bits(elements, load.format)
 
     def _steps(self, i: int) -> Iterator[str]:
         for step in self.program.steps:
@@ -136,7 +145,7 @@ class TileWriter:
 
     def _value(self, step: Step, i: int) -> str | None:
         args = tuple(f"{x}_{i}" if isinstance(x, str) else x for x in step.args)
-        return expression(replace(step, args=args))
+        return write_expression(replace(step, args=args))
 
     def _store(self, store: Store, where: list[str]) -> Iterator[str]:
         if store.format:
@@ -149,11 +158,11 @@ class TileWriter:
             # Padding must be zero, whatever the steps compute from it.
             codes = f"{store.name}_{i}"
             if store.scale:
-                codes = coded(codes, f"{store.scale}_{i}")
+                codes = divide_by_scale(codes, f"{store.scale}_{i}")
             yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
-        """Programs that store amaxes store nothing else, and have one slice."""
+        """Store amaxes. Such programs store nothing else, and have one slice."""
         magnitude = f"tl.where(there_0, tl.abs({store.name}_0), 0.0)"
         amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
         yield f"tl.store({pointer} + index, {amax})"
@@ -167,7 +176,7 @@ class TileWriter:
             place = f"full_{i}"
             if store.width:
                 place = f"in_tile_{i}[:, None] * {store.width} + in_row[None, :]"
-            codes = f"{store.name}_{i}_coded.to({CODE_TYPES[store.format]})"
+            codes = f"{store.name}_{i}_coded.to({TRITON_TYPES[store.format]})"
             yield f"tl.store({first} + {place}, {codes}, there_{i})"
 
     def _store_columns(self, store: Store, pointer: str) -> Iterator[str]:
@@ -180,14 +189,14 @@ class TileWriter:
 
 
 def _place(load: Load, i: int) -> str:
-    """The places of a tile's elements in a matrix."""
+    """Return the offsets of a tile's elements in a matrix."""
     if not load.width:
         return f"first + full_{i}"
     first = f"(row_tile * M_TILE).to(tl.int64) * {load.width} + first_column + {load.offset}"
     return f"{first} + in_tile_{i}[:, None] * {load.width} + in_row[None, :]"
 
 
-# How each layout is stored, at a pointer.
+# The method that stores each layout at a pointer.
 STORES: dict[str, Callable[[TileWriter, Store, str], Iterator[str]]] = {
     "rows": TileWriter._store_rows,
     "columns": TileWriter._store_columns,

@@ -1,4 +1,4 @@
-"""Makes programs of loads, steps and stores, and adds the operator that runs them to the graph."""
+"""Build programs from loads, steps and stores, and add the operator that runs them to a graph."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.buffers import hold, is_buffer
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.buffers import is_buffer, store_in_buffer
 from fp8pass.codegen.program.ir import OPERANDS, Program, Step, Store
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.codegen.program.reader import Reader, tensors_of
 from fp8pass.codegen.program.simplify import simplify
 from fp8pass.codegen.program.verify import verify
-from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.encoding import is_fp8
 from fp8pass.graph.nodes import aten, tensor
 
-# A program to be: the readers of its loads and steps, and its stores.
+# The input of a program: the readers of its loads and steps, and its stores.
 Draft = tuple[Iterable[Reader], Iterable[Store]]
 
 
 def emit_kernel(target: Any, drafts: Iterable[Draft], *, like: fx.Node) -> list[fx.Node]:
     """Add an operator that runs a program for each draft, before `like`.
 
-    Returns the results in the order of the stores. Codes that lie side by side are one result,
-    which is returned for each of their stores.
+    Returns the results in the order of the stores. Stores to one matrix have the same result.
     """
-    programs, inputs = zip(*(_program(readers, stores) for readers, stores in drafts), strict=True)
+    programs, inputs = zip(
+        *(_build_program(readers, stores) for readers, stores in drafts), strict=True
+    )
     batch, operands = Batch(programs), [x for tensors in inputs for x in tensors]
     results = emit_batch(target, batch, operands, like=like)
     return [results[i] for _, _, numbers in batch.split(operands) for i in numbers]
@@ -51,13 +52,15 @@ def emit_batch(
         ]
 
 
-def _program(readers: Iterable[Reader], stores: Iterable[Store]) -> tuple[Program, list[fx.Node]]:
-    """The program of a draft, and the nodes whose tensors it reads."""
+def _build_program(
+    readers: Iterable[Reader], stores: Iterable[Store]
+) -> tuple[Program, list[fx.Node]]:
+    """Build the program of a draft. Return it and the nodes that it reads."""
     readers = list(readers)
     loads = {n: x for reader in readers for n, x in reader.loads.items()}
     steps: dict[fx.Node, list[Step]] = {}
     for reader in readers:
-        steps |= _merged(steps, reader.steps)
+        steps |= _merge_steps(steps, reader.steps)
     loaded = {load.name for load in loads.values()}
     read = sorted(loads, key=lambda n: (OPERANDS.index(loads[n].operand), n))
     program = Program(
@@ -65,14 +68,14 @@ def _program(readers: Iterable[Reader], stores: Iterable[Store]) -> tuple[Progra
         tuple(step for n in sorted(steps) for step in steps[n] if step.name not in loaded),
         tuple(stores),
     )
-    inputs = [_in_memory(t) for n in read for t in tensors_of(n, loads[n])]
+    inputs = [_store_contiguous(t) for n in read for t in tensors_of(n, loads[n])]
     return simplify(program).canonical(), inputs
 
 
-def _merged(
+def _merge_steps(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """The steps of each node in `others`: those that `steps` has for it, then all that it lacks."""
+    """Merge the steps of each node in `others` into the known steps of the node."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])
@@ -80,10 +83,10 @@ def _merged(
     return found
 
 
-def _in_memory(node: fx.Node) -> fx.Node:
-    """`node` as a contiguous tensor: itself, or its buffer if generated code computes it.
+def _store_contiguous(node: fx.Node) -> fx.Node:
+    """Return a node as a contiguous tensor: itself, or its buffer if generated code computes it.
 
-    All users of the node take the buffer, so that it is computed once.
+    All users of the node read the buffer, so that it is computed once.
     """
     val = tensor(node)
     if node.op != "call_function" or val.ndim == 0 or is_fp8(val.dtype):
@@ -91,18 +94,18 @@ def _in_memory(node: fx.Node) -> fx.Node:
     order = list(range(val.ndim))
     if is_buffer(node, order):
         return node
-    if held := next((u for u in node.users if is_buffer(u, order)), None):
-        return held
-    return hold(node, order)
+    if buffers := [u for u in node.users if is_buffer(u, order)]:
+        return buffers[0]
+    return store_in_buffer(node, order)
 
 
 def has_shape(node: fx.Node) -> bool:
-    """Whether a result can be viewed in the shape of `node`: at most one size varies."""
+    """Whether a result can be viewed in the shape of `node`: at most one size is symbolic."""
     return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
 
 
 def replace(node: fx.Node, result: fx.Node) -> None:
-    """Use `result`, a matrix, in place of `node`."""
+    """Replace all uses of `node` by `result`, a matrix."""
     val = tensor(node)
     if val.ndim != tensor(result).ndim:
         shape = [size if isinstance(size, int) else -1 for size in val.shape]

@@ -1,9 +1,9 @@
-"""Programs: loads, steps and stores of a fused kernel that works on an [M, N] matrix.
+"""Programs: loads, steps and stores of a fused kernel that computes an [M, N] matrix.
 
-A `Program` is plain data, so that it travels as a string through graphs and caches. `reader.py`
-makes it from FX nodes, `reference.py` defines its results, and `codegen/kernels` writes Triton
-kernels that compute them. Values are fp32. As in Inductor's kernels, they are not rounded in
-between unless they are stored.
+A `Program` is plain data, so that graphs and caches can contain it as a string. `reader.py` reads
+it from FX nodes, `reference.py` defines its results, and `codegen/kernels` writes Triton kernels
+that compute them. Values are fp32. As in Inductor's kernels, they are rounded only if they are
+stored.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ import torch
 from torch import Tensor
 
 from fp8pass import compat
-from fp8pass.dialect.coding import padded
+from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 
-# How an operand is broadcast to the matrix: [], [N], [M, 1] or [M, N]. `groups` is a pair: codes
-# [M, N], or [M, N / 2] where two share a byte, and the scales of groups along rows, [M, N / G].
+# How an operand is broadcast to the matrix: [], [N], [M, 1] or [M, N]. `groups` are several
+# tensors: data [M, N], or packed planes [M, N w / 8] of w bits, and the scales of groups along
+# rows, [M, N / G].
 OPERANDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the tiles that the first stage of an amax reduces.
 AMAX_TILE = 64, 128
-# Partial sums over rows. Each goes over rows of its own, so that the order of summation is fixed.
+# Number of partial sums over rows. Each sums different rows, so that the summation order is fixed.
 PARTIAL_SUMS = 1024
-# Steps that reduce over rows; their results are [M, 1].
+# Steps that reduce along rows; their results are [M, 1].
 REDUCTION_STEPS = ("row_sum", "row_amax")
 
 
 class NotAMatrix(Exception):
-    """A value cannot be broadcast to the matrix that a kernel works on."""
+    """A value cannot be broadcast to the matrix that a kernel computes."""
 
 
 @dataclass(frozen=True)
 class Load:
     """Reads the value `name`, which is one of `OPERANDS`.
 
-    Only `groups` have a `group_size`, and the `format` of their codes. A matrix may be a *part* of
-    a wider one in memory: `columns` of its `width` columns, from `offset` on.
+    Only `groups` have a `group_size` and a `format`. A matrix may be a *part* of a wider matrix in
+    memory: `columns` of its `width` columns, starting at `offset`.
     """
 
     name: str
@@ -55,16 +56,22 @@ class Load:
     offset: int = 0
 
     @property
-    def in_nibbles(self) -> bool:
-        """Whether two codes share each byte."""
-        return bool(self.format) and FORMATS[self.format].in_nibbles
+    def packed(self) -> bool:
+        """Whether several elements share a byte."""
+        return bool(self.format) and FORMATS[self.format].packed
+
+    @property
+    def tensor_count(self) -> int:
+        """Number of tensors that are read."""
+        return len(FORMATS[self.format].planes) + 1 if self.format else 1
 
 
 @dataclass(frozen=True)
 class Step:
     """`name = target(*args)`: an operator on values (their names) and constants.
 
-    A pointwise aten operator, one of `REDUCTION_STEPS`, or `scale`, of an amax and a format.
+    The target is a pointwise aten operator, one of `REDUCTION_STEPS`, or `scale`, which has an amax
+    and a format.
     """
 
     name: str
@@ -76,18 +83,18 @@ class Step:
 class Store:
     """Stores the value `name`, in one tensor for each of `layouts`.
 
-    `rows`     codes [M, N], with a `scale` for all or one for each row
-    `columns`  their transpose [N, M'], where M' is M padded with zeros to a length that GEMMs take;
-               alone it needs no scale: then the values are those of codes already
+    `rows`     quantized data [M, N], with one `scale` or a scale for each row
+    `columns`  the transposed data [N, M'], where M' is M padded with zeros to a length that GEMMs
+               support; without a scale if the values are already divided by it
     `amax`     largest magnitudes of tiles of `AMAX_TILE`, fp32 [M / 64, N / 128]
-    `groups`   codes [M, N], or [M, N / 2] where two share a byte, and bf16 scales [M, N / G] of
-               groups: two tensors
+    `groups`   quantized data [M, N], or packed planes [M, N w / 8] of w bits, and bf16 scales
+               [M, N / G]
     `full`     the value, [M, N] in `dtype`; later steps use the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
     `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
 
-    Codes in `rows` or `columns` may lie in a matrix of `width` columns, from column `offset` on,
-    beside the codes of other programs (`batch.py`).
+    Data in `rows` or `columns` may be stored in a matrix of `width` columns, starting at column
+    `offset`. Other programs store the other columns (`program_batch.py`).
     """
 
     name: str
@@ -99,10 +106,14 @@ class Store:
     width: int = 0
     offset: int = 0
 
+    def tensor_count(self, layout: str) -> int:
+        """Return the number of tensors that are stored in one of the layouts."""
+        return len(FORMATS[self.format].planes) + 1 if layout == "groups" else 1
+
     @property
     def result_count(self) -> int:
-        """How many tensors are stored."""
-        return len(self.layouts) + ("groups" in self.layouts)
+        """Number of tensors that are stored."""
+        return sum(map(self.tensor_count, self.layouts))
 
 
 @dataclass(frozen=True)
@@ -114,13 +125,13 @@ class Program:
     stores: tuple[Store, ...]
 
     def dumps(self) -> str:
-        """The program as text."""
+        """Serialize the program."""
         return json.dumps(asdict(self))
 
     @staticmethod
     @cache
     def parse(text: str) -> Program:
-        """The program that `dumps` wrote."""
+        """Parse a program from the text of `dumps`."""
         data = json.loads(text)
         return Program(
             tuple(Load(**x) for x in data["loads"]),
@@ -129,18 +140,18 @@ class Program:
         )
 
     def canonical(self) -> Program:
-        """The program with values numbered, so that repeated layers share a kernel."""
+        """Return the program with numbered values, so that repeated layers share a kernel."""
         names = [x.name for x in self.loads] + [x.name for x in self.steps]
         new = {name: f"v{i}" for i, name in enumerate(names)}
         return Program(
             tuple(replace(x, name=new[x.name]) for x in self.loads),
-            tuple(replace(x, name=new[x.name], args=_renamed(x.args, new)) for x in self.steps),
+            tuple(replace(x, name=new[x.name], args=_rename(x.args, new)) for x in self.steps),
             tuple(replace(x, name=new[x.name], scale=new.get(x.scale, "")) for x in self.stores),
         )
 
     @property
     def finishes_amax(self) -> bool:
-        """Whether only values of rows are stored: the second stage of an amax, and its scales."""
+        """Whether only row values are stored, as for the second stage of an amax and its scales."""
         return all(store.layouts == ("row",) for store in self.stores)
 
     @property
@@ -150,44 +161,46 @@ class Program:
 
     @property
     def input_count(self) -> int:
-        """How many tensors a program reads."""
-        return sum(2 if load.operand == "groups" else 1 for load in self.loads)
+        """Number of tensors that the program reads."""
+        return sum(load.tensor_count for load in self.loads)
 
     def sizes(self, shapes: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-        """M and N, by the shape of the first matrix it reads; a load before it is one tensor."""
+        """Return M and N, by the shape of the first matrix that the program reads."""
         matrices = ((i, x) for i, x in enumerate(self.loads) if x.operand in ("full", "groups"))
-        i, load = next(matrices)
+        i, load = next(matrices)  # each load before it reads one tensor
         *leading, columns = shapes[i]
-        return math.prod(leading), load.columns or columns * (2 if load.in_nibbles else 1)
+        width = FORMATS[load.format].planes[0] if load.packed else 8
+        return math.prod(leading), load.columns or columns * 8 // width
 
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Uninitialized results."""
+        """Return uninitialized results."""
         rows, columns = self.sizes([x.shape for x in inputs])
         outputs = []
         for store in self.stores:
-            code = FORMATS[store.format].dtype if store.format else None
+            quantized = FORMATS[store.format].dtype if store.format else None
             value = getattr(torch, store.dtype) if store.dtype else None
             for layout in store.layouts:
                 shapes: dict[str, list[tuple[Any, Any]]] = {
-                    "rows": [((rows, store.width or columns), code)],
-                    "columns": [((columns, store.width or padded(rows)), code)],
+                    "rows": [((rows, store.width or columns), quantized)],
+                    "columns": [((columns, store.width or padded_size(rows)), quantized)],
                     "sums": [((PARTIAL_SUMS, columns), torch.float32)],
-                    "amax": [(amax_shape(rows, columns), torch.float32)],
+                    "amax": [(count_tiles(rows, columns), torch.float32)],
                     "full": [((rows, columns), value)],
                     "row": [((rows, 1), value)],
                 }
                 if layout == "groups":
-                    coded = columns // 2 if FORMATS[store.format].in_nibbles else columns
-                    scales = (rows, columns // store.group_size)
-                    shapes["groups"] = [((rows, coded), code), (scales, GROUP_SCALE_DTYPE)]
+                    planes = FORMATS[store.format].planes
+                    scales = (rows, columns // store.group_size), GROUP_SCALE_DTYPE
+                    data = [((rows, columns * width // 8), quantized) for width in planes]
+                    shapes["groups"] = [*data, scales]
                 outputs += [inputs[0].new_empty(s, dtype=d) for s, d in shapes[layout]]
         return outputs
 
 
-def amax_shape(rows: Any, columns: int) -> tuple[Any, int]:
-    """How many tiles of `AMAX_TILE` a matrix has, in both dimensions."""
+def count_tiles(rows: Any, columns: int) -> tuple[Any, int]:
+    """Return the number of tiles of `AMAX_TILE` in a matrix, in both dimensions."""
     return compat.ceil_div(rows, AMAX_TILE[0]), compat.ceil_div(columns, AMAX_TILE[1])
 
 
-def _renamed(args: tuple[Any, ...], new: dict[str, str]) -> tuple[Any, ...]:
+def _rename(args: tuple[Any, ...], new: dict[str, str]) -> tuple[Any, ...]:
     return tuple(new.get(x, x) if isinstance(x, str) else x for x in args)

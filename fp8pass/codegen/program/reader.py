@@ -1,4 +1,4 @@
-"""Reads FX operators into a program: from a matrix back to tensors that are in memory anyway."""
+"""Read FX operators into a program, from a matrix back to tensors that are in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.codegen.buffers import buffer
 from fp8pass.codegen.program.ir import Load, NotAMatrix, Step
-from fp8pass.dialect.coding import is_fp8
+from fp8pass.dialect.encoding import is_fp8
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, tensor
@@ -28,10 +28,10 @@ from fp8pass.graph.pointwise import triton_template
 
 fp8 = torch.ops.fp8pass
 
-# Elements that places and widths of parts are multiples of, for loads of 16 bytes of any dtype.
+# Offsets and widths of parts are multiples of this, so that threads load 16 bytes of any dtype.
 ALIGNED = 16
 
-# Operators that change how a value lies in memory or is shaped, but not the value.
+# Operators that change the layout, shape or dtype of a value, but not the value.
 TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
 
 Snapshot = tuple[dict[fx.Node, Load], dict[fx.Node, list[Step]], dict[fx.Node, str], fx.Node | None]
@@ -41,18 +41,18 @@ Snapshot = tuple[dict[fx.Node, Load], dict[fx.Node, list[Step]], dict[fx.Node, s
 class Reader:
     """Collects the operators that compute one matrix, and the tensors that these read.
 
-    `read` adds a node with everything that it is computed from. Nodes that no kernel can compute
-    are loaded from memory; those that cannot be broadcast to the matrix raise NotAMatrix.
+    `read` adds a node and its operands, recursively. Nodes that no kernel can compute are loaded
+    from memory. A node that cannot be broadcast to the matrix raises NotAMatrix.
 
     Attributes:
-        matrix: the matrix that the kernel works on, [M, N].
-        by_row: whether the kernel holds whole rows. Such a kernel can reduce over rows, and it
-            computes a sum of the residual stream, which it stores for its other users.
-        loads: the loads so far, by the node that is loaded.
-        steps: the steps so far, by the node that they compute.
-        names: the name of each node's value; casts and views have that of their operand.
-        sum: the sum of the residual stream that it computes. All others are in memory, or else each
-            kernel would add up the stream from its beginning on.
+        matrix: the matrix that the kernel computes, [M, N].
+        by_row: whether the kernel holds whole rows. Such a kernel can reduce along rows, and can
+            compute one sum of the residual stream, which it stores for its other users.
+        loads: the loads, by the node that is loaded.
+        steps: the steps, by the node that they compute.
+        names: the name of each node's value; casts and views have the name of their operand.
+        sum: the sum of the residual stream that the kernel computes. Other sums are loaded from
+            memory; otherwise each kernel would recompute the stream from its beginning.
     """
 
     matrix: fx.Node
@@ -73,27 +73,27 @@ class Reader:
         return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
-        """Add `node` and everything that it is computed from; raises NotAMatrix."""
+        """Add `node` and its operands, recursively; raises NotAMatrix."""
         if node not in self.names and not self._compute(node):
             self.load(node)
 
     def load(self, node: fx.Node) -> None:
-        """Read `node` from memory; raises NotAMatrix where a kernel cannot."""
+        """Load `node` from memory; raises NotAMatrix if a kernel cannot."""
         val = graph.value(node)
         if val is None or not val.is_floating_point():
             raise NotAMatrix
         if val.device != tensor(self.matrix).device:  # numbers may be tensors on the CPU
             raise NotAMatrix
-        load, part = Load(node.name, self.operand(node)), graph.part_of_rows(node)
+        load, part = Load(node.name, self.operand(node)), graph.match_column_slice(node)
         if load.operand == "full" and part is not None and _is_readable(part):
-            load = _part(load, part)
+            load = _select_columns(load, part)
         elif not val.is_contiguous():
             raise NotAMatrix
         self.loads[node] = load
         self.names[node] = node.name
 
     def operand(self, node: fx.Node) -> str:
-        """How `node` is broadcast to the matrix, one of `OPERANDS`; raises NotAMatrix if not."""
+        """Return how `node` is broadcast to the matrix, one of `OPERANDS`; raises NotAMatrix."""
         val, matrix = graph.value(node), tensor(self.matrix)
         if val is None:
             raise NotAMatrix
@@ -111,21 +111,21 @@ class Reader:
         raise NotAMatrix
 
     def _compute(self, node: fx.Node) -> bool:
-        """Add the operator that computes `node`. Returns False, with nothing added, if none can."""
+        """Add the operator that computes `node`. Return False, and add nothing, if unsupported."""
         if node.op != "call_function":
             return False
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
             return False
         if is_dequantized_saved_value(node):
             return self._load_groups(node, node)
-        part = graph.part_of_rows(node)
+        part = graph.match_column_slice(node)
         if part is not None:
-            coded = _decoded(part.whole)
-            return coded is not None and self._load_groups(node, coded, part)
+            groups = _find_groups(part.whole)
+            return groups is not None and self._load_groups(node, groups, part)
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Add a node and its operands. Returns False, with nothing added, if one cannot be read."""
+        """Add a node and its operands. Return False, and add nothing, if one cannot be read."""
         before = self.snapshot()
         if is_residual_sum(node):
             self.sum = node
@@ -139,31 +139,31 @@ class Reader:
         return False
 
     def snapshot(self) -> Snapshot:
-        """What has been read so far."""
+        """Copy the state of the reader."""
         return dict(self.loads), dict(self.steps), dict(self.names), self.sum
 
     def restore(self, before: Snapshot) -> None:
-        """Forget what was read since."""
+        """Reset the reader to a snapshot."""
         self.loads, self.steps, self.names, self.sum = before
 
     def agrees(self, other: Reader) -> bool:
-        """Whether nodes that both readers load are broadcast to both matrices in the same way."""
+        """Whether both readers load their common nodes in the same way."""
         return all(self.loads.get(n, load) == load for n, load in other.loads.items())
 
-    def _load_groups(self, node: fx.Node, coded: fx.Node, part: ColumnSlice | None = None) -> bool:
-        how = quantization_of(coded)
+    def _load_groups(self, node: fx.Node, groups: fx.Node, part: ColumnSlice | None = None) -> bool:
+        how = quantization_of(groups)
         format, (rows, size) = how.format, how.block
         if rows > 1 or not size:
             return False
-        if format.lossless or (format.emulated and not format.in_nibbles):
+        if format.lossless or (format.emulated and not format.packed):
             return False
         if self.operand(node) != "full":
             return False
         load = Load(node.name, "groups", size, format.name)
         if part is not None:
-            if format.in_nibbles or part.offset % size or part.columns % size:
+            if format.packed or part.offset % size or part.columns % size:
                 return False
-            load = _part(load, part)
+            load = _select_columns(load, part)
         self.loads[node] = load
         self.names[node] = node.name
         return True
@@ -173,8 +173,8 @@ class Reader:
             source = node.args[0]
             if not isinstance(source, fx.Node) or not all(map(_is_float, (node, source))):
                 return False
-            # A view may turn a column into a row: [N] into [N, 1], where M is N.
-            if not _looks_through(node, self.operand(source), self.operand(node)):
+            # A view may turn a column into a row: [N] into [N, 1], if M equals N.
+            if not _preserves_operand(node, self.operand(source), self.operand(node)):
                 return False
             self.read(source)
             self.names[node] = self.names[source]
@@ -189,7 +189,7 @@ class Reader:
         return True
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
-        """The step of a pointwise operator, none if kernels cannot compute it."""
+        """Return the step of a pointwise operator; no step if kernels do not support it."""
         if node.target is fp8.dequantize.default:
             planes, scale_node = node.args[:2]
             data, scale = self._name(planes[0]), self._name(scale_node)  # type: ignore[index]
@@ -203,7 +203,7 @@ class Reader:
         return [Step(node.name, str(node.target), args)]
 
     def _row_steps(self, node: fx.Node) -> list[Step] | None:
-        """The steps of a reduction over rows or of a scale; None for other operators."""
+        """Return the steps of a reduction along rows or of a scale; None for other operators."""
         columns, name, args = tensor(self.matrix).shape[-1], node.name, node.args
         if node.target is fp8.amax.default and args[1] == "row":
             return [Step(name, "row_amax", (self._name(args[0]),))]
@@ -247,7 +247,7 @@ class Reader:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    """Whether a node is a pointwise operator that kernels compute."""
+    """Whether a node is a pointwise operator that kernels support."""
     if node.kwargs or not all(isinstance(x, (fx.Node, int, float)) for x in node.args):
         return False
     arguments = tuple(x.name if isinstance(x, fx.Node) else x for x in node.args)
@@ -259,8 +259,8 @@ def _is_float(node: fx.Node) -> bool:
     return val is not None and val.is_floating_point() and not is_fp8(val.dtype)
 
 
-def _looks_through(node: fx.Node, source: str, result: str) -> bool:
-    """Whether a value is broadcast to the matrix after a view or cast as before it."""
+def _preserves_operand(node: fx.Node, source: str, result: str) -> bool:
+    """Whether a view or cast preserves how a value is broadcast to the matrix."""
     if node.target is aten.expand.default:
         return source == result or source == "scalar" or result == "full"
     return source == result
@@ -277,43 +277,44 @@ def _over_rows(node: fx.Node, columns: int) -> bool:
 
 
 def is_in_memory(x: fx.Node) -> bool:
-    """Whether a matrix is an input, or computed by something else than a generated kernel."""
+    """Whether a matrix is an input, or computed by a library rather than by generated code."""
     while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
         x = x.args[0]  # type: ignore[assignment]
     return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
 
 
 def _is_readable(part: ColumnSlice) -> bool:
-    """Whether a part is in memory, and a thread can read its elements together."""
+    """Whether a part is in memory, and aligned for vectorized loads."""
     return part.offset % ALIGNED == part.width % ALIGNED == 0 and is_in_memory(part.whole)
 
 
-def _part(load: Load, part: ColumnSlice) -> Load:
+def _select_columns(load: Load, part: ColumnSlice) -> Load:
     return replace(load, columns=part.columns, width=part.width, offset=part.offset)
 
 
-def _decoded(x: fx.Node) -> fx.Node | None:
-    """The groups that a matrix is dequantized from, in the same rows; None for others."""
-    decoded = graph.root(x)
-    if not is_dequantized_saved_value(decoded):
+def _find_groups(x: fx.Node) -> fx.Node | None:
+    """Return the `dequantize` of groups that a matrix with the same rows is a view of, or None."""
+    source = graph.skip_reshapes(x)
+    if not is_dequantized_saved_value(source):
         return None
-    return decoded if tensor(decoded).shape[-1] == tensor(x).shape[-1] else None
+    return source if tensor(source).shape[-1] == tensor(x).shape[-1] else None
 
 
 def _bytes_of(node: fx.Node, load: Load) -> Any:
-    """Bytes that a load of a matrix reads, but for the scales of groups."""
-    whole = graph.nbytes(next(tensors_of(node, load)))
+    """Return the bytes that a load of a matrix reads, without the scales of groups."""
+    *data, last = tensors_of(node, load)
+    whole = sum(map(graph.nbytes, data or [last]))
     return whole * load.columns // load.width if load.width else whole
 
 
 def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
-    """The nodes whose tensors a load reads."""
+    """Yield the nodes that a load reads."""
     whole = node
     if load.width:
-        whole = graph.part_of_rows(node).whole  # type: ignore[union-attr]
+        whole = graph.match_column_slice(node).whole  # type: ignore[union-attr]
     if load.operand == "groups":
-        planes, scales = graph.root(whole).args[:2]
-        yield planes[0]  # type: ignore[index,misc]
+        planes, scales = graph.skip_reshapes(whole).args[:2]
+        yield from planes  # type: ignore[misc]
         yield scales  # type: ignore[misc]
     else:
         yield whole

@@ -1,4 +1,4 @@
-"""The results of a program, computed operator by operator in fp32 and plain PyTorch."""
+"""Compute the results of a program operator by operator, in fp32 and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from fp8pass.codegen.program.ir import (
     REDUCTION_STEPS,
     Program,
     Store,
-    amax_shape,
+    count_tiles,
 )
-from fp8pass.dialect.coding import encode
+from fp8pass.dialect.encoding import encode
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.ops import dequantize, quantize, transpose
 from fp8pass.dialect.quantization import Quantization, group
-from fp8pass.dialect.scaling import scale_of
+from fp8pass.dialect.scaling import operand_scale
 
-# Steps that are no aten operators, and `where`, which takes tensors only in aten.
+# Steps that are not aten operators, and `where`, because `aten.where` rejects numbers.
 _OPERATORS: dict[str, Callable[..., Tensor]] = {
     "row_sum": lambda x: x.sum(-1, keepdim=True),
     "row_amax": lambda x: x.abs().amax(-1, keepdim=True),
-    "scale": lambda amax, format: scale_of(amax, FORMATS[format]),
+    "scale": lambda amax, format: operand_scale(amax, FORMATS[format]),
     "aten.where.self": torch.where,
 }
 
 
-def operator_named(target: str) -> Any:
-    """`aten.mul.Tensor` -> torch.ops.aten.mul.Tensor."""
+def find_operator(target: str) -> Any:
+    """Return torch.ops.aten.mul.Tensor for `aten.mul.Tensor`."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part)
     return found
 
 
-def reference(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a program, computed operator by operator."""
+def compute_program(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Compute the results of a program operator by operator."""
     rows, columns = program.sizes([x.shape for x in inputs])
-    values = _loaded(program, inputs, columns)
+    values = _load(program, inputs, columns)
     rounded = {s.name: getattr(torch, s.dtype) for s in program.stores if "full" in s.layouts}
     for name in set(rounded) & set(values):
         values[name] = values[name].to(rounded[name]).float()
@@ -50,18 +50,18 @@ def reference(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         args: list[Any] = [values.get(x, x) if isinstance(x, str) else x for x in step.args]
         if step.target in REDUCTION_STEPS:
             args[0] = args[0].expand(rows, columns)
-        found = (_OPERATORS.get(step.target) or operator_named(step.target))(*args)
+        found = (_OPERATORS.get(step.target) or find_operator(step.target))(*args)
         name = step.name
         values[name] = found.to(rounded[name]).float() if name in rounded else found
     results: list[Tensor] = []
     for store in program.stores:
         value = values[store.name]
         for layout in store.layouts:
-            results += _stored(store, layout, value, values, (rows, columns))
+            results += _store(store, layout, value, values, (rows, columns))
     return results
 
 
-def _stored(
+def _store(
     store: Store, layout: str, value: Tensor, values: dict[str, Tensor], size: tuple[int, int]
 ) -> list[Tensor]:
     if layout == "row":
@@ -70,7 +70,7 @@ def _stored(
     if layout == "full":
         return [value.to(getattr(torch, store.dtype)).contiguous()]
     if layout == "amax":
-        return [_amax_of_tiles(value)]
+        return [_reduce_tiles(value)]
     if layout == "sums":
         padding = (0, 0, 0, -size[0] % PARTIAL_SUMS)
         rows = torch.nn.functional.pad(value, padding).reshape(-1, PARTIAL_SUMS, size[1])
@@ -78,33 +78,34 @@ def _stored(
     if layout == "groups":
         how = Quantization(FORMATS[store.format], group(store.group_size))
         scales = how.scale(how.amax(value))
-        return [quantize(value, scales, str(how)), scales]
+        planes = range(len(how.format.planes))
+        return [*(quantize(value, scales, str(how), plane) for plane in planes), scales]
     scaled = value * values[store.scale].reciprocal() if store.scale else value
-    codes = encode(scaled, FORMATS[store.format]).contiguous()
-    return [codes if layout == "rows" else transpose(codes)]
+    data = encode(scaled, FORMATS[store.format]).contiguous()
+    return [data if layout == "rows" else transpose(data)]
 
 
-def _amax_of_tiles(value: Tensor) -> Tensor:
+def _reduce_tiles(value: Tensor) -> Tensor:
     (m, n), (rows, columns) = AMAX_TILE, value.shape
-    down, across = amax_shape(rows, columns)
+    down, across = count_tiles(rows, columns)
     padding = (0, across * n - columns, 0, down * m - rows)
     tiles = torch.nn.functional.pad(value.abs(), padding).reshape(down, m, across, n)
     return tiles.amax(dim=(1, 3))
 
 
-def _loaded(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str, Tensor]:
+def _load(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str, Tensor]:
     values = {}
     tensors = iter(inputs)
     for load in program.loads:
-        x, width = next(tensors), load.width or columns
+        width = load.width or columns
         if load.operand == "groups":
-            codes = x.reshape(-1, width // 2 if load.in_nibbles else width)
-            scales = next(tensors).reshape(codes.shape[0], -1)
             how = Quantization(FORMATS[load.format], group(load.group_size))
-            value = dequantize([codes], scales, str(how), torch.float32)
+            planes = [next(tensors).reshape(-1, width * w // 8) for w in how.format.planes]
+            scales = next(tensors).reshape(planes[0].shape[0], -1)
+            value = dequantize(planes, scales, str(how), torch.float32)
         else:
             shape = {"full": (-1, width), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
-            value = x.float().reshape(shape[load.operand])
+            value = next(tensors).float().reshape(shape[load.operand])
         if load.width:
             value = value[:, load.offset : load.offset + load.columns]
         values[load.name] = value

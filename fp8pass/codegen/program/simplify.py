@@ -1,10 +1,10 @@
-"""Programs with fewer steps: sigmoids in place of their formula, and nothing computed twice.
+"""Remove steps from programs: replace formulas of the sigmoid, compute every value only once.
 
     before   e = exp(-g);  a = g / (e + 1);  p = sigmoid(g);  x = pow(y, 1.0);  b = a * x
     after    p = sigmoid(g);  a = g * p;  b = a * y
 
-Kernels of activations are limited by instructions rather than by memory. PyTorch's decompositions
-write silu as a quotient in the forward and with a sigmoid in the backward.
+Instructions rather than memory limit the kernels of activations. PyTorch's decompositions write
+silu as a quotient in the forward and with a sigmoid in the backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SUMS = "aten.add.Tensor", "aten.add.Scalar"
 
 
 def simplify(program: Program) -> Program:
-    """An equal program, except that its values are rounded elsewhere."""
+    """Return an equivalent program with fewer steps; its rounding errors may differ."""
     stored = {name for store in program.stores for name in (store.name, store.scale)}
     rounded = {store.name for store in program.stores if "full" in store.layouts}
     steps: dict[str, Step] = {}
@@ -26,30 +26,30 @@ def simplify(program: Program) -> Program:
     renamed: dict[str, str] = {}
     for old in program.steps:
         step = replace(old, args=tuple(renamed.get(x, x) for x in old.args))
-        for new in _shorter(step, steps):
+        for new in _shorten(step, steps):
             new = replace(new, args=tuple(renamed.get(x, x) for x in new.args))
-            same = _operand_itself(new) or equal.get((new.target, new.args))
+            same = _find_unchanged(new) or equal.get((new.target, new.args))
             if same and new.name not in stored:
                 renamed[new.name] = same
             else:
                 steps[new.name] = new
                 if new.name not in rounded:
                     equal.setdefault((new.target, new.args), new.name)
-    return replace(program, steps=tuple(_needed(steps, stored)))
+    return replace(program, steps=tuple(_remove_unused(steps, stored)))
 
 
-def _shorter(step: Step, steps: dict[str, Step]) -> list[Step]:
-    """The steps in place of one: y / (1 + exp(-x)) is y · sigmoid(x), 1 / (1 + exp(-x)) sigmoid."""
-    if step.target == "aten.reciprocal.default" and (x := _logistic(step.args[0], steps)):
+def _shorten(step: Step, steps: dict[str, Step]) -> list[Step]:
+    """Replace y / (1 + exp(-x)) by y · sigmoid(x), and 1 / (1 + exp(-x)) by sigmoid(x)."""
+    if step.target == "aten.reciprocal.default" and (x := _match_logistic(step.args[0], steps)):
         return [Step(step.name, "aten.sigmoid.default", (x,))]
-    if step.target == "aten.div.Tensor" and (x := _logistic(step.args[1], steps)):
+    if step.target == "aten.div.Tensor" and (x := _match_logistic(step.args[1], steps)):
         sigmoid = Step(f"{step.name}_sigmoid", "aten.sigmoid.default", (x,))
         return [sigmoid, Step(step.name, "aten.mul.Tensor", (step.args[0], sigmoid.name))]
     return [step]
 
 
-def _logistic(name: object, steps: dict[str, Step]) -> str | None:
-    """The name of x if a value is 1 + exp(-x), else None."""
+def _match_logistic(name: object, steps: dict[str, Step]) -> str | None:
+    """Return the name of x if a value is 1 + exp(-x), else None."""
     sum_ = steps.get(str(name))
     if sum_ is None or sum_.target not in _SUMS or 1 not in sum_.args or len(sum_.args) != 2:
         return None
@@ -61,14 +61,14 @@ def _logistic(name: object, steps: dict[str, Step]) -> str | None:
     return negated.args[0] if negated and negated.target == "aten.neg.default" else None
 
 
-def _operand_itself(step: Step) -> str | None:
-    """The operand of a step that returns it unchanged, None for other steps."""
+def _find_unchanged(step: Step) -> str | None:
+    """Return the operand of a step that returns it unchanged; None for other steps."""
     is_first_power = step.target == "aten.pow.Tensor_Scalar" and step.args[1] == 1
     return step.args[0] if is_first_power else None
 
 
-def _needed(steps: dict[str, Step], stored: Iterable[str]) -> list[Step]:
-    """The steps that stored values depend on, in order."""
+def _remove_unused(steps: dict[str, Step], stored: Iterable[str]) -> list[Step]:
+    """Return the steps that stored values depend on, in order."""
     needed = set(stored)
     for step in reversed(steps.values()):
         if step.name in needed:

@@ -1,7 +1,6 @@
-"""The rules of a well-formed program, checked when an operator that runs it enters a graph.
+"""The rules of a well-formed program, checked before its operator is added to a graph.
 
-Kernels are written from programs without further checks: a mistake in a program would become a
-wrong result.
+The code that writes kernels relies on them: a malformed program would compute wrong results.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from fp8pass.codegen.program.ir import OPERANDS, REDUCTION_STEPS, Load, Program, Step, Store
 from fp8pass.config import BUG
-from fp8pass.dialect.coding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
 
-# The fields that a store of each layout has, besides the place of codes among others.
+# The fields that each layout requires, apart from the columns in a wider matrix.
 _FIELDS: dict[str, frozenset[str]] = {
     "rows": frozenset({"scale", "format"}),
     "columns": frozenset({"format"}),
@@ -28,14 +27,14 @@ _FIELDS: dict[str, frozenset[str]] = {
     "sums": frozenset(),
     "amax": frozenset(),
 }
-# What it may have, too: codes that are there already have no scale.
-_MAY_HAVE: dict[str, frozenset[str]] = {"columns": frozenset({"scale"})}
-# Layouts of codes with a scale for all or for each row; one store may have both.
-_CODES = frozenset({"rows", "columns"})
+# Optional fields of layouts: values that are already divided by their scale need none.
+_OPTIONAL: dict[str, frozenset[str]] = {"columns": frozenset({"scale"})}
+# Layouts of quantized matrices. One store may have both.
+_QUANTIZED = frozenset({"rows", "columns"})
 
 
 class MalformedProgram(AssertionError):
-    """A program breaks an invariant; the message names the load, step or store."""
+    """A program violates a rule; the message names the load, step or store."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. {BUG}")
@@ -44,15 +43,15 @@ class MalformedProgram(AssertionError):
 def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     """Raise MalformedProgram unless a program is well formed.
 
-    - Every value has one definition, which comes before its uses.
-    - It reads a matrix, and operands lie in it in one of `OPERANDS`. Parts lie within theirs.
-    - Kernels can compute every step. Reductions take one value.
-    - Stores have known layouts, and exactly the fields that these need. There is at least one.
-    - Values stored as `row`, and scales of codes, do not vary along a row.
-    - Amaxes of tiles are stored alone, and a value is rounded to one dtype.
+    - Every value is defined once, before its uses.
+    - The program reads a matrix. Every operand is one of `OPERANDS`. Parts lie within their matrix.
+    - Kernels support every step. Reductions have one operand.
+    - There is a store. Stores have known layouts, and exactly the fields that the layouts require.
+    - Values stored as `row`, and the scales of quantized matrices, do not vary along a row.
+    - Amaxes of tiles are the only stores of a program, and a value is rounded to one dtype.
 
-    If the tensors that it reads are given, their number and sizes are checked, too: groups divide
-    the rows, and codes that lie beside others fit there.
+    If `inputs` are given, their number and sizes are checked, too: groups divide rows, and data
+    fits into the wider matrix that it is stored in.
     """
     defined: set[str] = set()
     varying: set[str] = set()
@@ -96,8 +95,8 @@ def _verify_load(load: Load) -> None:
 
 
 def _verify_part(load: Load) -> None:
-    is_matrix = load.operand in ("full", "groups") and not load.in_nibbles
-    _require(is_matrix, load, "is a part, which only a matrix without nibbles can be")
+    is_matrix = load.operand in ("full", "groups") and not load.packed
+    _require(is_matrix, load, "is a part, which only a matrix that is not packed can be")
     inside = 0 <= load.offset <= load.offset + load.columns <= load.width and load.columns > 0
     _require(inside, load, f"lies outside of {load.width} columns")
     size = load.group_size or 1
@@ -106,7 +105,7 @@ def _verify_part(load: Load) -> None:
 
 
 def _verify_step(step: Step, defined: set[str]) -> list[str]:
-    """Check a step and return the names of its operands."""
+    """Check a step. Return the names of its operands."""
     arguments = step.args
     if step.target == "scale":
         _require(len(arguments) == 2, step, "needs an amax and a format")
@@ -125,7 +124,7 @@ def _verify_step(step: Step, defined: set[str]) -> list[str]:
 
 def _verify_format(where: Load | Step | Store, format: Any) -> None:
     known = format in FORMATS and not FORMATS[format].lossless
-    _require(known, where, f"'{format}' is not a format of codes")
+    _require(known, where, f"'{format}' is not a format of quantized data")
 
 
 def _verify_store(store: Store, defined: set[str], varying: set[str]) -> None:
@@ -133,7 +132,7 @@ def _verify_store(store: Store, defined: set[str], varying: set[str]) -> None:
     _require(bool(store.layouts), store, "has no layout")
     for layout in store.layouts:
         _require(layout in _FIELDS, store, f"unknown layout '{layout}'")
-    alone = len(store.layouts) == 1 or _CODES.issuperset(store.layouts)
+    alone = len(store.layouts) == 1 or _QUANTIZED.issuperset(store.layouts)
     distinct = len(set(store.layouts)) == len(store.layouts)
     _require(alone and distinct, store, f"{' and '.join(store.layouts)} are not stored together")
     _verify_fields(store)
@@ -153,7 +152,7 @@ def _verify_store(store: Store, defined: set[str], varying: set[str]) -> None:
 def _verify_fields(store: Store) -> None:
     layout = store.layouts[0]
     needed = frozenset[str]().union(*(_FIELDS[x] for x in store.layouts))
-    allowed = needed | _MAY_HAVE.get(layout, frozenset())
+    allowed = needed | _OPTIONAL.get(layout, frozenset())
     for name in ("scale", "format", "group_size", "dtype"):
         has = bool(getattr(store, name))
         _require(has or name not in needed, store, f"has no {name}")
@@ -162,11 +161,13 @@ def _verify_fields(store: Store) -> None:
         _require(not store.offset, store, "has an offset, but no width")
         return
     is_alone = store.layouts in (("rows",), ("columns",))
-    _require(is_alone, store, "lies beside others, which only codes in one layout do")
+    _require(
+        is_alone, store, "is stored in a wider matrix, which needs exactly one quantized layout"
+    )
     _require(0 <= store.offset < store.width, store, f"lies outside of {store.width} columns")
     if layout == "columns":
         whole = store.offset % CONTRACTION_MULTIPLE == store.width % CONTRACTION_MULTIPLE == 0
-        _require(whole, store, f"its place is not a multiple of {CONTRACTION_MULTIPLE}")
+        _require(whole, store, f"its columns do not start at a multiple of {CONTRACTION_MULTIPLE}")
 
 
 def _verify_together(program: Program) -> None:
@@ -174,7 +175,7 @@ def _verify_together(program: Program) -> None:
     rounded: dict[str, str] = {}
     for store in program.stores:
         if program.takes_amaxes:
-            _require(store.layouts == ("amax",), store, "is stored beside amaxes of tiles")
+            _require(store.layouts == ("amax",), store, "is stored together with amaxes of tiles")
         if store.layouts == ("full",):
             dtype = rounded.setdefault(store.name, store.dtype)
             _require(dtype == store.dtype, store, f"is rounded to {dtype}, too")
@@ -191,28 +192,29 @@ def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
     tensors = iter(inputs)
     for load in program.loads:
         fits = load.columns in (0, columns)
-        _require(fits, load, f"has {load.columns} columns, and others {columns}")
-        _verify_width(load, next(tensors), load.width)
-        if load.operand == "groups":
-            _verify_width(load, next(tensors), load.width // load.group_size)
+        _require(fits, load, f"has {load.columns} columns instead of {columns}")
+        *data, last = (next(tensors) for _ in range(load.tensor_count))
+        for plane in data:
+            _verify_width(load, plane, load.width)
+        _verify_width(load, last, load.width // load.group_size if data else load.width)
     for store in program.stores:
         fits = store.layouts != ("rows",) or store.offset + columns <= (store.width or columns)
-        _require(fits, store, f"{columns} columns do not fit beside others")
+        _require(fits, store, f"{columns} columns do not fit into the wider matrix")
 
 
 def _verify_width(load: Load, x: Tensor, width: int) -> None:
-    """Check the columns of what a part is one of."""
+    """Check that the tensor of a part has as many columns as the load states."""
     if load.width:
-        there = x.shape[-1]
-        _require(there == width, load, f"is a part of {width} columns, and its tensor has {there}")
+        found = x.shape[-1]
+        _require(found == width, load, f"is a part of {width} columns, but its tensor has {found}")
 
 
 def _require(condition: bool, where: Load | Step | Store | str, problem: str) -> None:
     if not condition:
-        raise MalformedProgram(f"{_text(where)}: {problem}")
+        raise MalformedProgram(f"{_describe(where)}: {problem}")
 
 
-def _text(where: Load | Step | Store | str) -> str:
+def _describe(where: Load | Step | Store | str) -> str:
     if isinstance(where, str):
         return where
     if isinstance(where, Load):

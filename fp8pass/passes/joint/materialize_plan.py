@@ -1,17 +1,16 @@
-"""Carry out the plan: quantize kept values, give the backward its own copy of recomputed ones.
+"""Carry out the plan: quantize saved values, and recompute other values in the backward.
 
 Afterwards forward and backward share exactly the nodes in `ctx.saved`:
 
     before   h = silu(g) * u           dg = mul(dh, u) ...   (the backward reads g and u)
-    after    s = scale(amax(g)); q = quantize(g, s)   forward, q and s cross
+    after    s = scale(amax(g)); q = quantize(g, s)   forward, q and s are saved
              g' = dequantize([q], s)                  backward, used instead of g
 
-The forward keeps using the values themselves: saving in low bits changes gradients only.
+The forward does not use the rounded values: saving in low bits changes gradients only.
 """
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import torch
@@ -21,20 +20,22 @@ from fp8pass import graph
 from fp8pass.activation_memory.decision import Decision
 from fp8pass.dialect.formats import EXACT
 from fp8pass.dialect.quantization import Quantization, block_text, group
-from fp8pass.graph.classify import Kind, is_mask, kind
+from fp8pass.graph.classify import Kind, is_attention_mask, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.names import operator_name
-from fp8pass.graph.nodes import aten, emit, prims
-from fp8pass.graph.tags import CARRIES, ROLE, TO_HOST
+from fp8pass.graph.nodes import aten, dtype_text, emit, prims, shape_text, tensor
+from fp8pass.graph.tags import COPIED_VALUE, IS_OFFLOADED
 from fp8pass.passes.context import Context
+from fp8pass.passes.quantizer import count_layers_before
 from fp8pass.plan import CrossingTensor, SavedTensor
 
 fp8 = torch.ops.fp8pass
 cast = prims.convert_element_type.default
 
+IN_BACKWARD = {"partitioner_tag": "is_backward"}
 
-# The decision about values that nobody planned for (`plan_saved_values` left out).
-KEEP = Decision(EXACT, 0, "not planned")
+# The decision about every value if `plan_saved_values` is disabled.
+SAVE_EXACT = Decision(EXACT, 0, "not planned")
 
 
 def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
@@ -47,31 +48,33 @@ def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
             for operand in node.all_input_nodes:
                 if operand not in backward:
                     node.replace_input_with(operand, carrier.in_backward(operand))
-    _carry_gradients(gm, ctx, backward, carrier)
+    _carry_gradients(gm.graph, ctx.facts.num_fwd_outputs, backward, carrier)
     remove_unused(gm.graph)
     ctx.saved = [n for n in carrier.crossing if n.users]
 
 
 def _carry_gradients(
-    gm: fx.GraphModule, ctx: Context, backward: set[fx.Node], carrier: Carrier
+    g: fx.Graph, num_fwd_outputs: int, backward: set[fx.Node], carrier: Carrier
 ) -> None:
-    """Gradients that depend on no incoming gradient, a constant say, are backward outputs too."""
-    output = graph.output_node(gm.graph)
+    """Return gradients from the backward that depend on no tangent, such as constants."""
+    output = graph.output_node(g)
     carrier.at = output
-    results = graph.outputs(gm.graph)
+    results = graph.outputs(g)
     gradients = [
-        carrier.in_backward(g) if isinstance(g, fx.Node) and g not in backward else g
-        for g in results[ctx.facts.num_fwd_outputs :]
+        carrier.in_backward(x) if isinstance(x, fx.Node) and x not in backward else x
+        for x in results[num_fwd_outputs:]
     ]
-    if gradients != results[ctx.facts.num_fwd_outputs :]:
-        output.args = ([*results[: ctx.facts.num_fwd_outputs], *gradients],)
+    if gradients != results[num_fwd_outputs:]:
+        output.args = ([*results[:num_fwd_outputs], *gradients],)
 
 
 class Carrier:
     """Makes forward values available in the backward, each once.
 
-    `crossing` collects, in order, the nodes that cross the boundary; `at` is the backward node
-    before which recomputation is placed, so that it runs no earlier than it has to.
+    Attributes:
+        crossing: the nodes that cross into the backward, in order.
+        at: the backward node before which recomputation is placed, so that it runs as late as
+            possible.
     """
 
     def __init__(self, g: fx.Graph, ctx: Context) -> None:
@@ -80,14 +83,14 @@ class Carrier:
         self.crossing: dict[fx.Node, None] = {}
         self.at = graph.output_node(g)
         self._carried: dict[fx.Node, fx.Node] = {}
-        self._names, self._places = graph.value_names(g), _places(g)
+        self._names, self._places = graph.value_names(g), count_layers_before(g)
 
     def in_backward(self, node: fx.Node) -> fx.Node:
-        """The node that stands for forward value `node` in the backward."""
+        """Return the node that replaces the forward value `node` in the backward."""
         pending = [node]
         while pending:
             current = pending[-1]
-            missing = [n for n in self._requires(current) if n not in self._carried]
+            missing = [n for n in self._operands_to_carry(current) if n not in self._carried]
             if missing:
                 pending.extend(missing)
                 continue
@@ -97,160 +100,137 @@ class Carrier:
         return self._carried[node]
 
     def _decision(self, node: fx.Node) -> Decision:
-        return self.ctx.decisions.get(node, KEEP)
+        return self.ctx.decisions.get(node, SAVE_EXACT)
 
-    def _requires(self, node: fx.Node) -> list[fx.Node]:
-        recomputed = node.op == "call_function" and self._decision(node).recomputed
-        return node.all_input_nodes if recomputed else []
+    def _operands_to_carry(self, node: fx.Node) -> list[fx.Node]:
+        is_recomputed = node.op == "call_function" and self._decision(node).recomputed
+        return node.all_input_nodes if is_recomputed else []
 
     def _carry(self, node: fx.Node) -> fx.Node:
         if node.op == "get_attr":
             return node
         decision = self._decision(node)
         if decision.recomputed:
-            with self.graph.inserting_before(self.at):
-                copy = self.graph.node_copy(node, lambda n: self._carried[n])
-            if node.target is aten.view.default and _is_expanded(node.args[0]):  # type: ignore[arg-type]
-                copy.target = aten.reshape.default  # what was expanded has been copied
-            copy.meta = {**node.meta, "partitioner_tag": "is_backward", CARRIES: node.name}
-            return copy
+            return self._recompute(node)
         if decision.low_bit:
-            return self._through_low_bits(node, decision)
-        # Attention's kernels ask for masks in rows of whole words, which PyTorch widens them to.
-        is_part = kind(node) is Kind.VIEW and not is_mask(node)
-        if is_part or node in self.ctx.facts.overwritten:
-            return self._as_copy(node, decision)
-        node.meta[TO_HOST] = decision.on_host
-        self._cross(node, decision, node)
-        return node
+            if decision.centred:
+                return self._quantize_difference(node, decision)
+            return self._quantize(node, node, decision, tensor(node).dtype)
+        # A view would keep the memory of its base. Masks stay views: attention needs rows of whole
+        # words, which PyTorch allocates for them. An overwritten input is saved before it changes.
+        is_part = kind(node) is Kind.VIEW and not is_attention_mask(node)
+        saved = self._copy(node) if is_part or node in self.ctx.facts.overwritten else node
+        self._save(node, decision, saved)
+        return saved
 
-    def _through_low_bits(self, node: fx.Node, decision: Decision) -> fx.Node:
-        if decision.centred:
-            return self._less_mean(node, decision)
-        return self._coded(node, node, decision, graph.tensor(node).dtype)
+    def _copy(self, node: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(graph.insertion_point_after(node)):
+            return emit(self.graph, aten.clone.default, node, like=node)
 
-    def _less_mean(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """Keep the difference of a value from its mean over tokens, and the mean, in its dtype."""
-        dtype = graph.tensor(node).dtype
-        with self.graph.inserting_before(graph.behind(node)):
+    def _recompute(self, node: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(self.at):
+            copy = self.graph.node_copy(node, lambda n: self._carried[n])
+        if node.target is aten.view.default and _is_expanded(node.args[0]):  # type: ignore[arg-type]
+            copy.target = aten.reshape.default  # the dequantized tensor has other strides
+        copy.meta = {**node.meta, **IN_BACKWARD, COPIED_VALUE: node.name}
+        return copy
+
+    def _quantize_difference(self, node: fx.Node, decision: Decision) -> fx.Node:
+        """Save the mean of a value over tokens, in its dtype, and the quantized difference."""
+        dtype = tensor(node).dtype
+        with self.graph.inserting_before(graph.insertion_point_after(node)):
             mean = emit(self.graph, aten.mean.dim, node, [-2], True, like=node)
             wide = emit(self.graph, cast, node, torch.float32, like=node)
             difference = emit(self.graph, aten.sub.Tensor, wide, mean, like=node)
-        back = self._coded(node, difference, decision, torch.float32, mean)
+        back = self._quantize(node, difference, decision, torch.float32, mean)
         with self.graph.inserting_before(self.at):
             total = emit(self.graph, aten.add.Tensor, back, mean, like=back)
             narrow = emit(self.graph, cast, total, dtype, like=back)
-        for made in (total, narrow):
-            made.meta["partitioner_tag"] = "is_backward"
+        total.meta |= IN_BACKWARD
+        narrow.meta |= IN_BACKWARD
         return narrow
 
-    def _coded(
-        self, node: fx.Node, x: fx.Node, decision: Decision, dtype: torch.dtype, *beside: fx.Node
+    def _quantize(
+        self, node: fx.Node, x: fx.Node, decision: Decision, dtype: torch.dtype, *means: fx.Node
     ) -> fx.Node:
-        """Keep `node` as codes and scales of `x` and `beside`; the value decoded, in `dtype`."""
+        """Save `node` as the quantized `x` and `means`, and return `x` dequantized to `dtype`."""
         assert decision.format is not None
-        how = Quantization(decision.format, group(decision.group_size))
-        text, add = str(how), partial(emit, self.graph, like=x)
-        with self.graph.inserting_before(graph.behind(x)):
-            scales = add(fp8.scale.default, add(fp8.amax.default, x, block_text(how.block)), text)
+        quantization = Quantization(decision.format, group(decision.group_size))
+        text, add = str(quantization), partial(emit, self.graph, like=x)
+        with self.graph.inserting_before(graph.insertion_point_after(x)):
+            amax = add(fp8.amax.default, x, block_text(quantization.block))
+            scales = add(fp8.scale.default, amax, text)
             planes = [
                 add(fp8.quantize.default, x, scales, text, i)
                 for i in range(len(decision.format.planes))
             ]
-        for plane in planes:
-            plane.meta[TO_HOST] = decision.on_host
-        self._cross(node, decision, *planes, scales, *beside)
+        self._save(node, decision, *planes, on_device=(scales, *means))
         with self.graph.inserting_before(self.at):
             back = add(fp8.dequantize.default, planes, scales, text, dtype)
-            back.meta |= {"partitioner_tag": "is_backward", CARRIES: node.name}
-            return self._in_layout_of(node, back) if decision.format.packed else back
+            back.meta |= {**IN_BACKWARD, COPIED_VALUE: node.name}
+            return self._restore_layout(node, back) if decision.format.packed else back
 
-    def _in_layout_of(self, node: fx.Node, back: fx.Node) -> fx.Node:
-        """Unpacked values are contiguous; views in the backward count on the strides of `node`."""
-        order = graph.stride_order(graph.tensor(node))
+    def _restore_layout(self, node: fx.Node, back: fx.Node) -> fx.Node:
+        """Give an unpacked value, which is contiguous, the strides of `node`, as views need."""
+        order = graph.stride_order(tensor(node))
         if order == sorted(order):
             return back
-        inward = emit(self.graph, aten.permute.default, back, order, like=back)
-        dense = emit(
-            self.graph,
-            aten.clone.default,
-            inward,
-            memory_format=torch.contiguous_format,
-            like=back,
-        )
+        add = partial(emit, self.graph, like=back)
+        inward = add(aten.permute.default, back, order)
+        dense = add(aten.clone.default, inward, memory_format=torch.contiguous_format)
         inverse = [order.index(dim) for dim in range(len(order))]
-        return emit(self.graph, aten.permute.default, dense, inverse, like=back)
+        return add(aten.permute.default, dense, inverse)
 
-    def _as_copy(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """A view kept without its base, whose memory it would hold; an input before it changes."""
-        with self.graph.inserting_before(graph.behind(node)):
-            copy = emit(self.graph, aten.clone.default, node, like=node)
-        copy.meta[TO_HOST] = decision.on_host
-        self._cross(node, decision, copy)
-        return copy
+    def _save(
+        self,
+        node: fx.Node,
+        decision: Decision,
+        *tensors: fx.Node,
+        on_device: tuple[fx.Node, ...] = (),
+    ) -> None:
+        """Let the tensors that `node` is saved as cross; `tensors` may go to the host."""
+        for x in tensors:
+            x.meta[IS_OFFLOADED] = decision.on_host
+        crossing = (*tensors, *on_device)
+        self.crossing.update(dict.fromkeys(crossing))
+        is_parameter = node in self.ctx.facts.parameters - self.ctx.facts.overwritten
+        if not graph.is_non_tensor(node) and not is_parameter:
+            self.ctx.plan.saved.append(self._describe(node, decision, crossing))
 
-    def _cross(self, node: fx.Node, decision: Decision, *tensors: fx.Node) -> None:
-        """Let `tensors`, which `node` is kept as, cross the boundary."""
-        self.crossing.update(dict.fromkeys(tensors))
-        if graph.is_no_tensor(node):
-            return
-        if node in self.ctx.facts.parameters - self.ctx.facts.overwritten:
-            self.ctx.plan.parameters.append(node.name)
-        else:
-            value, place = self._names[node], self._places[node]
-            saved = describe(node, decision, tensors, self.ctx, value=value, place=place)
-            self.ctx.plan.saved.append(saved)
+    def _describe(
+        self, node: fx.Node, decision: Decision, crossing: tuple[fx.Node, ...]
+    ) -> SavedTensor:
+        """Return the plan's entry for a saved value."""
+        val = tensor(node)
+        tensors = tuple(
+            CrossingTensor(
+                n.name, dtype_text(tensor(n).dtype), shape_text(tensor(n)), graph.nbytes(n)
+            )
+            for n in crossing
+        )
+        return SavedTensor(
+            name=node.name,
+            module=graph.module_path(node),
+            op=operator_name(node),
+            shape=shape_text(val),
+            dtype=dtype_text(val.dtype),
+            saved_as=_format_text(decision),
+            bytes_exact=graph.nbytes(node),
+            bytes=0 if node in self.ctx.facts.leaves else sum(t.bytes for t in tensors),
+            reason=decision.reason,
+            value=self._names[node],
+            place=self._places[node],
+            expected_error=decision.expected_error,
+            tensors=tensors,
+        )
 
 
 def _is_expanded(node: fx.Node) -> bool:
-    """Whether elements share memory, as rows of an expanded tensor do."""
-    return any(isinstance(stride, int) and stride == 0 for stride in graph.tensor(node).stride())
+    """Whether elements share memory, as the rows of an expanded tensor do."""
+    return any(isinstance(stride, int) and stride == 0 for stride in tensor(node).stride())
 
 
-def _places(g: fx.Graph) -> dict[fx.Node, int]:
-    """How many linear layers come before each node."""
-    forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
-    return dict(zip(g.nodes, itertools.accumulate(forward), strict=True))
-
-
-def describe(
-    node: fx.Node,
-    decision: Decision,
-    tensors: tuple[fx.Node, ...],
-    ctx: Context,
-    *,
-    value: str,
-    place: int,
-) -> SavedTensor:
-    """The plan's entry for a kept value."""
-    val = graph.tensor(node)
-    crossing = tuple(
-        CrossingTensor(
-            t.name,
-            graph.dtype_text(graph.tensor(t).dtype),
-            graph.shape_text(graph.tensor(t)),
-            graph.nbytes(t),
-        )
-        for t in tensors
-    )
-    return SavedTensor(
-        name=node.name,
-        module=graph.module_path(node),
-        op=operator_name(node),
-        shape=graph.shape_text(val),
-        dtype=graph.dtype_text(val.dtype),
-        kept_as=_kept_as(decision),
-        bytes_exact=graph.nbytes(node),
-        bytes=0 if node in ctx.facts.held else sum(t.bytes for t in crossing),
-        reason=decision.reason,
-        value=value,
-        place=place,
-        expected_error=decision.expected_error,
-        tensors=crossing,
-    )
-
-
-def _kept_as(decision: Decision) -> str:
+def _format_text(decision: Decision) -> str:
     assert decision.format is not None
     if not decision.low_bit:
         return decision.format.name

@@ -6,18 +6,18 @@
     after    c  = max(s₁·t₁, s₂·t₂)
              dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
 
-The GEMM adds up in fp32; no term of the sum is written to memory and read again. A GEMM has one
-product of scales for all of its terms. Gradients, whose range is wide, keep their scales and codes.
-Weights get a larger scale where their gradient is small. The error of this is small compared with
-the largest entries of the sum, which are as exact as before.
+The GEMM accumulates in FP32; no term of the sum is written to memory and read again. One product of
+scales applies to all terms of a GEMM. Gradients have a wide range, so their scales and FP8 data do
+not change. A weight gets a larger scale if its gradient is small. The error of this is small
+compared with the largest entries of the sum, which are as exact as before.
 
-Runs after the plan, so that `diagnose`, which compares layers one by one, sees the graph without
-merged GEMMs.
+This pass runs after the plan, so that `diagnose`, which compares single layers, sees the graph
+without merged GEMMs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -27,7 +27,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.dialect.quantization import TENSOR, parse
-from fp8pass.graph.collectives import WAIT
+from fp8pass.graph.collectives import WAIT_TENSOR
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.patterns import RESHAPES
@@ -47,7 +47,7 @@ class Term:
 
     Attributes:
         gemm: the GEMM.
-        top: its result, or a view of it, which is added.
+        top: the GEMM, or the view of its result that is added.
         total: the sum of all terms.
     """
 
@@ -61,10 +61,19 @@ class Term:
         return int(tensor(self.gemm.args[0]).shape[-1])  # type: ignore[arg-type]
 
     @property
+    def operand(self) -> fx.Node:
+        """The weight as an operand of the GEMM: quantized, and transposed or not."""
+        return self.gemm.args[2]  # type: ignore[return-value]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the quantized weight is transposed for the GEMM."""
+        return graph.is_call(self.operand, fp8.transpose.default)
+
+    @property
     def weight(self) -> fx.Node:
         """The quantized weight."""
-        codes = self.gemm.args[2]
-        return codes.args[0] if _is_transposed(codes) else codes  # type: ignore
+        return self.operand.args[0] if self.is_transposed else self.operand  # type: ignore
 
     def remove(self) -> None:
         """Take the term out of its sum. At least one other term must remain."""
@@ -76,32 +85,32 @@ class Term:
 def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
     """Merge FP8 GEMMs whose results are only added to one another.
 
-    A GEMM stays if the plan saves the codes of its weight in the forward, since merging changes
-    them.
+    A GEMM is not merged if the plan saves its FP8 weight in the forward, since merging requantizes
+    the weight.
     """
     sums: dict[fx.Node, list[Term]] = {}
     for node in gm.graph.nodes:
-        term = _term(node)
-        if term is not None and not {term.weight, term.gemm.args[2]}.intersection(ctx.saved):
+        term = _find_term(node)
+        if term is not None and not {term.weight, term.operand}.intersection(ctx.saved):
             sums.setdefault(term.total, []).append(term)
     for terms in sums.values():
-        for some in _mergeable(terms):
-            modules = tuple(graph.module_path(term.gemm) for term in some)
-            fast = ctx.config.accumulates_fast("dgrad", sum(term.length for term in some))
+        for group in _group_terms(terms):
+            modules = tuple(graph.module_path(term.gemm) for term in group)
+            fast = ctx.config.accumulates_fast("dgrad", sum(term.length for term in group))
             if not fast:
                 ctx.plan.accumulate_precisely(modules, "dgrad")
             ctx.plan.merged.append(modules)
-            _merge(gm.graph, some, fast_accumulation=fast)
+            _merge(gm.graph, group, fast_accumulation=fast)
     if ctx.plan.merged:
         gm.graph.eliminate_dead_code()
 
 
-def _term(gemm: fx.Node) -> Term | None:
-    """The term that a GEMM is, None unless it can be merged.
+def _find_term(gemm: fx.Node) -> Term | None:
+    """Return the term that a GEMM is; None if it cannot be merged.
 
-    It must be an FP8 dgrad whose result is only added to something, and the only user of the codes
-    of its weight. A gathered weight has codes that all ranks share, while gradients, on which the
-    scale of a merged weight depends, are each rank's own.
+    The GEMM must be an FP8 dgrad whose result is only added to other tensors, and the only user of
+    its FP8 weight. Gathered weights are excluded: all ranks share their FP8 data, whereas the scale
+    of a merged weight depends on the gradients of one rank.
     """
     if gemm.target is not fp8.scaled_mm.default or not is_fp8_gemm(gemm):
         return None
@@ -112,25 +121,20 @@ def _term(gemm: fx.Node) -> Term | None:
     top = gemm
     while (user := _only_user(top)) is not None and user.target in RESHAPES:
         top = user
-    found = Term(gemm, top, top)
-    codes = gemm.args[2]
-    if not isinstance(codes, fx.Node) or not graph.is_call(found.weight, fp8.quantize.default):
+    term = Term(gemm, top, top)
+    if not graph.is_call(term.weight, fp8.quantize.default):
         return None
-    if _only_user(codes) is None or _only_user(found.weight) is None:
+    if _only_user(term.operand) is None or _only_user(term.weight) is None:
         return None
-    if graph.is_call(graph.source(found.weight.args[0]), WAIT):  # type: ignore[arg-type]
+    if graph.is_call(graph.skip_views_and_casts(term.weight.args[0]), WAIT_TENSOR):  # type: ignore[arg-type]
         return None
-    while (user := _only_user(found.total)) is not None and _is_sum_of_two(user):
-        found.total = user
-    return found if found.total is not top else None
+    while (user := _only_user(term.total)) is not None and _is_sum_of_two(user):
+        term.total = user
+    return term if term.total is not top else None
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _is_transposed(codes: Any) -> bool:
-    return graph.is_call(codes, fp8.transpose.default)
 
 
 def _is_sum_of_two(node: fx.Node) -> bool:
@@ -143,34 +147,29 @@ def _is_sum_of_two(node: fx.Node) -> bool:
 
 
 def _same_shape_and_dtype(a: fx.Node, b: fx.Node) -> bool:
-    """Whether shapes and dtypes are known to be the same, also where sizes vary."""
+    """Whether two nodes have the same shape and dtype, without a guard on symbolic sizes."""
     x, y = tensor(a), tensor(b)
     if x.dtype != y.dtype or x.ndim != y.ndim:
         return False
     return all(compat.statically_known_true(m == n) for m, n in zip(x.shape, y.shape, strict=True))
 
 
-def _mergeable(terms: list[Term]) -> Iterator[list[Term]]:
-    """The terms of each merged GEMM: runs of two or more that fit together, in order."""
-    group: list[Term] = []
+def _group_terms(terms: Iterable[Term]) -> list[list[Term]]:
+    """Return the terms of each merged GEMM: runs of two or more terms that fit together."""
+    groups: list[list[Term]] = []
     for term in terms:
-        if _fits(group, term):
-            group.append(term)
-            continue
-        if len(group) > 1:
-            yield group
-        group = [term]
-    if len(group) > 1:
-        yield group
+        if groups and _fits(groups[-1], term):
+            groups[-1].append(term)
+        else:
+            groups.append([term])
+    return [group for group in groups if len(group) > 1]
 
 
 def _fits(group: list[Term], term: Term) -> bool:
-    """Whether a term can be in one GEMM with a group of terms, which may be empty."""
-    if not group:
-        return True
+    """Whether a term can be in one GEMM with a group of terms."""
     first, other = group[0].gemm, term.gemm
     if any(t.gemm.args[0] is other.args[0] for t in group):
-        return False  # the same gradient, which kernels store once
+        return False  # terms share a gradient, which kernels store once
     return (
         sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
         and _same_shape_and_dtype(first, other)
@@ -179,14 +178,16 @@ def _fits(group: list[Term], term: Term) -> bool:
 
 
 def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
-    """Put one GEMM in the place of the last term, and remove the others."""
+    """Replace the GEMM of the last term by the merged GEMM, and remove the other terms."""
     *others, last = terms
     gemm = last.gemm
     with g.inserting_before(gemm):
         add = partial(emit, g, like=gemm)
-        scale = reduce(partial(add, aten.maximum.default), (_product(add, t) for t in terms))
+        scale = reduce(
+            partial(add, aten.maximum.default), (_multiply_scales(add, t) for t in terms)
+        )
         gradients = [t.gemm.args[0] for t in terms]
-        weights = [_requantized(add, t, scale) for t in terms]
+        weights = [_requantize_weight(add, t, scale) for t in terms]
         merged = add(
             fp8.scaled_mm.default,
             *(add(fp8.joined.default, gradients), scale),
@@ -194,27 +195,27 @@ def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
             *(None, gemm.args[5], fast_accumulation, *gemm.args[7:]),
         )
     merged.meta[ROLE] = "dgrad"
-    merged.meta[graph.REPLACED] = gemm.meta[graph.REPLACED]
+    merged.meta[graph.ORIGINAL_OPERATOR] = gemm.meta[graph.ORIGINAL_OPERATOR]
     gemm.replace_all_uses_with(merged)
     for term in others:
         term.remove()
 
 
-def _product(add: Any, term: Term) -> fx.Node:
-    """The product of a term's scales, 0 if its gradient is zero."""
+def _multiply_scales(add: Any, term: Term) -> fx.Node:
+    """Emit the product of a term's scales, which is 0 if its gradient is zero."""
     _, scale, _, weight_scale = term.gemm.args[:4]
     amax = scale.args[0]  # type: ignore[union-attr]
     product = add(aten.mul.Tensor, scale, weight_scale)
     return add(aten.mul.Tensor, product, add(aten.ne.Scalar, amax, 0))
 
 
-def _requantized(add: Any, term: Term, scale: fx.Node) -> fx.Node:
-    """The codes of a term's weight, so that its product of scales becomes `scale`."""
-    _, of_gradient, codes, of_weight = term.gemm.args[:4]
+def _requantize_weight(add: Any, term: Term, scale: fx.Node) -> fx.Node:
+    """Emit the FP8 weight of a term for which the product of scales is `scale`."""
+    _, gradient_scale, _, weight_scale = term.gemm.args[:4]
+    wanted = add(aten.div.Tensor, scale, gradient_scale)
+    # Rounding, or a gradient of zeros, must not make the scale smaller than before.
+    wanted = add(aten.maximum.default, wanted, weight_scale)
     weight = term.weight
-    left = add(aten.div.Tensor, scale, of_gradient)
-    # Never smaller than before, neither by rounding nor because the gradient is zero.
-    left = add(aten.maximum.default, left, of_weight)
-    quantized = add(fp8.quantize.default, weight.args[0], left, weight.args[2])
+    quantized = add(fp8.quantize.default, weight.args[0], wanted, weight.args[2])
     quantized.meta[OPERAND_OF] = weight.meta[OPERAND_OF]
-    return add(fp8.transpose.default, quantized) if _is_transposed(codes) else quantized
+    return add(fp8.transpose.default, quantized) if term.is_transposed else quantized

@@ -1,16 +1,15 @@
-"""Run linear layers as if a GPU had another format: mask what their GEMMs read and give.
+"""Simulate GEMMs in another format: mask the operands and results of linear layers.
 
-FP8 and back, section 3.2. With `q` a mask (`dialect/masking.py`), for `y = x Wᵀ`
+FP8 and back, section 3.2. `q` is a mask (`dialect/masking.py`). For `y = x Wᵀ`
 
     before   y  = mm(x, t(W))              after    y  = q(mm(q(x), t(q(W))))
              dx = mm(dY, W)                         dx = q(mm(q(dY), q(W)))
              dW = mm(t(dY), x)                      dW = q(mm(t(q(dY)), q(x)))
 
-The GEMMs run in the model's own precision, so that what is simulated adds up its products in high
-precision. A bias is added before the result is masked, and is not masked itself. Weights and saved
-activations stay as they are: the backward masks them again. A tensor that several GEMMs read is
-masked once. Where a format holds all numbers of a tensor's dtype, as E8M7 does bfloat16's, there is
-no mask, and the graph stays as it was.
+The GEMMs run in the model's own precision, so the simulated GEMM accumulates in high precision. A
+bias is added before the result is masked, and is not masked itself. Weights and saved activations
+are not masked; the backward masks them again. A tensor that several GEMMs read is masked once. No
+mask is emitted if a format represents all numbers of a tensor's dtype, as E8M7 does for bfloat16.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ from fp8pass.graph.linear_layers import (
     Layer,
     Reason,
     emit_operand,
-    first_operand,
-    operands_of,
+    first_factor_index,
+    gemm_operands,
     parts_with_layers,
 )
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, emit, tensor
-from fp8pass.graph.tags import ROLE, STANDS_FOR
+from fp8pass.graph.tags import REPLACED_GEMM, ROLE
 from fp8pass.passes.context import Context
+from fp8pass.passes.quantizer import identity_of
 
 fp8 = torch.ops.fp8pass
 
@@ -46,13 +46,12 @@ def simulate_format(gm: fx.GraphModule, ctx: Context) -> None:
         return
     ctx.plan.simulated = simulation.format
     for part in parts_with_layers(gm, ctx.facts, ctx.config.skip_patterns):
-        mask_layers(part, ctx, simulation)
+        _mask_layers(part, ctx, simulation)
         if part.gm is not gm:
             part.gm.recompile()
 
 
-def mask_layers(part: GraphPart, ctx: Context, simulation: Simulation) -> None:
-    """Mask the GEMMs of a graph's layers."""
+def _mask_layers(part: GraphPart, ctx: Context, simulation: Simulation) -> None:
     chosen: set[fx.Node] = set()
     for layer in part.layers:
         reason, roles = why_not(layer, ctx.config), dict[str, None]()
@@ -62,60 +61,60 @@ def mask_layers(part: GraphPart, ctx: Context, simulation: Simulation) -> None:
                 chosen.add(gemm)
                 roles[role] = None
         ctx.plan.linears.append(layer.entry(reason, part.times, simulated=tuple(roles)))
-    mask = Mask(simulation)
-    for node in list(part.gm.graph.nodes):  # in order: GEMMs share what the first of them masks
+    masker = Masker(simulation)
+    for node in list(part.gm.graph.nodes):  # in order: GEMMs share masks that the first one emits
         if node in chosen:
-            mask.gemm(node)
+            masker.mask_gemm(node)
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
-    """Why a layer is not masked; an empty reason where it is."""
+    """Return why a layer is not masked; the reason is empty if it is masked."""
     pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if layer.flaw:
-        return layer.why_none
-    if any(tensor(x).dtype not in MASKED_DTYPES for x in operands_of(layer.forward)):
+        return layer.why_not_linear
+    if any(tensor(x).dtype not in MASKED_DTYPES for x in gemm_operands(layer.forward)):
         return Reason(f"{graph.dtype_text(tensor(layer.forward).dtype)} operands")
     return Reason()
 
 
-class Mask:
-    """Masks GEMMs of one graph, and each of the tensors that they read once."""
+class Masker:
+    """Masks the GEMMs of one graph, and each tensor that they read once."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.format = simulated_format(simulation.format)
-        self.clamped = simulation.inner_clamp, simulation.outer_clamp
+        self._options = self.format.name, simulation.inner_clamp, simulation.outer_clamp
         self._masked: dict[tuple[fx.Node, str], fx.Node] = {}
 
-    def gemm(self, gemm: fx.Node) -> None:
+    def mask_gemm(self, gemm: fx.Node) -> None:
         """Mask the operands of a GEMM, and its result."""
-        first = first_operand(gemm)
+        first = first_factor_index(gemm)
         with gemm.graph.inserting_before(gemm):
             for position in (first, first + 1):
                 matrix = gemm.args[position]
                 assert isinstance(matrix, fx.Node)
-                gemm.update_arg(position, self._operand(matrix, gemm))
-        if self._holds(gemm):
+                gemm.update_arg(position, self._mask_operand(matrix, gemm))
+        if self._is_unmasked(gemm):
             return
         users = list(gemm.users)
         with gemm.graph.inserting_after(gemm):
-            result = emit(gemm.graph, fp8.mask_format.default, gemm, *self._how, like=gemm)
-        result.meta[STANDS_FOR] = gemm.name
+            result = emit(gemm.graph, fp8.mask_format.default, gemm, *self._options, like=gemm)
+        result.meta[REPLACED_GEMM] = gemm.name
         for user in users:
             user.replace_input_with(gemm, result)
-        if compat.must_save(gemm):  # now its masked result is what the policy is for
+        if compat.must_save(gemm):  # the policy applies to the masked result
             del gemm.meta["recompute"]
 
-    def _operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
-        """An operand, masked before it is transposed."""
+    def _mask_operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
+        """Return an operand that is masked before it is transposed."""
         batch = tensor(matrix).ndim == 3
-        base, flipped = (graph.untransposed_matrices if batch else graph.untransposed)(matrix)
-        if self._holds(base):
+        base, flipped = (graph.skip_batched_transposes if batch else graph.skip_transposes)(matrix)
+        if self._is_unmasked(base):
             return matrix
-        key = graph.root(base), graph.shape_text(tensor(base))
+        key = identity_of(base)
         if key not in self._masked:
-            masked = emit_operand(fp8.mask_format.default, base, *self._how, like=gemm)
+            masked = emit_operand(fp8.mask_format.default, base, *self._options, like=gemm)
             self._masked[key] = masked
         masked = self._masked[key]
         if not flipped:
@@ -123,11 +122,7 @@ class Mask:
         order = [0, 2, 1] if batch else [1, 0]
         return emit_operand(aten.permute.default, masked, order, like=gemm)
 
-    @property
-    def _how(self) -> tuple[str, bool, bool]:
-        return (self.format.name, *self.clamped)
-
-    def _holds(self, node: fx.Node) -> bool:
-        """Whether the format has all numbers that a tensor may have, or masks none of them."""
+    def _is_unmasked(self, node: fx.Node) -> bool:
+        """Whether masks do not apply to a tensor's dtype, or would not change its numbers."""
         dtype = tensor(node).dtype
         return dtype not in MASKED_DTYPES or is_identity(self.format, dtype)

@@ -1,11 +1,10 @@
-"""Kernels that can run together are one operator, so that they are launched together.
+"""Launch kernels that can run together at once, as one operator.
 
     before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
-A kernel joins the kernels before it if its inputs exist by then, as weights do. It must be small:
-results that are computed earlier take memory for longer, and a large kernel takes longer than its
-launch.
+A kernel joins earlier kernels if its inputs are available by then, such as weights. It must be
+small: earlier results take memory for longer, and a large kernel takes longer than its launch.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels.launch import MOST_PARTS
-from fp8pass.codegen.kernels.rows import rows
-from fp8pass.codegen.kernels.tiles import tiles
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import rows
+from fp8pass.codegen.kernels.tile_kernel import tiles
 from fp8pass.codegen.program.emit import emit_batch
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.passes.context import Context
 
 # Bytes that a kernel may read and write: the GPU moves them in the time of one launch.
@@ -27,16 +26,16 @@ MOST_EARLY = 32 * 2**20
 
 
 def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
-    """Put one operator in place of several that can run together."""
+    """Replace kernels that can run together by one operator."""
     groups = [group for op in (rows, tiles) for group in _groups(gm.graph, op) if len(group) > 1]
     for group in groups:
         _fuse(group)
     if groups:
-        graph.settle(gm.graph)
+        graph.sort_and_prune(gm.graph)
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
-    """Kernels of one kind, in groups that can run where the first one of each group does."""
+    """Return groups of kernels of one kind that can run at the first kernel of each group."""
     position = {node: i for i, node in enumerate(g.nodes)}
     groups: list[list[fx.Node]] = []
     for node in g.nodes:
@@ -50,7 +49,7 @@ def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
 
 
 def _joins(node: fx.Node, group: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """Whether a kernel can run together with a group of kernels, and is small enough to."""
+    """Whether a kernel can run together with a group of kernels, and is small enough."""
     first, *early = *group, node
     results = [x for member in early for x in member.meta["val"]]
     return (
@@ -73,7 +72,7 @@ def _batch(node: fx.Node) -> Batch:
 
 
 def _fuse(group: list[fx.Node]) -> None:
-    """Put one operator in the place of a group's first one, and replace the results of all."""
+    """Emit one operator at the first kernel of a group, and use its results for all kernels."""
     batch = Batch(tuple(program for node in group for program in _batch(node).programs))
     inputs = [x for node in group for x in node.args[0]]  # type: ignore[union-attr]
     results = iter(emit_batch(group[0].target, batch, inputs, like=group[0]))  # type: ignore[arg-type]

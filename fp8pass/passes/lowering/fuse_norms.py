@@ -1,4 +1,4 @@
-"""The backward of norms in row kernels: the gradient of a residual stream, and of a norm's weight.
+"""Compute the backward of norms in row kernels: gradients of the residual stream and of weights.
 
     before   n = mul(dy, w)
              d = sub(mul(n, rstd), mul(x, mul(sum(mul(n, x), -1), rstd3)))
@@ -7,23 +7,25 @@
     after    g, p, r = rows([w, rstd, dy, x, residual], program)
              a = amax(r);  v = sum(p, 0)
 
-The kernel stores the sum, the largest magnitude of each row, and partial sums of the weight's
-gradient, whose order of summation is fixed.
+The kernel stores the sum, the amax of each row, and partial sums of the weight's gradient. The
+order of summation is fixed.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.limits import why_not_a_matrix
-from fp8pass.codegen.kernels.rows import LONGEST_SUMMED, rows
+from fp8pass.codegen.kernels.row_kernel import LONGEST_SUMMED, rows
+from fp8pass.codegen.kernels.supported import why_not_a_matrix
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Step, Store
 from fp8pass.codegen.program.reader import Reader
-from fp8pass.graph.nodes import aten, tensor
-from fp8pass.graph.order import depends, settle_around
+from fp8pass.graph.nodes import aten, prims, tensor
+from fp8pass.graph.order import depends_on, sort_around
 from fp8pass.graph.patterns import RESHAPES, is_residual_sum
 from fp8pass.passes.context import Context
 
@@ -31,59 +33,56 @@ fp8 = torch.ops.fp8pass
 
 
 def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace sums of residual gradients and norms' gradients by row kernels."""
-    if not ctx.config.quantizes_linears:  # results must be bit-equal; kernels round less often
+    """Replace sums of residual gradients and gradients of norms by row kernels."""
+    if not ctx.config.quantizes_linears:  # results must be bit-equal, but kernels round less often
         return
-    changed = False
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.users and is_residual_sum(node):
-            changed |= fuse(node)
-    if changed:
-        graph.settle(gm.graph)
+    candidates = [n for n in gm.graph.nodes if n.op == "call_function"]
+    fused = [_fuse(node) for node in candidates if node.users and is_residual_sum(node)]
+    if any(fused):
+        graph.sort_and_prune(gm.graph)
 
 
-def fuse(node: fx.Node) -> bool:
-    """Put a kernel in place of a sum; False if it has no row reduction that a kernel computes."""
-    if why_not_a_matrix(node) or tensor(node).shape[-1] > LONGEST_SUMMED:
+def _fuse(total: fx.Node) -> bool:
+    """Replace a residual sum by a kernel; return False if it contains no norm that fits one.
+
+    Values of the kernel that have other users are recomputed by these.
+    """
+    if why_not_a_matrix(total) or tensor(total).shape[-1] > LONGEST_SUMMED:
         return False
-    reader = Reader(node, by_row=True)
+    reader = Reader(total, by_row=True)
     try:
-        reader.read(node)
+        reader.read(total)
     except NotAMatrix:
         return False
     steps = [step for steps in reader.steps.values() for step in steps]
     if not reader.large_loads or not any(step.target == "row_sum" for step in steps):
         return False
-    sums = column_sums(reader)
-    if not sums:
+    sums = _find_column_sums(reader)
+    if not sums or not has_shape(total) or depends_on(reader.loads, [total, *sums]):
         return False
-    if not has_shape(node) or depends(reader.loads, [node, *sums]):
-        return False
-    # Other users of the values in between compute them again.
-    dtype = graph.dtype_text(tensor(node).dtype)
-    stores = [Store(reader.names[node], ("full",), dtype=dtype)]
+    stores = [Store(reader.names[total], ("full",), dtype=graph.dtype_text(tensor(total).dtype))]
     stores += [Store(reader.names[s.args[0]], ("sums",)) for s in sums]  # type: ignore[index]
-    amaxes = _amaxes(node)
+    amaxes = _find_amaxes(total)
     if amaxes:
-        largest = f"{node.name}_row_amax"
-        reader.steps[node] = [*reader.steps[node], Step(largest, "row_amax", (node.name,))]
-        stores.append(Store(largest, ("row",), dtype="float32"))
-    results = emit_kernel(rows, [([reader], stores)], like=node)
+        row_amax = f"{total.name}_row_amax"
+        reader.steps[total] = [*reader.steps[total], Step(row_amax, "row_amax", (total.name,))]
+        stores.append(Store(row_amax, ("row",), dtype="float32"))
+    results = emit_kernel(rows, [([reader], stores)], like=total)
     for amax in amaxes:
         amax.update_arg(0, results[-1])
-    replace(node, results[0])
-    for old, partial in zip(sums, results[1:], strict=False):
-        _finish(old, partial)
-    settle_around(graph.operator_of(results[0]))
+    replace(total, results[0])
+    for column_sum, partial_sums in zip(sums, results[1:], strict=False):
+        _replace_sum(column_sum, partial_sums)
+    sort_around(graph.operator_of(results[0]))
     return True
 
 
-def column_sums(reader: Reader) -> list[fx.Node]:
-    """Sums over all rows of values that can be computed from the kernel's loads alone."""
+def _find_column_sums(reader: Reader) -> list[fx.Node]:
+    """Return sums over all rows of values that can be computed from the kernel's loads alone."""
     found: list[fx.Node] = []
     loads = set(reader.loads)
     for load in sorted(loads):
-        for node in sorted(_behind(load)):
+        for node in sorted(_users_within(load)):
             if not _sums_columns(node) or node in found:
                 continue
             before = reader.snapshot()
@@ -99,8 +98,8 @@ def column_sums(reader: Reader) -> list[fx.Node]:
     return found
 
 
-def _behind(load: fx.Node, depth: int = 8) -> set[fx.Node]:
-    """The nodes that depend on a value through at most `depth` operators."""
+def _users_within(load: fx.Node, depth: int = 8) -> set[fx.Node]:
+    """Return the nodes that depend on a value through at most `depth` operators."""
     found: set[fx.Node] = set()
     layer = {load}
     for _ in range(depth):
@@ -117,24 +116,22 @@ def _sums_columns(node: fx.Node) -> bool:
     return sorted(node.args[1]) == list(range(leading))  # type: ignore[arg-type]
 
 
-def _amaxes(node: fx.Node) -> list[fx.Node]:
-    """The `amax` operators of a value or of views of it."""
+def _find_amaxes(node: fx.Node) -> list[fx.Node]:
+    """Return the `amax` operators of a value or of views of it."""
     found = []
     for user in node.users:
         if user.target is fp8.amax.default and user.args[1] == "tensor":
             found.append(user)
         elif user.target in RESHAPES:
-            found += _amaxes(user)
+            found += _find_amaxes(user)
     return found
 
 
-def _finish(old: fx.Node, partial: fx.Node) -> None:
-    """Replace a sum by that of its partial sums, in the same shape and dtype."""
-    val = tensor(old)
-    with old.graph.inserting_before(old):
-        total = graph.emit(old.graph, aten.sum.dim_IntList, partial, [0], like=old)
-        shaped = graph.emit(old.graph, aten.reshape.default, total, list(val.shape), like=old)
-        result = graph.emit(
-            old.graph, torch.ops.prims.convert_element_type.default, shaped, val.dtype, like=old
-        )
-    old.replace_all_uses_with(result)
+def _replace_sum(column_sum: fx.Node, partial_sums: fx.Node) -> None:
+    """Replace a sum over rows by the sum of partial sums, in the same shape and dtype."""
+    val, add = tensor(column_sum), partial(graph.emit, column_sum.graph, like=column_sum)
+    with column_sum.graph.inserting_before(column_sum):
+        total = add(aten.sum.dim_IntList, partial_sums, [0])
+        shaped = add(aten.reshape.default, total, list(val.shape))
+        result = add(prims.convert_element_type.default, shaped, val.dtype)
+    column_sum.replace_all_uses_with(result)

@@ -1,4 +1,4 @@
-"""The second stages of several amaxes, and scales, in one launch of the row kernel.
+"""Compute the second stages of several amaxes, and scales, in one launch of the row kernel.
 
     before   a = amax(p);  s = scale(a)
              b = amax(q);  t = scale(b)
@@ -6,8 +6,8 @@
 
 `p` and `q` are first stages of an amax that kernels have stored, one number for each row or tile,
 or inputs of the graph, such as the scales of a weight's rows. A second stage reads a few kilobytes,
-for which a launch takes too long, and a layer has a dozen of them and more, whose results are
-mostly needed much later.
+less than a launch is worth. A layer has a dozen or more second stages, and most results are needed
+much later.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.rows import LONGEST_HELD, rows
-from fp8pass.codegen.kernels.tiles import holds_amaxes, tiles
-from fp8pass.codegen.program.batch import Batch
+from fp8pass.codegen.kernels.row_kernel import LONGEST_HELD, rows
+from fp8pass.codegen.kernels.tile_kernel import holds_amaxes, tiles
 from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.passes.context import Context
@@ -32,31 +32,31 @@ fp8 = torch.ops.fp8pass
 
 def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace second stages of amaxes, and their scales, by row kernels."""
-    _compute_first(gm.graph)
-    groups = [group for group in _groups(gm.graph) if len(group) > 1]
+    _move_input_amaxes_up(gm.graph)
+    groups = [group for group in _group_amaxes(gm.graph) if len(group) > 1]
     for group in groups:
         _fuse(group)
     if groups:
-        graph.settle(gm.graph)
+        graph.sort_and_prune(gm.graph)
 
 
-def _compute_first(g: fx.Graph) -> None:
-    """Take the amaxes of a graph's inputs before all else: together."""
+def _move_input_amaxes_up(g: fx.Graph) -> None:
+    """Move the amaxes of a graph's inputs before all other operators, so that they form a group."""
     first = next(node for node in g.nodes if node.op != "placeholder")
     for node in list(g.nodes):
-        if node is not first and _finishes(node) and node.args[0].op == "placeholder":
+        if node is not first and _finishes_amax(node) and node.args[0].op == "placeholder":
             first.prepend(node)
 
 
-def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Amaxes that can be taken together: all are computed before any of their results is used.
+def _group_amaxes(g: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Yield groups of amaxes that are all computed before any of their results is used.
 
-    Scales do not count as uses, since they are computed together with the amaxes.
+    Scales do not count as uses, since the kernel computes them with the amaxes.
     """
     group: list[fx.Node] = []
     results: set[fx.Node] = set()
     for node in g.nodes:
-        if _finishes(node):
+        if _finishes_amax(node):
             if group and tensor(group[0]).device != tensor(node).device:
                 yield group
                 group, results = [], set()
@@ -70,28 +70,28 @@ def _groups(g: fx.Graph) -> Iterator[list[fx.Node]]:
                 group, results = [], set()
 
 
-def _finishes(node: fx.Node) -> bool:
-    """Whether a node is an amax of few numbers that are there already: a kernel can hold them."""
+def _finishes_amax(node: fx.Node) -> bool:
+    """Whether a node is an amax of stored numbers, few enough for a kernel to hold."""
     if not graph.is_call(node, fp8.amax.default) or node.args[1] != "tensor":
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
     kernel = source.args[0] if graph.is_getitem(source) else None
-    stored = isinstance(kernel, fx.Node) and kernel.target in (rows, tiles)
-    if not stored and source.op != "placeholder":
+    is_stored = isinstance(kernel, fx.Node) and kernel.target in (rows, tiles)
+    if not is_stored and source.op != "placeholder":
         return False
     count = tensor(source).numel()  # kernels store matrices, too
     return holds_amaxes(source) and isinstance(count, int) and count <= LONGEST_HELD
 
 
 def _fuse(amaxes: list[fx.Node]) -> None:
-    """Put one operator in place of several amaxes and their scales."""
+    """Replace several amaxes and their scales by one operator."""
     replaced, programs, inputs = [], [], []
     for amax in amaxes:
         scales = [user for user in amax.users if user.target is fp8.scale.default]
         stored = scales if len(scales) == len(amax.users) else [amax, *scales]
         replaced += stored
-        programs.append(_program(amax, scales, stored))
+        programs.append(_make_program(amax, scales, stored))
         with amax.graph.inserting_before(amax):
             x = graph.emit(amax.graph, aten.reshape.default, amax.args[0], [1, -1], like=amax)
         inputs.append(x)
@@ -102,8 +102,8 @@ def _fuse(amaxes: list[fx.Node]) -> None:
         node.replace_all_uses_with(number)
 
 
-def _program(amax: fx.Node, scales: list[fx.Node], stored: list[fx.Node]) -> Program:
-    """The program of one amax, whose numbers are one row."""
+def _make_program(amax: fx.Node, scales: list[fx.Node], stored: list[fx.Node]) -> Program:
+    """Return the program of one amax, which reads its numbers as one row."""
     steps = [Step(amax.name, "row_amax", ("partial",))]
     steps += [Step(s.name, "scale", (amax.name, parse(str(s.args[1])).format.name)) for s in scales]
     stores = (Store(node.name, ("row",), dtype="float32") for node in stored)

@@ -7,21 +7,21 @@
     after    a, b, c = tiles([s, t, dy, g, u], program)
 
 Every quantized matrix that is needed transposed becomes a store of a program, together with the
-pointwise operators that compute it from tensors that are in memory anyway. Matrices computed from
-the same tensors share a kernel, so that each tensor is read once. Operators with other users stay
-in the graph as well: computing them twice costs less than writing and reading them.
+pointwise operators that compute it from tensors in memory. Matrices computed from the same tensors
+share a kernel, so that each tensor is read once. Operators with other users also stay in the graph:
+computing them twice costs less than writing and reading their results.
 
-Codes that other ranks made are transposed by the same kernel:
+The same kernel transposes FP8 data from other ranks:
 
     before   c = transpose(as_codes(all_gather(b)))
     after    c = tiles([as_codes(all_gather(b))], program)
 
-Codes that `joined` concatenates are stored side by side, each by its own kernel:
+If `joined` concatenates FP8 data, each kernel stores its columns of the result:
 
     before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
     after    c = tiles([s, x, t, y], [program, program])
 
-Other operators stay as they are, for `lower_dialect`.
+`lower_dialect` lowers operators that no kernel takes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.limits import LARGEST_INPUTS, why_no_tiles, why_not_a_matrix
-from fp8pass.codegen.kernels.tiles import FORMATS_BY_LAYOUT, tiles
+from fp8pass.codegen.kernels.supported import LARGEST_INPUTS, why_no_tiles, why_not_a_matrix
+from fp8pass.codegen.kernels.tile_kernel import FORMATS_BY_LAYOUT, tiles
 from fp8pass.codegen.program.emit import emit_kernel
 from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import Reader, is_in_memory
 from fp8pass.graph.nodes import tensor
-from fp8pass.graph.order import depends, settle_around
+from fp8pass.graph.order import depends_on, sort_around
 from fp8pass.graph.patterns import is_quantized_operand, quantization_of, transposes
 from fp8pass.passes.context import Context
 
@@ -52,10 +52,10 @@ class TiledMatrix:
     """A matrix that a kernel may store.
 
     Attributes:
-        reader: the operators behind it.
+        reader: the loads and steps that compute the matrix.
         store: its store, without layouts.
-        replaced: by layout, the nodes that the stored result replaces.
-        amaxes: the `amax` operators that take the amaxes of tiles in place of the matrix.
+        replaced: the nodes that the stored result replaces, by layout.
+        amaxes: the `amax` operators that will read the amaxes of tiles instead of the matrix.
     """
 
     reader: Reader
@@ -64,50 +64,31 @@ class TiledMatrix:
     amaxes: list[fx.Node] = field(default_factory=list)
 
     @property
-    def large_loads(self) -> set[fx.Node]:
-        """The loaded nodes that are as large as the matrix."""
-        return self.reader.large_loads
-
-    @property
     def results(self) -> list[fx.Node]:
         """The nodes that the kernel computes."""
         return [*(n for nodes in self.replaced.values() for n in nodes), *self.amaxes]
 
-    def agrees(self, other: TiledMatrix) -> bool:
-        """Whether nodes that both load are broadcast to both matrices in the same way."""
-        return self.reader.agrees(other.reader)
-
     def stores(self, whole: Concatenation | None) -> Iterator[Store]:
-        """The stores of the matrix; that of a part of a concatenation is one of its own."""
-        parts = {x for x, nodes in self.replaced.items() if whole and whole.has(nodes)}
+        """Yield the stores of the matrix; a part of a concatenation has its own store."""
+        parts = {x for x, nodes in self.replaced.items() if whole and whole.offset_of(nodes) >= 0}
         alone = tuple(x for x in self.replaced if x not in parts)
         if alone or self.amaxes:
             yield replace(self.store, layouts=alone or ("amax",))
         for layout in self.replaced:
             if whole and layout in parts:
-                (offset,) = (whole.offsets[n] for n in self.replaced[layout] if n in whole.offsets)
+                offset = whole.offset_of(self.replaced[layout])
                 yield replace(self.store, layouts=(layout,), width=whole.width, offset=offset)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Concatenation:
-    """Codes side by side in one matrix.
-
-    Attributes:
-        node: the `joined` that concatenates them.
-        offsets: the first column of each part.
-    """
+    """A `joined` node, which concatenates the columns of quantized matrices."""
 
     node: fx.Node
-    offsets: dict[fx.Node, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        widths = [tensor(part).shape[1] for part in self.parts]
-        self.offsets = dict(zip(self.parts, accumulate(widths, initial=0), strict=False))
 
     @property
     def parts(self) -> list[fx.Node]:
-        """The codes, from left to right."""
+        """The concatenated matrices, from left to right."""
         return list(self.node.args[0])  # type: ignore[arg-type]
 
     @property
@@ -115,82 +96,83 @@ class Concatenation:
         """The columns of all parts."""
         return int(tensor(self.node).shape[1])
 
-    def has(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether one of `nodes` is a part."""
-        return any(node in self.offsets for node in nodes)
+    def offset_of(self, nodes: Iterable[fx.Node]) -> int:
+        """Return the first column of the part that is among `nodes`; -1 if there is no part."""
+        offsets = accumulate((tensor(part).shape[1] for part in self.parts), initial=0)
+        found = dict(zip(self.parts, offsets, strict=False))
+        return max((int(found[node]) for node in nodes if node in found), default=-1)
 
 
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace quantized and transposed matrices by tile kernels."""
-    if not ctx.config.quantizes_linears:  # recipe exact has amaxes, too, and stays as it is
+    """Replace matrices that are quantized and transposed, or only measured, by tile kernels."""
+    if not ctx.config.quantizes_linears:  # recipe exact must not change, but has amaxes, too
         return
     changed = False
-    for find_matrix in (matrix_behind_codes, matrix_of_codes, matrix_behind_amax):
+    for find_matrix in (_find_quantized, _find_received, _find_measured):
         matrices = [m for n in gm.graph.nodes if (m := find_matrix(n)) is not None]
-        groups = dict(enumerate(matrices_by_kernel(matrices)))
+        groups = dict(enumerate(_group_by_kernel(matrices)))
         stored_by = {n: i for i, group in groups.items() for m in group for n in m.results}
         for node in gm.graph.find_nodes(op="call_function", target=fp8.joined.default):
             whole = Concatenation(node)
             numbers = sorted({stored_by[part] for part in whole.parts if part in stored_by})
             storing = [groups[i] for i in numbers if i in groups]
-            if can_store(whole, storing):
-                fuse(storing, whole)
+            if _can_store_parts(whole, storing):
+                _fuse(storing, whole)
                 for i in numbers:
                     del groups[i]
         for group in groups.values():
-            fuse([group])
+            _fuse([group])
         changed |= bool(matrices)
     if changed:
-        graph.settle(gm.graph)
+        graph.sort_and_prune(gm.graph)
 
 
-def matrix_behind_codes(codes: fx.Node) -> TiledMatrix | None:
-    """The matrix of which a node is the codes, None if the tile kernel does not store them."""
-    if not is_quantized_operand(codes) or why_no_tiles(codes):
+def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
+    """Return the matrix that a node quantizes; None if the tile kernel cannot store it."""
+    if not is_quantized_operand(quantize) or why_no_tiles(quantize):
         return None
-    x, scale = codes.args[:2]
+    x, scale = quantize.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
     try:
-        reader = Reader(codes)
+        reader = Reader(quantize)
         reader.read(x)
         if reader.bytes_read > LARGEST_INPUTS * graph.nbytes(x):
-            reader = Reader(codes)
+            reader = Reader(quantize)
             reader.load(x)
         reader.load(scale)
     except NotAMatrix:
         return None
     if not reader.large_loads:
         return None
-    by_layout = {"rows": [codes], "columns": transposes(codes)}
-    if len(codes.users) == len(by_layout["columns"]):
+    by_layout = {"rows": [quantize], "columns": transposes(quantize)}
+    if len(quantize.users) == len(by_layout["columns"]):
         del by_layout["rows"]
-    names = reader.names
-    store = Store(names[x], (), scale=names[scale], format=quantization_of(codes).format.name)
-    return TiledMatrix(reader, store, by_layout)
+    names, format = reader.names, quantization_of(quantize).format.name
+    return TiledMatrix(reader, Store(names[x], (), scale=names[scale], format=format), by_layout)
 
 
-def matrix_of_codes(codes: fx.Node) -> TiledMatrix | None:
-    """The matrix of codes that a node is, if they are in memory and needed transposed."""
-    if not graph.is_call(codes, fp8.as_codes.default) or not transposes(codes):
+def _find_received(data: fx.Node) -> TiledMatrix | None:
+    """Return the matrix of FP8 data from other ranks, if it is in memory and needed transposed."""
+    if not graph.is_call(data, fp8.as_codes.default) or not transposes(data):
         return None
-    format = str(codes.args[1])
-    if format not in FORMATS_BY_LAYOUT["columns"] or why_not_a_matrix(codes):
+    format = str(data.args[1])
+    if format not in FORMATS_BY_LAYOUT["columns"] or why_not_a_matrix(data):
         return None
-    reader = Reader(codes)
+    reader = Reader(data)
     try:
-        reader.load(codes)
+        reader.load(data)
     except NotAMatrix:
         return None
-    store = Store(reader.names[codes], (), format=format)
-    return TiledMatrix(reader, store, {"columns": transposes(codes)})
+    store = Store(reader.names[data], (), format=format)
+    return TiledMatrix(reader, store, {"columns": transposes(data)})
 
 
-def matrix_behind_amax(x: fx.Node) -> TiledMatrix | None:
-    """The matrix that a node is, if its `amax` is taken and no generated kernel computes it.
+def _find_measured(x: fx.Node) -> TiledMatrix | None:
+    """Return the matrix that a node is, if only its amax is needed from a kernel.
 
-    It is computed from groups, or in memory already. In other cases the generated kernel that
-    computes the matrix can take its amax as well. None for other nodes.
+    The matrix must be dequantized from groups, or in memory. The generated kernel that computes any
+    other matrix can compute the amax as well.
     """
     amaxes = [u for u in x.users if u.target is fp8.amax.default and u.args[1] == "tensor"]
     if not amaxes or tensor(x).ndim != 2 or why_not_a_matrix(x):
@@ -206,50 +188,51 @@ def matrix_behind_amax(x: fx.Node) -> TiledMatrix | None:
     return TiledMatrix(reader, Store(reader.names[x], ()), amaxes=amaxes)
 
 
-def matrices_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
-    """The matrices that each kernel stores, first the one with all loads of the others."""
+def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
+    """Return the matrices of each kernel; the first has the large loads of all of them."""
     groups: list[list[TiledMatrix]] = []
-    that_load: dict[fx.Node, list[list[TiledMatrix]]] = {}
-    for matrix in sorted(matrices, key=lambda m: -len(m.large_loads)):
-        for group in that_load.get(min(matrix.large_loads), ()):
-            fits = matrix.large_loads <= group[0].large_loads
-            fits = fits and all(m.agrees(matrix) for m in group)
-            if fits and not depends_on_itself([*group, matrix]):
+    groups_by_load: dict[fx.Node, list[list[TiledMatrix]]] = {}
+    for matrix in sorted(matrices, key=lambda m: -len(m.reader.large_loads)):
+        loads = matrix.reader.large_loads
+        for group in groups_by_load.get(min(loads), ()):
+            fits = loads <= group[0].reader.large_loads
+            fits = fits and all(m.reader.agrees(matrix.reader) for m in group)
+            if fits and not _depend_on_each_other([*group, matrix]):
                 group.append(matrix)
                 break
         else:
             groups.append([matrix])
-            for load in matrix.large_loads:
-                that_load.setdefault(load, []).append(groups[-1])
+            for load in loads:
+                groups_by_load.setdefault(load, []).append(groups[-1])
     return groups
 
 
-def can_store(whole: Concatenation, groups: list[list[TiledMatrix]]) -> bool:
+def _can_store_parts(whole: Concatenation, groups: list[list[TiledMatrix]]) -> bool:
     """Whether the kernels of some groups can store all parts of a concatenation in place.
 
     Each part must occur once, and have no users but the concatenation and transposes.
     """
-    if len(whole.offsets) < len(whole.parts):
+    if len(set(whole.parts)) < len(whole.parts):
         return False
     if any(set(part.users) - {whole.node, *transposes(part)} for part in whole.parts):
         return False
     matrices = [m for group in groups for m in group]
     stored = {n for m in matrices for n in m.results}
-    return stored.issuperset(whole.parts) and not depends_on_itself(matrices)
+    return stored.issuperset(whole.parts) and not _depend_on_each_other(matrices)
 
 
-def depends_on_itself(matrices: list[TiledMatrix]) -> bool:
-    """Whether a tensor that one of the matrices is computed from depends on another one of them."""
+def _depend_on_each_other(matrices: list[TiledMatrix]) -> bool:
+    """Whether the inputs of one of the matrices depend on another of the matrices."""
     reads = {n for m in matrices for n in m.reader.loads}
-    return len(matrices) > 1 and depends(reads, [n for m in matrices for n in m.results])
+    return len(matrices) > 1 and depends_on(reads, [n for m in matrices for n in m.results])
 
 
-def fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -> None:
-    """Put one operator in place of groups of matrices, with a program for each group."""
+def _fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -> None:
+    """Replace groups of matrices by one operator, with a program for each group."""
     matrices = [matrix for group in groups for matrix in group]
-    if depends_on_itself(matrices):  # through a kernel that was put in place meanwhile
+    if _depend_on_each_other(matrices):  # through a kernel that was emitted in the meantime
         for matrix in matrices:
-            fuse([[matrix]])
+            _fuse([[matrix]])
         return
     stores = [(matrix, store) for matrix in matrices for store in matrix.stores(whole)]
     drafts = [
@@ -269,4 +252,4 @@ def fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) ->
             else:
                 for node in matrix.replaced[layout]:
                     node.replace_all_uses_with(result)
-    settle_around(graph.operator_of(results[0]))
+    sort_around(graph.operator_of(results[0]))

@@ -1,10 +1,10 @@
-"""Put aten operators in the place of the dialect's, right before Inductor compiles a graph.
+"""Replace operators of the dialect by aten operators, right before Inductor compiles a graph.
 
     before   s = scale(amax(x));  q = quantize(x, s)
     after    a = amax(amax(abs(x), -1));  s = power_of_two(clamp(a / 448))
              q = buffer(convert(clamp(x * reciprocal(s))))
 
-What each operator becomes is in `codegen/lowering.py`.
+`codegen/lowering.py` contains the lowering of each operator.
 """
 
 from __future__ import annotations

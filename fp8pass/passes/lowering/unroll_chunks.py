@@ -1,12 +1,11 @@
-"""Write out the chunks of what runs in chunks.
+"""Replace `in_chunks` by the operators of each chunk.
 
     before   losses, dW = in_chunks(body, 2, [x, y], [W], 1)
     after    x_0 = slice(x, 0, c); ...;  loss_0 = ...;  dW = mm(t(d_0), x_0)
              x_1 = after(slice(x, c, T), loss_0); ...;  loss_1 = ...;  add_product(dW, t(d_1), x_1)
              losses = cat([loss_0, loss_1])
 
-Inductor compiles one chunk after the other, in this order. What depends on no rows is computed
-once.
+Inductor compiles the chunks in this order. Values that do not depend on rows are computed once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.codegen.add_product import add_product
 from fp8pass.codegen.buffers import after
-from fp8pass.graph.chunks import Chunks, bounds, chunks_of
+from fp8pass.graph.chunks import Chunks, chunk_bounds, chunks_of
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.passes.context import Context
 
@@ -29,7 +28,7 @@ def unroll_chunks(gm: fx.GraphModule, ctx: Context) -> None:
     calls = chunks_of(gm.graph)
     for chunks in calls:
         with gm.graph.inserting_before(chunks.node):
-            results = Unrolled(gm.graph, chunks).results()
+            results = Unroller(gm.graph, chunks).emit_results()
         for user in list(chunks.node.users):
             assert graph.is_getitem(user)
             user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
@@ -40,8 +39,8 @@ def unroll_chunks(gm: fx.GraphModule, ctx: Context) -> None:
         gm.delete_all_unused_submodules()
 
 
-class Unrolled:
-    """The chunks of one call, at the insertion point of a graph."""
+class Unroller:
+    """Emits the chunks of one call at the insertion point of a graph."""
 
     def __init__(self, g: fx.Graph, chunks: Chunks) -> None:
         self.graph, self.chunks = g, chunks
@@ -54,35 +53,36 @@ class Unrolled:
         split = len(outputs) - chunks.sums
         self.row_results: list[fx.Node] = outputs[:split]
         self.sums: list[fx.Node] = outputs[split:]
-        # GEMMs that add to the sum themselves.
+        # GEMMs that accumulate into the sum.
         self.products = {n for n in self.sums if n.target is aten.mm.default and len(n.users) == 1}
 
-    def results(self) -> list[fx.Node]:
-        """The results of the call."""
+    def emit_results(self) -> list[fx.Node]:
+        """Return the results of the call."""
         parts: list[list[fx.Node]] = [[] for _ in self.row_results]
         totals: dict[fx.Node, fx.Node] = {}
         done: list[fx.Node] = []
-        for start, end in self._bounds():
-            env = self._chunk(start, end, done)
+        for start, end in self._chunk_bounds():
+            env = self._emit_chunk(start, end, done)
             done = [env[node] for node in self.row_results]
             for part, result in zip(parts, done, strict=True):
                 part.append(result)
             for node in self.sums:
-                totals[node] = self._added(totals.get(node), node, env)
-        together = [self._emit(aten.cat.default, part, like=part[0]) for part in parts]
-        return [*together, *(totals[n] for n in self.sums)]
+                totals[node] = self._add_to(totals.get(node), node, env)
+        whole = [self._emit(aten.cat.default, part, like=part[0]) for part in parts]
+        return [*whole, *(totals[n] for n in self.sums)]
 
-    def _chunk(self, start: Any, end: Any, done: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """One chunk, after another one is done: what stands for the nodes of the body.
+    def _emit_chunk(self, start: Any, end: Any, done: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Emit a chunk that runs after `done`; return the new node of each node of the body.
 
-        Inductor would compute losses where they are put together, from the logits of all chunks.
+        Without the dependency Inductor would compute the losses where they are concatenated, from
+        the logits of all chunks.
         """
         env = dict(self.once)
         for placeholder, rows in self.row_inputs:
-            taken = self._emit(aten.slice.Tensor, rows, 0, start, end, like=rows)
-            if done and tensor(taken).ndim > 1 and tensor(taken).shape[-1] > 1:  # no label or loss
-                taken = self._emit(after, taken, done, like=rows)
-            env[placeholder] = taken
+            part = self._emit(aten.slice.Tensor, rows, 0, start, end, like=rows)
+            if done and tensor(part).ndim > 1 and tensor(part).shape[-1] > 1:  # not labels, losses
+                part = self._emit(after, part, done, like=rows)
+            env[placeholder] = part
         for node in self.body.nodes:
             if node.op != "call_function" or node in env or node in self.products:
                 continue
@@ -96,8 +96,8 @@ class Unrolled:
         fake = None if node.all_input_nodes else node.meta["val"]
         return self._emit(node.target, *args, like=node, fake=fake, **kwargs)
 
-    def _added(self, total: fx.Node | None, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-        """A sum over the chunks so far, with one more."""
+    def _add_to(self, total: fx.Node | None, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a sum over the chunks so far plus this chunk."""
         if total is None:
             return self._copy(node, env) if node in self.products else env[node]
         if node not in self.products:
@@ -106,12 +106,12 @@ class Unrolled:
         self._emit(add_product, total, a, b, like=node)
         return total
 
-    def _bounds(self) -> list[tuple[Any, Any]]:
-        """Where chunks start and end; nodes of the graph, where the number of rows varies."""
+    def _chunk_bounds(self) -> list[tuple[Any, Any]]:
+        """Return the first and last row of each chunk; nodes if the number of rows is symbolic."""
         rows, count = self.chunks.rows[0], self.chunks.count
         size = tensor(rows).shape[0]
         if isinstance(size, int):
-            return list(bounds(size, count))
+            return list(chunk_bounds(size, count))
         everything = self._emit(aten.sym_size.int, rows, 0, like=rows)
         length = self._emit(operator.floordiv, everything, count, like=rows)
         starts = [self._emit(operator.mul, length, i, like=rows) for i in range(count)]

@@ -21,7 +21,7 @@ from fp8pass import compat, graph
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.shards import local, whole
 from fp8pass.stability.guard.past import Numbers
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 SAMPLE = 1024  # elements of a parameter that are compared with the last reading
 ABSENT = -1.0  # stands for a number that does not exist
@@ -56,7 +56,9 @@ class ParameterNorms:
         rank's shard is measured. Of quantized weights the scales of the rows are measured, because
         the FP8 data may be in host memory, or on its way there.
         """
-        weights = [p.scales if isinstance(p, CodedWeight) else local(p) for p in self._parameters]
+        weights = [
+            p.scales if isinstance(p, QuantizedWeight) else local(p) for p in self._parameters
+        ]
         samples = [_take_sample(w) for w in weights]
         absent = weights[0].new_full((), ABSENT, dtype=torch.float32)
         changes = [absent] * len(samples)

@@ -202,5 +202,6 @@ def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
         for node in g.nodes
         if node.op == "call_function"  # a quantized input has no weight in the graph
         for module, operand in node.meta.get(OPERAND_OF, ())
-        if operand == "weight" and (weight := graph.source(_operand(node))) in placeholders
+        if operand == "weight"
+        and (weight := graph.skip_views_and_casts(_operand(node))) in placeholders
     ]

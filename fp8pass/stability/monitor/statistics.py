@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import graph
-from fp8pass.dialect.coding import decode, encode
+from fp8pass.dialect.encoding import decode, encode
 from fp8pass.dialect.formats import Format
 
 # Elements measured at once. On a GPU this limits the extra memory of a sampled step to about ten

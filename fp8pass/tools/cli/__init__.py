@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show_warning(message: Warning | str, *where: object) -> None:
     """Print a warning without its source line."""
-    print(f"warning: {message}", file=sys.stderr)
+    print(f"fp8pass: warning: {str(message).removeprefix('fp8pass: ')}", file=sys.stderr)
 
 
 def _make_parsers() -> tuple[Parser, dict[str, Parser]]:

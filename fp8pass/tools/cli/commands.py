@@ -103,8 +103,7 @@ def _fit(options: argparse.Namespace) -> None:
     config = target.parse_config(options)
     found = target.load(options)
     result = _call_fit(options, config, found)
-    if found.note:
-        result.notes.insert(0, found.note)
+    result.notes[:0] = found.notes
     _show(result, options)
     if not result.fits:
         raise Failure("no way to train the model fits; the output shows what is too large.")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 VARIABLES = ("FP8PASS_", "TORCHINDUCTOR_", "TORCH_LOGS", "TORCH_TRACE")
 
+NO_DRIVER = "none found"
 # Largest relative error of a correct product. Rounding both operands to E4M3 gives about 4%.
 LARGEST_ERROR = 0.1
 
@@ -36,10 +37,6 @@ def collect() -> dict[str, dict[str, Any]]:
 def _list_versions() -> dict[str, str]:
     """List the versions of the packages and tools that compiled code depends on."""
 
-    def find_driver() -> str:
-        collect_env = import_module("torch.utils.collect_env")
-        return collect_env.get_nvidia_driver_version(collect_env.run) or "none found"
-
     def find_compiler() -> str:
         path = import_module("fp8pass.compat").get_cpp_compiler()
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
@@ -52,7 +49,7 @@ def _list_versions() -> dict[str, str]:
         "torch": _find_version("torch"),
         "torch_supported": _try(lambda: import_module("fp8pass.compat").SUPPORTED),
         "cuda_runtime": _try(lambda: import_module("torch").version.cuda or no_cuda),
-        "cuda_driver": _try(find_driver),
+        "cuda_driver": _try(_find_driver),
         **{name: _find_version(name) for name in ("triton", "transformers", "torchao")},
         "os": platform.platform(),
         "cpp_compiler": _try(find_compiler),
@@ -82,9 +79,16 @@ def _list_devices() -> dict[str, dict[str, str]]:
             **_list_paths(device),
         }
     if len(found) == 1:
-        why = _try(lambda: torch.cuda.init() or "no GPU") if torch.version.cuda else "no GPU"
+        has_driver = torch.version.cuda and _try(_find_driver) != NO_DRIVER
+        why = _try(lambda: torch.cuda.init() or "no GPU") if has_driver else "no GPU"
         found["cuda"] = {"name": why}
     return found
+
+
+def _find_driver() -> str:
+    """Return the version of NVIDIA's driver."""
+    collect_env = import_module("torch.utils.collect_env")
+    return collect_env.get_nvidia_driver_version(collect_env.run) or NO_DRIVER
 
 
 def _try(find: Callable[..., str], *about: Any) -> str:

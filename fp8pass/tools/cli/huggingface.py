@@ -9,6 +9,8 @@ import torch
 from fp8pass.tools.cli.parsing import Failure, UsageError
 
 BATCH, SEQUENCE = 2, 128
+# In the note about inputs that were made up.
+USUAL_BATCH, USUAL_SEQUENCE = 4, 2048
 
 
 def read(path: str) -> Any:
@@ -98,6 +100,25 @@ def make_inputs(model: Any) -> dict[str, torch.Tensor]:
             f"them, such as --input {name}=2x80x3000:bfloat16."
         )
     return {name: x, **_make_labels(model, x)}
+
+
+def note_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> str:
+    """Return a note that inputs were made up, with arguments that describe usual ones."""
+    x = next(iter(inputs.values()))
+    made = f"{' x '.join(map(str, x.shape))} {'values' if x.is_floating_point() else 'tokens'}"
+    usual = " ".join(f"--input {name}={_describe_usual(model, x)}" for name, x in inputs.items())
+    return f"The inputs are made up: {made}. Give the sizes that you will train with: {usual}"
+
+
+def _describe_usual(model: Any, x: torch.Tensor) -> str:
+    """Describe an input of a usual size like `x`, as `--input` takes it."""
+    if x.is_floating_point():
+        return "x".join(map(str, (USUAL_BATCH, *x.shape[1:])))
+    if x.ndim == 1:
+        return f"{USUAL_BATCH}:int64:{model.config.num_labels}"
+    text = model.config.get_text_config()
+    length = min(USUAL_SEQUENCE, getattr(text, "max_position_embeddings", USUAL_SEQUENCE))
+    return f"{USUAL_BATCH}x{length}:int64:{text.vocab_size}"
 
 
 def _make_labels(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -51,7 +51,7 @@ class Target:
     Attributes:
         loss_fn: returns the loss of model and batch; None for models that return their loss.
         batch: the arguments as TARGET returned them: a tensor, a tuple, a dict, or both.
-        note: a remark about the model, as a sentence; '' if there is none.
+        notes: remarks about the model and its inputs, as sentences.
     """
 
     model: Any
@@ -59,7 +59,7 @@ class Target:
     kwargs: dict[str, Any] = field(default_factory=dict)
     loss_fn: Callable[[Any, Any], Any] | None = None
     batch: Any = None
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def module(self) -> Any:
@@ -259,7 +259,8 @@ def load(options: argparse.Namespace) -> Target:
             note = huggingface.note_dtype(config, dtype)  # before the model writes to the config
             model = huggingface.build(config, device or default, dtype)
             inputs = {} if options.input else huggingface.make_inputs(model)
-            target = Target(model, kwargs=inputs, batch=inputs, note=note)
+            notes = (note, huggingface.note_inputs(model, inputs) if inputs else "")
+            target = Target(model, kwargs=inputs, batch=inputs, notes=tuple(filter(None, notes)))
         else:
             target = _move(_unpack(build(options.target)), device, dtype)
         if options.input:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass import compat, hardware
+from fp8pass import compat, graph, hardware
 from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes, unknown
-from fp8pass.hardware import GPUS, REFERENCE, Gpu, known_gpu, plain
+from fp8pass.hardware import GPUS, REFERENCE, Gpu, known_gpu, normalize
 from fp8pass.plan import Plan
 from fp8pass.runtime import arena
 from fp8pass.tools import running
 from fp8pass.tools.fitting.candidates import PROCESS_BYTES, Candidates
 from fp8pass.tools.fitting.parameters import Parameters
-from fp8pass.tools.fitting.result import Fit
+from fp8pass.tools.fitting.result import UNNAMED, Fit
 from fp8pass.tools.fitting.step import LossFunction, compute_own_loss
 from fp8pass.tools.fitting.traced import trace
 
@@ -57,8 +58,8 @@ def fit(
         model: the module to train, in the dtype to train it in.
         *args: arguments of the model for one micro-batch.
         gpu: a name, a size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; or bytes. Default:
-            the GPU of this machine. A size alone uses the rates of this machine's GPU, or of an
-            H200 if there is no GPU.
+            the GPU of this machine. A size alone uses the rates of this machine's GPU. Without a
+            GPU, or for a GPU with unknown rates, times are those of an H200, and marked so.
         host: memory for offloaded data and the process, as a size or bytes. Default: the available
             memory of this machine.
         config: the configuration where the search begins, instead of the model's own or the default
@@ -88,13 +89,40 @@ def fit(
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
     target, host_bytes = find_gpu(gpu), _parse_host(host)
     paths = _match_paths(module, (blocks,) if isinstance(blocks, str) else tuple(blocks))
-    traced = trace(module, paths, (args, kwargs), _make_loss(loss_fn))
-    candidates = Candidates(traced, Parameters(module), base, accumulate, target)
-    patterns = _fold_lists(module, paths)
-    found = Fit(type(module).__name__, target, host_bytes, accumulate, patterns)
-    _search(candidates, found)
-    _add_notes(candidates, found)
+    parameters = Parameters(module)
+    found = Fit(
+        type(module).__name__,
+        target,
+        host_bytes,
+        accumulate,
+        _fold_lists(module, paths),
+        parameters=sum(p.numel() for p in parameters.all),
+        dtype=_find_dtype(parameters.all),
+        inputs=_describe_inputs(args, kwargs),
+    )
+    with hardware.planning_for(target):
+        traced = trace(module, paths, (args, kwargs), _make_loss(loss_fn))
+        candidates = Candidates(traced, parameters, base, accumulate, target)
+        _search(candidates, found)
+        _add_notes(candidates, found)
     return found
+
+
+def _find_dtype(parameters: Sequence[Tensor]) -> str:
+    """Return the dtype of most elements of the parameters; '' without parameters."""
+    counts: Counter[torch.dtype] = Counter()
+    for p in parameters:
+        counts[p.dtype] += p.numel()
+    return graph.dtype_text(counts.most_common(1)[0][0]) if counts else ""
+
+
+def _describe_inputs(*values: Any) -> str:
+    """Return the shape of the first tensor among the inputs, as `4 × 2048 tokens`."""
+    first = next((x for x in compat.tree_leaves(values) if isinstance(x, Tensor)), None)
+    if first is None:
+        return "no tensors"
+    is_tokens = not first.is_floating_point() and first.ndim <= 2
+    return " × ".join(map(str, first.shape)) + " tokens" * is_tokens
 
 
 def _search(candidates: Candidates, found: Fit) -> None:
@@ -204,7 +232,7 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
     """Return the GPU that the argument `gpu` of `fit` stands for.
 
     Raises:
-        ConfigError: the GPU is unknown, or has no FP8 tensor cores.
+        ConfigError: the GPU is unknown.
     """
     if isinstance(wanted, Gpu):
         return wanted
@@ -226,26 +254,27 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
         raise ConfigError(
             f"gpu must be a name, a size or both, such as 'RTX 4090, 20GiB', got {wanted!r}."
         )
-    same = {plain(known): known for known in GPUS}
-    if names and plain(names[0]) not in same:
-        raise ConfigError(
-            f"{unknown('gpu', names[0], GPUS)} Known GPUs: {', '.join(GPUS)}. Or give the memory "
-            "alone: '16GiB'."
-        )
-    gpu = GPUS[same[plain(names[0])]] if names else _detect_gpu()
+    gpu = _find_by_name(names[0]) if names else _detect_gpu()
     return replace(gpu, memory=parse_bytes(sizes[0])) if sizes else gpu
 
 
-def _detect_gpu() -> Gpu:
-    """Return this machine's GPU, with the rates of the known GPU of its name, or the reference."""
-    if not torch.cuda.is_available():
-        return GPUS[REFERENCE]
-    device = torch.device("cuda", torch.cuda.current_device())
-    if why := hardware.why_no_fp8_gemm(device):
+def _find_by_name(name: str) -> Gpu:
+    same = {normalize(known): gpu for known, gpu in GPUS.items()}
+    gpu = same.get(normalize(name)) or known_gpu(name)
+    if gpu is None:
         raise ConfigError(
-            f"fit plans FP8 linear layers, which this GPU does not support: {why}. Name the GPU to "
-            "train on, such as gpu='RTX 4090'."
+            f"{unknown('gpu', name, GPUS)} Known GPUs: {', '.join(GPUS)}. Or give the memory "
+            "alone: '16GiB'."
         )
-    properties = torch.cuda.get_device_properties(device)
-    rates = known_gpu(properties.name) or GPUS[REFERENCE]
+    return gpu
+
+
+def _detect_gpu() -> Gpu:
+    """Return this machine's GPU, with the rates of the known GPU of its name, or assumed rates."""
+    if not torch.cuda.is_available():
+        return replace(GPUS[REFERENCE], name=UNNAMED, rates="assumed")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    rates = known_gpu(properties.name) or replace(
+        GPUS[REFERENCE], capability=(properties.major, properties.minor), rates="assumed"
+    )
     return replace(rates, name=properties.name, memory=float(properties.total_memory))

@@ -17,7 +17,7 @@ from fp8pass.optim.options import preset_options, state_bytes
 from fp8pass.optim.sums import GROUP_SIZE
 from fp8pass.tools.fitting.setup import Setup
 from fp8pass.tools.fitting.traced import Fate
-from fp8pass.weights.quantized_parameter import CodedWeight
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 GROUP: Mapping[str, Any] = {"group_size": 128}
 
@@ -77,7 +77,9 @@ class Parameters:
         stored = moment_format(default_buffer(accumulate), signed=True).storage_dtype
         bytes_per_sum = stored.itemsize + 2 / GROUP_SIZE
         for p in self.all:
-            size = p.codes.nbytes + p.scales.nbytes if isinstance(p, CodedWeight) else p.nbytes
+            size = (
+                p.fp8_data.nbytes + p.scales.nbytes if isinstance(p, QuantizedWeight) else p.nbytes
+            )
             if in_codes := "weights" in setup.offload and p in self.coded:
                 gpu.weights += p.numel() + 4 * p.shape[0]  # E4M3 and one FP32 scale per row
                 host.weights += size

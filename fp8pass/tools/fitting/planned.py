@@ -97,18 +97,20 @@ def plan_region(region: Region, config: Config) -> Planned:
     assert region.gm is not None
     assert region.ctx is not None
     copies: dict[fx.Node, fx.Node] = {}
-    gm = graph.copy_of(region.gm, copies)
-    facts = region.ctx.facts.of_copy(copies)
+    gm = graph.copy_module(region.gm, copies)
+    facts = region.ctx.facts.map_to_copy(copies)
     ctx = Context(replace(config, compiler="inductor"), facts)
     run_passes(JOINT_PASSES, gm, ctx)
     forward, backward = (half.graph for half in cut(gm, ctx))
     own = graph.outputs(gm.graph)[: facts.num_fwd_outputs]
     mutated = len(own) - len(region.outputs)
-    crossing = [n for n in ctx.saved if not graph.is_no_tensor(n) and not facts.is_free(n)]
-    outputs = {graph.root(n): i - mutated for i, n in enumerate(own) if isinstance(n, fx.Node)}
-    of_inputs = [n for n in crossing if graph.root(n).op == "placeholder"]
-    kept = [n for n in crossing if n not in of_inputs and graph.root(n) not in outputs]
-    inputs = (compat.input_index(graph.root(n)) for n in of_inputs)
+    crossing = [n for n in ctx.saved if not graph.is_non_tensor(n) and not facts.is_free(n)]
+    outputs = {
+        graph.skip_reshapes(n): i - mutated for i, n in enumerate(own) if isinstance(n, fx.Node)
+    }
+    of_inputs = [n for n in crossing if graph.skip_reshapes(n).op == "placeholder"]
+    kept = [n for n in crossing if n not in of_inputs and graph.skip_reshapes(n) not in outputs]
+    inputs = (compat.input_index(graph.skip_reshapes(n)) for n in of_inputs)
     names = {n.name for n in kept}
     saved, saved_inputs = (
         {n: "saved" for n in g.nodes if n.name in names} for g in (forward, backward)
@@ -120,7 +122,7 @@ def plan_region(region: Region, config: Config) -> Planned:
         measure_memory(backward, saved_inputs | gradients, saved_inputs),
         sum(map(graph.nbytes, kept)),
         [i for i in inputs if i is not None],
-        [outputs[graph.root(n)] for n in crossing if graph.root(n) in outputs],
+        [outputs[graph.skip_reshapes(n)] for n in crossing if graph.skip_reshapes(n) in outputs],
         estimate_work(forward),
         estimate_work(backward),
     )
@@ -131,7 +133,7 @@ def _find_gradients(backward: fx.Graph, joint: fx.Graph, ctx: Context) -> dict[f
     primals = [n for n in joint.nodes if compat.is_primal(n)]
     results = zip(primals, graph.outputs(backward), strict=False)
     found = (g for p, g in results if p in ctx.facts.parameters and isinstance(g, fx.Node))
-    return {graph.root(g): "gradients" for g in found}
+    return {graph.skip_reshapes(g): "gradients" for g in found}
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from fp8pass.config import ConfigError, bytes_text
-from fp8pass.hardware import GIB, Gpu
+from fp8pass.hardware import GIB, REFERENCE, Gpu
 from fp8pass.tools.fitting.candidates import PROCESS_BYTES, Candidate
 from fp8pass.tools.fitting.planned import Moment
 from fp8pass.tools.fitting.setup import format_config
@@ -27,11 +27,13 @@ KINDS = {
     "gradients": ("gradients", "#54a24b"),
     "workspace": ("workspace of operators", "#e45756"),
 }
+# Name of a GPU that only has a size.
+UNNAMED = "unnamed GPU"
 # Kinds that have a row even without any bytes.
 ALWAYS = ("weights", "states", "gradients", "saved")
 
 
-@dataclass
+@dataclass(repr=False)
 class Fit(Result):
     """The memory and time of training. Print it, or use `lines`, `best`, `to_json()` and `plot()`.
 
@@ -41,6 +43,9 @@ class Fit(Result):
         host: available bytes of host memory.
         accumulate: number of micro-batches of a step.
         blocks: paths of the modules that are compiled one by one; empty for the whole model.
+        parameters: number of the model's parameters.
+        dtype: dtype of most parameters.
+        inputs: shape of the first input of a micro-batch, as text.
         tried: the ways to train that were evaluated, the fastest first, each with the reason why it
             does not fit ('' if it fits).
         best: the way that fits; None if none does.
@@ -53,6 +58,9 @@ class Fit(Result):
     host: float
     accumulate: int
     blocks: tuple[str, ...]
+    parameters: int
+    dtype: str
+    inputs: str
     tried: list[tuple[Candidate, str]] = field(default_factory=list)
     best: Candidate | None = None
     notes: list[str] = field(default_factory=list)
@@ -111,10 +119,18 @@ class Fit(Result):
             + ("." if self.blocks else ", or compile the layers one by one (blocks=).")
         )
 
+    def _summary(self) -> str:
+        how = f"fits with {self.shown.setup}" if self.fits else "does not fit"
+        used, available = bytes_text(self.shown.gpu_bytes), bytes_text(self.gpu.memory)
+        return f"{self.model} on {self.gpu.name}: {how}, {used} of {available}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready data; sizes in bytes, times in seconds."""
         return {
             "model": self.model,
+            "parameters": self.parameters,
+            "dtype": self.dtype,
+            "inputs": self.inputs,
             "gpu": asdict(self.gpu),
             "host_bytes": self.host,
             "accumulate": self.accumulate,
@@ -154,11 +170,28 @@ class Fit(Result):
 
     def _parts(self) -> Iterator[Any]:
         shown = self.shown
-        yield f"{self.model} on {self.gpu.name}: {shown.setup}. At the peak, in the {shown.peak}:"
+        yield self._planned_text
+        yield f"{shown.setup}. At the peak, in the {shown.peak}:"
         yield self._make_memory_table()
         yield self._make_candidates_table()
         yield from self.notes
         yield f"\n{self.lines}" if self.fits else f"\n{self.why_not}"
+
+    @property
+    def _planned_text(self) -> str:
+        """The model, micro-batch and GPU of the plan, and the source of the GPU's rates."""
+        batch = f"micro-batch {self.inputs}" + f" × {self.accumulate}" * (self.accumulate > 1)
+        model = f"{self.model} {_format_count(self.parameters)}, {self.dtype}"
+        gpu = f"{self.gpu.name} of {bytes_text(self.gpu.memory)}"
+        return f"{model} · {batch} · {gpu} ({self._rates_text})"
+
+    @property
+    def _rates_text(self) -> str:
+        no_fp8 = "" if self.gpu.has_fp8 else "; no FP8 tensor cores: linear layers in 16 bits"
+        if self.gpu.rates != "assumed":
+            return f"rates: {self.gpu.rates}{no_fp8}"
+        why = "no GPU was named" if self.gpu.name == UNNAMED else "fit does not know this GPU"
+        return f"speed unknown: {why}; times are those of an {REFERENCE}{no_fp8}"
 
     def _make_memory_table(self) -> Table:
         """Make the table of the memory at the peak of a step."""
@@ -191,7 +224,8 @@ class Fit(Result):
             least[place] = min(least.get(place, candidate), candidate, key=lambda c: c.gpu_bytes)
         table = Table(title="ways to train, the fastest first", title_justify="left")
         table.add_column("")
-        for column in ("GPU", "host", "s per step", "s exposed"):
+        of = f" ({REFERENCE})" if self.gpu.rates == "assumed" else ""
+        for column in ("GPU", "host", f"s per step{of}", "s exposed"):
             table.add_column(column, justify="right")
         table.add_column("")
         for candidate, why_not in self.tried:
@@ -218,6 +252,15 @@ def _find_place(candidate: Candidate) -> tuple[bool, tuple[str, ...]]:
 
 def _format_size(count: float) -> str:
     return bytes_text(count) if count else ""
+
+
+def _format_count(count: int) -> str:
+    """Format a number of parameters, as `6.7B` or `125M`."""
+    units = ["", "K", "M", "B"]
+    size = float(count)
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g}{units[0]}" if size < 1000 else f"{size:.0f}{units[0]}"
 
 
 def _to_dict(candidate: Candidate, why_not: str) -> dict[str, Any]:

@@ -403,6 +403,6 @@ class _Capture(Partitioner):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         ctx = self.context(gm, **kwargs)
         copies: dict[fx.Node, fx.Node] = {}
-        self.region.gm = graph.copy_of(gm, copies)
-        self.region.ctx = Context(ctx.config, ctx.facts.of_copy(copies))
+        self.region.gm = graph.copy_module(gm, copies)
+        self.region.ctx = Context(ctx.config, ctx.facts.map_to_copy(copies))
         return compat.stock_partition(gm, joint_inputs, **kwargs)

@@ -104,7 +104,7 @@ def _sum_costs(explanation: ExplanationData) -> dict[str, ModuleCosts]:
                 costs = costs_of(s.module)
                 costs.bytes += size
                 if not s.is_scalar:
-                    costs.formats[s.kept_as] += size
+                    costs.formats[s.saved_as] += size
         for linear in compiled.plan.linears:
             costs = costs_of(linear.module)
             costs.fp8 = linear.fp8 or costs.fp8

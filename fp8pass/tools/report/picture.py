@@ -26,7 +26,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.patterns import is_dequantized_saved_value
-from fp8pass.graph.tags import CARRIES, ROLE
+from fp8pass.graph.tags import COPIED_VALUE, ROLE
 from fp8pass.tools.explanation_data import describe_operands
 
 fp8 = torch.ops.fp8pass
@@ -144,7 +144,7 @@ class _Columns:
     def find(self, node: fx.Node) -> int:
         """Return the column of the same node, the same step of autograd, or the same module."""
         path, sequence = graph.module_path(node), node.meta.get("seq_nr")
-        carried = node.meta.get(CARRIES)
+        carried = node.meta.get(COPIED_VALUE)
         for origin in (node.name, carried, (path, sequence), path or None, ("", sequence)):
             if origin in self._by_origin:
                 return self._by_origin[origin]
@@ -186,7 +186,7 @@ class _Drawing:
         return not hidden
 
     def _is_gradient_sum(self, node: fx.Node) -> bool:
-        is_sum = node.target is graph.aten.add.Tensor and node not in self.forward
+        is_sum = node.target is torch.ops.aten.add.Tensor and node not in self.forward
         return is_sum and not graph.module_path(node)
 
     def operator(self, node: fx.Node) -> DrawnOperator:
@@ -220,7 +220,7 @@ class _Drawing:
             return "input"
         if is_dequantized_saved_value(node):
             return "dequantize"
-        if CARRIES in node.meta and node not in self.forward:
+        if COPIED_VALUE in node.meta and node not in self.forward:
             return "recomputed"
         if is_fp8_gemm(node):
             return "fp8"
@@ -248,12 +248,12 @@ class _Drawing:
 
     def _describe_saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
         """Yield how a value reaches the backward, and the reason."""
-        name = node.meta.get(CARRIES, node.name) if node not in self.forward else node.name
+        name = node.meta.get(COPIED_VALUE, node.name) if node not in self.forward else node.name
         saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
             yield "saves", saved.name if saved.name != node.name else ""
             yield "in keep_exact", saved.value
-            yield "saved as", saved.kept_as
+            yield "saved as", saved.saved_as
             yield "saved bytes", f"{saved.bytes:,}"
             if saved.expected_error:
                 yield "expected gradient error", f"{saved.expected_error:.2%}"

@@ -1,0 +1,188 @@
+"""The copies to host memory and back, and how long a step waits for them.
+
+A copy to the host may begin when the value has been computed. The copy back must be done when the
+backward first uses the value. One copy runs at a time, in the order of these times, at the host's
+bandwidth. The times follow from a roofline of all operators:
+
+    the forward waits    max over t of  t + seconds of the copies of values computed at t or later
+                         minus the length of the forward, because all copies end before it ends
+    the backward waits   max over t of  seconds of the copies of values used by t, minus t
+
+So computation cannot hide the copies of a value that is used soon after it was computed. Small
+tensors stay on the device, because their copies take longer to launch than to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.activation_memory.backward_memory import BackwardMemory
+from fp8pass.activation_memory.costs import recompute_seconds
+from fp8pass.activation_memory.decision import Decisions, host_bytes
+from fp8pass.activation_memory.format_choices import FormatChoices
+from fp8pass.config import Config
+from fp8pass.graph.chunks import chunks_of
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.runtime.bandwidth import bandwidth
+
+# Bytes below which a copy takes no longer than its launch.
+SMALLEST = 1 << 20
+
+# How much longer other work takes during copies, as a share of their time: GEMMs take 4% longer
+# during copies in both directions.
+SLOWDOWN = 0.04
+
+# Times of a step at which the mixed-integer program limits the copies.
+INSTANTS = 32
+
+
+def running_times(g: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[float, float]]:
+    """Return when each of `nodes` begins and ends if they run one by one, in seconds."""
+    chunks = {c.node: c for c in chunks_of(g)}
+    found, now = {}, 0.0
+    for node in nodes:
+        begin = now
+        if node in chunks:
+            body = chunks[node].body.graph.nodes
+            now += chunks[node].count * sum(map(recompute_seconds, body))
+        else:
+            now += recompute_seconds(node)
+        found[node] = begin, now
+    return found
+
+
+class HostTransfer:
+    """The copies between the device of a joint graph and host memory.
+
+    Attributes:
+        device: where the graph computes.
+        bandwidth: bytes a second, each way.
+        forward_seconds: duration of the forward.
+        computed: when each forward value has been computed, in seconds of the forward.
+        used: when the backward first uses it, in seconds of the backward.
+    """
+
+    def __init__(self, g: fx.Graph, memory: BackwardMemory, choices: FormatChoices) -> None:
+        self.facts, self._constants = choices.facts, choices.rules.constants
+        backward = choices.rules.backward
+        forward = [n for n in g.nodes if n not in backward and n.op != "output"]
+        self.computed = _times_of_forward(g, forward, memory.backward)
+        self.forward_seconds = max(self.computed.values(), default=0.0)
+        begins = [begin for begin, _ in running_times(g, memory.backward).values()]
+        self.used = {
+            value: begins[int(life.first)]
+            for value, life in memory.lifetimes.items()
+            if life.first < len(begins)
+        }
+        self._results = {base(n) for n in graph.outputs(g) if isinstance(n, fx.Node)}
+        devices = (val.device for n in forward if (val := graph.value(n)) is not None)
+        self.device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+        self.bandwidth = find_bandwidth(choices.config, self.device)
+
+    def may_send(self, value: fx.Node, bytes_: float) -> bool:
+        """Whether `bytes_` of a value may be in host memory instead of on the device.
+
+        Values that stay alive anyway may not: parameters, leaves, data and results of the graph.
+        Nor may values that are computed only from parameters and data, because recomputing them
+        needs no saved value.
+        """
+        if bytes_ < SMALLEST or value not in self.used or self.facts.is_free(value):
+            return False
+        is_data = value.op == "placeholder" and value not in self.facts.activations
+        if value in self._constants or is_data or base(value) in self._results:
+            return False
+        val = graph.value(value)
+        return val is not None and val.device == self.device and _is_dense(val)
+
+    def seconds(self, bytes_: float) -> float:
+        """Return the time to copy so many bytes one way."""
+        return bytes_ / self.bandwidth
+
+    def slowdown(self, bytes_: float) -> float:
+        """Return the seconds that copies there and back add to other work."""
+        return SLOWDOWN * 2 * self.seconds(bytes_)
+
+    def wait(self, decisions: Decisions) -> float:
+        """Return the seconds of a step that wait for copies under a plan."""
+        sent = {n: self.seconds(host_bytes(n, d)) for n, d in decisions.items() if d.on_host}
+        copies = ((self.computed[n], t) for n, t in sent.items())
+        return forward_wait(copies, self.forward_seconds) + backward_wait(
+            (self.used[n], t) for n, t in sent.items()
+        )
+
+    def limit_sending(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
+        """Yield values that are computed at some time or later, and the time left to copy them."""
+        for now in _sample_times(self.computed[v] for v in values):
+            yield {v for v in values if self.computed[v] >= now}, self.forward_seconds - now
+
+    def limit_fetching(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
+        """Yield values that are used by some time, and the time until then to copy them."""
+        for now in _sample_times(self.used[v] for v in values):
+            yield {v for v in values if self.used[v] <= now}, now
+
+
+def _times_of_forward(
+    g: fx.Graph, forward: list[fx.Node], backward: list[fx.Node]
+) -> dict[fx.Node, float]:
+    """Return when forward values have been computed.
+
+    Values that only the backward uses are computed together with their operands.
+    """
+    begin = next((n for n in backward if n.op == "call_function"), graph.output_node(g))
+    early = [n for n in forward if n < begin]
+    computed = {n: end for n, (_, end) in running_times(g, early).items()}
+    for node in forward[len(early) :]:
+        computed[node] = max((computed[n] for n in node.all_input_nodes), default=0.0)
+    return computed
+
+
+def forward_wait(copies: Iterable[tuple[float, float]], end: float) -> float:
+    """Return the seconds from the end of a forward until all copies, (computed, seconds), end."""
+    free = 0.0
+    for computed, seconds in sorted(copies):
+        free = max(free, computed) + seconds
+    return max(free - end, 0.0)
+
+
+def backward_wait(copies: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that a backward waits for all copies, (used, seconds), from the host."""
+    total = late = 0.0
+    for used, seconds in sorted(copies):
+        total += seconds
+        late = max(late, total - used)
+    return late
+
+
+def find_bandwidth(config: Config, device: torch.device) -> float:
+    """Return bytes a second each way: the configured bandwidth, or else the measured one."""
+    return config.host_bandwidth or bandwidth(device)
+
+
+def _sample_times(times: Iterable[float]) -> list[float]:
+    """Return at most `INSTANTS` of the times, including the first and the last."""
+    ordered = sorted(set(times))
+    last = len(ordered) - 1
+    if last < INSTANTS:
+        return ordered
+    return [ordered[round(i * last / (INSTANTS - 1))] for i in range(INSTANTS)]
+
+
+def base(node: fx.Node) -> fx.Node:
+    """Return the node that owns the memory of a view."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and kind(node) is Kind.VIEW:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_dense(val: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill its memory, in any order."""
+    if compat.has_unbacked(val):
+        return False
+    sizes = [compat.size_hint(size) for size in val.shape]
+    strides = [compat.size_hint(stride) for stride in val.stride()]
+    extent = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    return extent == graph.numel(val)

@@ -1,0 +1,53 @@
+"""The forward values that the backward needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.activation_memory.costs import can_run_again
+from fp8pass.activation_memory.format_choices import FormatChoices
+from fp8pass.activation_memory.reasons import Reason
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The forward values that the backward needs.
+
+    Attributes:
+        values: all nodes that do not depend on a gradient, in order.
+        all: the values that the backward uses.
+        exact: the values that the backward needs exactly, each with the reason.
+    """
+
+    values: list[fx.Node]
+    all: set[fx.Node] = field(default_factory=set)
+    exact: dict[fx.Node, str] = field(default_factory=dict)
+
+    def relevant_values(self) -> list[fx.Node]:
+        """Return the needed values, and all values that they may be recomputed from."""
+        found = set(self.all)
+        for node in reversed(self.values):
+            if node in found and can_run_again(node):
+                found.update(node.all_input_nodes)
+        return [n for n in self.values if n in found]
+
+
+def find_needs(gm: fx.GraphModule, choices: FormatChoices) -> Needs:
+    """Find the values that cross from the forward to the backward of a joint graph."""
+    facts, backward = choices.facts, choices.rules.backward
+    needs = Needs([n for n in gm.graph.nodes if n not in backward and n.op != "output"])
+    for gradient in graph.outputs(gm.graph)[facts.num_fwd_outputs :]:
+        if isinstance(gradient, fx.Node) and gradient not in backward:
+            needs.all.add(gradient)
+            needs.exact[gradient] = Reason.GRADIENT
+    for node in gm.graph.nodes:
+        if node in backward and node.op != "output":
+            needs.all.update(n for n in node.all_input_nodes if n not in backward)
+    for node in needs.values:
+        used = node in needs.all or choices.must_be_available(node)
+        if used and (reason := choices.why_exact(node)):
+            needs.exact.setdefault(node, reason)
+    return needs

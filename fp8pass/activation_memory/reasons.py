@@ -1,0 +1,43 @@
+"""The reasons for decisions about forward values, and the only place that words them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Reason(str, Enum):
+    """Why a value is saved in its format, or recomputed. `format` fills in the parameters."""
+
+    # Saved at no cost.
+    PARAMETER = "parameter"
+    LEAF = "a leaf tensor, which autograd keeps alive anyway"
+    # Needed exactly.
+    GRADIENT = "a gradient"
+    KEEP_EXACT = "matches keep_exact pattern {pattern!r}"
+    NEEDED_FOR = "values computed from it must be exact: {reason}"
+    EXACT_VALUES_FOLLOW = "exact values are recomputed from it"
+    # Cannot be saved in low bits.
+    NO_LOW_BITS = "save_format='none'"
+    INPUT = "an input that needs no gradient, such as a table, a mask or data"
+    QUANTIZED = "already quantized, for a linear layer"
+    DISCRETE = "integers and masks are saved as they are"
+    CHUNKED_HEAD = "a gradient that the forward computes in the chunked output head"
+    OPERATOR = "{operator} is not computed from activations"
+    CONSTANT = "computed only from parameters and data"
+    NO_GROUPS = "its last dimension does not split into equal groups of 16 or more"
+    AMPLIFIED = "may amplify errors {bound}, too much for any format"
+    # Saved in low bits.
+    ALLOWED = "amplifies errors at most {bound:.1f}×"
+    SIGNS = ", and its small values count, which {format} rounds to zero"
+    RECOMPUTED_USES = ", and {bound:.1f}× in values recomputed from it"
+    ATTENTION_OUTPUT = (
+        "attention_output={format!r}: attention amplifies errors about {expected:.1f}×"
+    )
+    # Decided by cost or by the memory budget.
+    CHEAP = "cheap to recompute"
+    RECOMPUTED = "recomputed to meet the budget"
+    WITHIN_BUDGET = "the budget allows it"
+    ON_HOST = "in host memory to meet the budget"
+    MORE_BITS = "; the budget allows {bits} bits"
+
+    __str__ = str.__str__

@@ -1,0 +1,77 @@
+"""`transpose_segments` as a Triton kernel: quantize, transpose and pad the tokens of experts.
+
+    codes[k, place] = x[rows[token], k] / scale[e]
+                                            token = place - padded start of e + start of e
+
+A Triton program has a tile of places and loops over columns. It computes the expert of each place
+from the offsets, which stay on the GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8pass.config import BUG
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
+from fp8pass.dialect.expert_groups import padded_length
+from fp8pass.dialect.formats import E4M3
+
+PLACES, COLUMNS = 128, 64
+# Columns that one program loops over.
+SPAN = 1024
+TILE = tl.constexpr(CONTRACTION_MULTIPLE)
+
+
+@triton.jit
+def _transpose_segments(
+    x, rows, scales, offsets, codes, count, columns, length, EXPERTS: tl.constexpr,
+    ALL: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, ALL)
+    end = tl.load(offsets + expert, expert < EXPERTS, other=0)
+    start = tl.load(offsets + expert - 1, (expert > 0) & (expert < EXPERTS), other=0)
+    tiles = tl.maximum((end - start + TILE - 1) // TILE, 1)
+    padded = tl.where(expert < EXPERTS, tiles * TILE, 0)
+    padded_end = tl.cumsum(padded, 0)
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    first = (padded_end - padded)[None, :]
+    own = (place[:, None] >= first) & (place[:, None] < padded_end[None, :])
+    token = place + tl.sum(tl.where(own, start[None, :] - first, 0), 1)
+    held = token < tl.sum(tl.where(own, end[None, :], 0), 1)
+    row = token
+    if rows is not None:
+        row = tl.load(rows + token, held, other=0)
+        row = tl.where(row < 0, row + count, row)  # as an index counts from the end
+    number = tl.sum(tl.where(own, expert[None, :], 0), 1)
+    inverse = tl.math.div_rn(1.0, tl.load(scales + number))
+    for column in range(tl.program_id(1) * SPAN, tl.program_id(1) * SPAN + SPAN, COLUMNS):
+        k = column + tl.arange(0, COLUMNS)
+        there = held[:, None] & (k < columns)[None, :]
+        values = tl.load(x + row.to(tl.int64)[:, None] * columns + k[None, :], there, other=0.0)
+        scaled = tl.where(there, values.to(tl.float32) * inverse[:, None], 0.0)
+        to = codes + k.to(tl.int64)[:, None] * length + place[None, :]
+        inside = (k < columns)[:, None] & (place < length)[None, :]
+        tl.store(to, tl.trans(scaled).to(tl.float8e4nv), inside)
+
+
+def transpose_segments(
+    x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
+) -> Tensor:
+    """Compute `dialect.ops.transpose_segments` on a GPU, in E4M3."""
+    if format != E4M3.name:
+        raise ValueError(f"The kernel for tokens of experts quantizes to e4m3, not {format}. {BUG}")
+    x, columns, experts = x.contiguous(), x.shape[1], len(offsets)
+    rows = None if rows is None else rows.contiguous()
+    length = padded_length(len(x if rows is None else rows), experts)
+    codes = x.new_empty((columns, length), dtype=torch.float8_e4m3fn)
+    grid = (triton.cdiv(length, PLACES), triton.cdiv(columns, SPAN))
+    with torch.cuda.device_of(x):
+        _transpose_segments[grid](
+            x, rows, scales.contiguous(), offsets.contiguous(), codes, len(x), columns, length,
+            EXPERTS=experts, ALL=triton.next_power_of_2(experts), PLACES=PLACES, COLUMNS=COLUMNS,
+            SPAN=SPAN, num_warps=8,
+        )  # fmt: skip
+    return codes

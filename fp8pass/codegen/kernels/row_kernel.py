@@ -1,0 +1,81 @@
+"""The row kernel: programs with reductions over rows, each row read once.
+
+COAT 5.2, LLMQ 3. In the forward, operands of linear layers are norms, activations and weights, with
+a scale for each row. The kernel holds a row. It computes the norm's statistics, the scale, the
+quantized row, and the quantized groups that are saved for the backward. Inductor's reductions read
+the row for each of these, and groups need another kernel (`benchmarks/kernels.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8pass.codegen.kernels.kernel_operator import define_kernel
+from fp8pass.codegen.kernels.launch import LaunchPart
+from fp8pass.codegen.kernels.row_source import VECTOR, Shape, sums_rows, write
+from fp8pass.codegen.kernels.supported import UnsupportedProgram, check_stores
+from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS, TRITON_TYPES
+from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
+
+# Longer rows are read in a loop.
+LONGEST_HELD = 16384
+# Longer rows cannot be summed over, because the sums need registers, too.
+LONGEST_SUMMED = 8192
+# Most elements that a thread holds. With more, too few threads fit on the GPU to hide latency
+# (`benchmarks/results/sweeps.json`).
+HELD = 44
+HELD_SUMMED = 32
+# Elements of a chunk in a loop.
+CHUNK = 4096
+# Fewest elements of any chunk.
+SMALLEST_CHUNK = 128
+
+
+# The layouts and formats that this kernel stores.
+FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
+    "rows": frozenset(TRITON_TYPES),
+    "groups": GROUP_FORMATS,
+    "full": frozenset(),
+    "row": frozenset(),
+    "sums": frozenset(),
+}
+
+
+def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
+    """Return a program's part of a launch, with the fastest chunks and warps on an H200.
+
+    Raises UnsupportedProgram if this kernel does not support a store.
+    """
+    _check(program, columns)
+    shape, warps = _choose_shape(program, columns)
+    function = write(program, shape)
+    if sums_rows(program):
+        return LaunchPart(function, PARTIAL_SUMS, {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
+    return LaunchPart(function, rows, sizes={}, constants={}, num_warps=warps)
+
+
+def _check(program: Program, columns: int) -> None:
+    check_stores("row", program, FORMATS_BY_LAYOUT)
+    for store in program.stores:
+        if store.width:
+            problem = f"the row kernel cannot store {store.name} in a wider matrix"
+            raise UnsupportedProgram(problem)
+        size = store.group_size
+        if size > CHUNK or size & (size - 1):
+            raise UnsupportedProgram(f"the row kernel cannot store groups of {size}")
+    if sums_rows(program) and columns > LONGEST_HELD:
+        raise UnsupportedProgram(f"the row kernel cannot sum over rows of {columns}")
+
+
+def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
+    """Return how a row is cut into chunks, with whole groups in each, and the number of warps."""
+    if columns > LONGEST_HELD:
+        return Shape(columns, CHUNK, held=False), 4
+    held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)
+    warps = next(w for w in (4, 8, 16) if columns <= 32 * w * held)
+    largest_group = max((store.group_size for store in program.stores), default=1)
+    chunk = min(32 * warps * vector, 1 << (columns - 1).bit_length())
+    return Shape(columns, max(chunk, largest_group, SMALLEST_CHUNK), held=True), warps
+
+
+rows = define_kernel("rows", prepare)

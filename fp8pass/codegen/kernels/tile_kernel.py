@@ -1,0 +1,75 @@
+"""The tile kernel: programs without reductions, each tile read once and stored in both layouts.
+
+COAT G.3. In the backward, one GEMM contracts an operand of a linear layer over its rows and another
+GEMM over its columns, but FP8 tensor cores support only one layout. Inductor's generated code for a
+transposed store reaches 50 to 70% of the bandwidth of a copy (`benchmarks/kernels.py`), this kernel
+85%. Neighboring Triton programs read neighboring tiles of the same rows. A thread packs elements of
+four rows into a word, so that the transposition in shared memory moves words rather than bytes. The
+pointwise body is generated from the graph, so that the kernel supports any activation.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.codegen.kernels.kernel_operator import define_kernel
+from fp8pass.codegen.kernels.launch import Function, LaunchPart
+from fp8pass.codegen.kernels.supported import UnsupportedProgram, check_stores
+from fp8pass.codegen.kernels.tile_source import TileWriter
+from fp8pass.codegen.kernels.triton_ops import TRITON_TYPES
+from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTION_STEPS, Program
+from fp8pass.dialect.encoding import padded_size
+from fp8pass.graph.nodes import tensor
+
+# The layouts and formats that this kernel stores. Words are packed from E4M3 only.
+FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
+    "rows": frozenset(TRITON_TYPES),
+    "columns": frozenset({"e4m3"}),
+    "amax": frozenset(),
+}
+
+
+def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
+    """Return a program's part of a launch, with the fastest tiles (`sweeps.json`).
+
+    Tiles that are also stored in rows are smaller, because the data of all stores are held at once.
+    Raises UnsupportedProgram if this kernel does not support a store or a step.
+    """
+    check_stores("tile", program, FORMATS_BY_LAYOUT)
+    for step in program.steps:
+        if step.target in REDUCTION_STEPS:
+            raise UnsupportedProgram(f"the tile kernel cannot compute {step.target} {step.name}")
+    m, n = AMAX_TILE
+    if any("rows" in store.layouts for store in program.stores):
+        m = 32
+    is_full = columns % n == 0 and compat.statically_known_true(rows % m == 0)
+    tiles = compat.ceil_div(padded_size(rows), m) * compat.ceil_div(columns, n)
+    return LaunchPart(
+        write(program),
+        grid=tiles,
+        sizes={"M": rows, "M_PADDED": padded_size(rows), "N": columns},
+        constants={"M_TILE": m, "N_TILE": n, "FULL": is_full},
+        num_warps=8 if len(program.stores) > 2 and not program.takes_amaxes else 4,
+    )
+
+
+@cache
+def write(program: Program) -> Function:
+    """Write the Triton function of a program."""
+    return TileWriter(program).write()
+
+
+tiles = define_kernel("tiles", prepare)
+
+
+def holds_amaxes(x: fx.Node) -> bool:
+    """Whether the operand of an `amax` consists of amaxes: one for each row or for each tile."""
+    columns = tensor(x).shape[-1]
+    if isinstance(columns, int) and columns == 1:
+        return True
+    kernel = x.args[0] if graph.is_getitem(x) else None
+    return isinstance(kernel, fx.Node) and kernel.target is tiles

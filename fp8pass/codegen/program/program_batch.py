@@ -1,0 +1,78 @@
+"""Independent programs that one operator runs.
+
+Programs may store data in different columns of one matrix, which saves the copy that concatenates
+them. This matrix is the operator's first result. The other results follow in the order of the
+programs and their stores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fp8pass.codegen.program.ir import Program
+from fp8pass.codegen.program.reference import compute_program
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Programs of one operator. Its inputs are the concatenated inputs of the programs."""
+
+    programs: tuple[Program, ...]
+
+    def dumps(self) -> str:
+        """Serialize the programs."""
+        return json.dumps([program.dumps() for program in self.programs])
+
+    @staticmethod
+    @cache
+    def parse(text: str) -> Batch:
+        """Parse a batch from the text of `dumps`."""
+        return Batch(tuple(map(Program.parse, json.loads(text))))
+
+    @property
+    def joins(self) -> bool:
+        """Whether programs store data in different columns of one matrix."""
+        return any(store.width for program in self.programs for store in program.stores)
+
+    def split(self, inputs: Sequence[T]) -> Iterator[tuple[Program, list[T], list[int]]]:
+        """Yield each program with its inputs and the indices of its results."""
+        first, number = 0, int(self.joins)
+        for program in self.programs:
+            numbers = []
+            for store in program.stores:
+                for _ in range(store.result_count):
+                    numbers.append(0 if store.width else number)
+                    number += not store.width
+            yield program, list(inputs[first : first + program.input_count]), numbers
+            first += program.input_count
+
+    def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return uninitialized results."""
+        found: dict[int, Tensor] = {}
+        for program, operands, numbers in self.split(inputs):
+            for number, x in zip(numbers, program.empty_outputs(operands), strict=True):
+                found.setdefault(number, x)
+        return [found[number] for number in range(len(found))]
+
+    def reference(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the results operator by operator."""
+        results = self.empty_outputs(inputs)
+        for program, operands, numbers in self.split(inputs):
+            stores = [store for store in program.stores for _ in range(store.result_count)]
+            found = compute_program(program, operands)
+            for store, number, x in zip(stores, numbers, found, strict=True):
+                if store.width:
+                    place = results[number].view(torch.uint8)
+                    place[:, store.offset : store.offset + x.shape[1]] = x.view(torch.uint8)
+                else:
+                    results[number] = x
+        return results

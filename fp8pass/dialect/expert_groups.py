@@ -1,0 +1,65 @@
+"""Expert groups: consecutive rows of a matrix that belong to one expert.
+
+`offsets`, int32 [E], has the end of each group. They are known only at run time, and only the
+references of GEMMs wait for them. Rows after the last group belong to no expert and may hold any
+values.
+
+Tensor cores contract multiples of 16 tokens. So a GEMM that contracts tokens reads padded groups:
+each has a multiple of 16 rows, and at least 16, so that the product of an empty group is zero.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE, padded_size
+
+
+def padded_length(rows: Any, experts: int) -> Any:
+    """Return the most rows that `rows` rows take in padded groups, a multiple of 16."""
+    return padded_size(rows) + experts * CONTRACTION_MULTIPLE
+
+
+def rows_of_padded(length: int, experts: int) -> int:
+    """Invert `padded_length`, up to rounding."""
+    return length - experts * CONTRACTION_MULTIPLE
+
+
+def group_starts(ends: Tensor) -> Tensor:
+    """Return the start of each group, int32 [E]."""
+    # Indexing a fake GPU tensor would need a PyTorch with CUDA; `narrow` does not.
+    return torch.nn.functional.pad(ends, (1, 0)).narrow(0, 0, ends.shape[0])
+
+
+def padded_group_ends(offsets: Tensor) -> Tensor:
+    """Return the end of each group after padding, int32 [E]."""
+    sizes = offsets - group_starts(offsets)
+    multiples = sizes + (CONTRACTION_MULTIPLE - 1) & -CONTRACTION_MULTIPLE
+    return multiples.clamp_min(CONTRACTION_MULTIPLE).cumsum(0, dtype=torch.int32)
+
+
+def expert_of(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the expert of each row, int64; the last expert for rows that belong to none."""
+    return (rows.unsqueeze(-1) >= ends).sum(-1).clamp_max(ends.shape[0] - 1)
+
+
+def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Describe each row of the padded groups of `count` rows, for a gather.
+
+    Returns the row that it holds, whether it holds one rather than padding, and its expert.
+    """
+    ends, starts = padded_group_ends(offsets), group_starts(offsets)
+    length = padded_length(count, offsets.shape[0])
+    place = torch.arange(length, dtype=torch.int32, device=offsets.device)
+    expert = expert_of(place, ends)
+    row, end = place - group_starts(ends)[expert] + starts[expert], offsets[expert]
+    return torch.minimum(row, end - 1).clamp_min(0), row < end, expert
+
+
+def group_slices(ends: Tensor) -> list[slice]:
+    """Return the rows of each group; waits for the device."""
+    return [slice(*bounds) for bounds in pairwise([0, *ends.tolist()])]

@@ -1,1 +1,0 @@
-"""Passes that rewrite nothing: they count what the plan reports."""

@@ -1,0 +1,271 @@
+"""Gather FP8 data instead of the tensor it is quantized from: move `quantize` before `all_gather`.
+
+With a scale for each row:
+
+    before   x  = all_gather(shard)
+             s  = scale(amax(x));  q = quantize(x, s)
+    after    a  = amax(shard);     p = quantize(shard, scale(a))
+             s  = scale(all_gather(a))
+             q  = as_codes(all_gather(as_bytes(p)))
+
+With one scale for the tensor:
+
+    before   s  = scale(amax(x));  q = quantize(x, s)
+    after    s  = scale(amax(all_gather(amax(shard))));  p = quantize(shard, s)
+             q  = as_codes(all_gather(as_bytes(p)))
+
+`q` is the same, bit by bit. A row lies on one rank, and its scale is computed from its amax, which
+is gathered with the data. One scale for the tensor is computed from the amaxes of all ranks, one
+number each. These are gathered rather than reduced, since gloo's maximum drops NaN.
+
+Views and permutations between the gather and the matrix are applied to the bytes, and casts to the
+shard before it is quantized. This covers activations of sequence parallel models, their gradients
+in the backward, and weights in SimpleFSDP.
+
+A gather stays in high precision if another operator reads the tensor, such as the gradient of a
+bias: to gather FP8 data as well would send more bytes. `explain` reports the reason. No decision
+depends on values that differ between ranks, so that all ranks run the same collectives.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.dialect.quantization import ROW, TENSOR, Block, block_text, parse_block
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR, Gather, find_gathers, remove_unused
+from fp8pass.graph.nodes import aten, emit, tensor
+from fp8pass.graph.patterns import CASTS, RESHAPES, quantization_of
+from fp8pass.graph.tags import OPERAND_OF, ORIGINAL_GATHER, WHY_NOT_QUANTIZED
+from fp8pass.passes.context import Context
+
+fp8 = torch.ops.fp8pass
+
+# Operators that only move elements, so that they can be applied to bytes.
+MOVES = RESHAPES | {aten.permute.default, aten.clone.default}
+
+
+@dataclass
+class GatheredMatrix:
+    """A matrix that is a gathered tensor, and the operators that quantize it.
+
+    Attributes:
+        node: the matrix.
+        path: the views, permutations and casts from the gathered tensor to the matrix, in order.
+        readers: the `amax` and `quantize` operators that read the matrix.
+    """
+
+    node: fx.Node
+    path: Sequence[fx.Node]
+    readers: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def quantizing(self) -> list[fx.Node]:
+        """The `quantize` operators."""
+        return [n for n in self.readers if n.target is fp8.quantize.default]
+
+    @property
+    def moves(self) -> list[fx.Node]:
+        """The views and permutations of the path."""
+        return [n for n in self.path if n.target in MOVES]
+
+
+def gather_quantized(gm: fx.GraphModule, ctx: Context) -> None:
+    """Replace gathers whose result is only quantized by gathers of FP8 data."""
+    changed = False
+    for gather in list(find_gathers(gm.graph)):
+        matrices, others = find_readers(gather.whole)
+        reason = why_not(gather, matrices, others)
+        if reason:
+            gather.node.meta[WHY_NOT_QUANTIZED] = reason
+            continue
+        for matrix in matrices:
+            Sender(gm.graph, gather, matrix).rewrite()
+        changed = True
+    if changed:
+        remove_unused(gm.graph)
+
+
+def find_readers(whole: fx.Node) -> tuple[list[GatheredMatrix], list[fx.Node]]:
+    """Return the matrices that a gathered tensor is quantized as, and its other readers."""
+    matrices: dict[fx.Node, GatheredMatrix] = {}
+    others: list[fx.Node] = []
+    pending: list[tuple[fx.Node, tuple[fx.Node, ...]]] = [(whole, ())]
+    while pending:
+        node, path = pending.pop()
+        for user in node.users:
+            if user.target in MOVES | CASTS:
+                pending.append((user, (*path, user)))
+            elif user.target in (fp8.amax.default, fp8.quantize.default):
+                matrices.setdefault(node, GatheredMatrix(node, path)).readers.append(user)
+            else:
+                others.append(user)
+    return sorted(matrices.values(), key=lambda m: m.node), others
+
+
+def why_not(gather: Gather, matrices: list[GatheredMatrix], others: list[fx.Node]) -> str:
+    """Return why a tensor is gathered in high precision; '' if its FP8 data can be gathered."""
+    quantizations = [quantization_of(n) for matrix in matrices for n in matrix.quantizing]
+    if not quantizations:
+        return "no linear layer in FP8 reads it"
+    if any(x.format.lossless for x in quantizations):
+        return "exact formats: rewritten, not rounded"
+    blocks = [x.block for x in quantizations]
+    if any(block not in (ROW, TENSOR) for block in blocks):
+        return "its scales are of blocks"
+    if others:
+        reads_sizes = all(kind(n) is Kind.SYMBOL for n in others)
+        name = graph.operator_name(others[0])
+        return "its sizes vary" if reads_sizes else f"the operator {name} reads it, too"
+    if len(set(blocks)) < len(blocks):
+        return "layers read it in more than one shape or dtype"
+    for matrix in matrices:
+        if not all(_is_scaled_by(n, matrix.node) for n in matrix.quantizing):
+            return "its scale is computed from another tensor"
+        has_row_scales = any(_takes_amax(n, ROW) for n in matrix.readers)
+        if has_row_scales and not _keeps_rows(gather, matrix):
+            return "rows lie on more than one rank"
+        if _has_dynamic_shapes(gather, matrix):
+            return "its sizes vary"
+    return ""
+
+
+def _takes_amax(node: fx.Node, block: Block) -> bool:
+    return node.target is fp8.amax.default and parse_block(str(node.args[1])) == block
+
+
+def _is_scaled_by(quantize: fx.Node, matrix: fx.Node) -> bool:
+    """Whether the scale is computed from the matrix itself, and so is the same on all ranks."""
+    scale: Any = quantize.args[1]
+    if not graph.is_call(scale, fp8.scale.default):
+        return False
+    source = scale.args[0]
+    while source.target is fp8.amax.default:
+        source = source.args[0]
+    return source is matrix
+
+
+def _keeps_rows(gather: Gather, matrix: GatheredMatrix) -> bool:
+    """Whether each row of a matrix is a row of one rank's shard."""
+    is_last = gather.dim == tensor(gather.whole).ndim - 1
+    return not is_last and all(map(_keeps_last_dimension, matrix.moves))
+
+
+def _keeps_last_dimension(move: fx.Node) -> bool:
+    before, after = tensor(move.args[0]), tensor(move)  # type: ignore[arg-type]
+    if graph.is_call(move, aten.permute.default):
+        return move.args[1][-1] % before.ndim == before.ndim - 1  # type: ignore
+    return compat.statically_known_true(before.shape[-1] == after.shape[-1])
+
+
+def _is_stacked(gather: Gather, matrix: GatheredMatrix) -> bool:
+    """Whether a matrix is the stacked matrices of all ranks."""
+    leading = tensor(gather.shard).shape[: gather.dim]
+    is_first = all(compat.statically_known_true(size == 1) for size in leading)
+    permutes = any(graph.is_call(n, aten.permute.default) for n in matrix.moves)
+    return is_first and not permutes and _keeps_rows(gather, matrix)
+
+
+def _has_dynamic_shapes(gather: Gather, matrix: GatheredMatrix) -> bool:
+    """Whether a size is symbolic that views of the FP8 data would need as an argument."""
+    if _is_stacked(gather, matrix):
+        return not isinstance(tensor(matrix.node).shape[-1], int)
+    nodes = (gather.shard, gather.whole, *matrix.moves)
+    return not all(isinstance(size, int) for n in nodes for size in tensor(n).shape)
+
+
+class Sender:
+    """Quantizes the shards of one gathered matrix, and gathers their FP8 data."""
+
+    def __init__(self, g: fx.Graph, gather: Gather, matrix: GatheredMatrix) -> None:
+        self.graph, self.gather, self.matrix = g, gather, matrix
+        self.is_stacked = _is_stacked(gather, matrix)
+        self.reader = matrix.node
+        self._shard: fx.Node | None = None
+        self._row_amax: fx.Node | None = None
+
+    def rewrite(self) -> None:
+        """Replace all readers of the matrix."""
+        for reader in sorted(self.matrix.readers):
+            self.reader = reader
+            with self.graph.inserting_before(reader):
+                reader.replace_all_uses_with(self._emit_replacement())
+
+    def _emit_replacement(self) -> fx.Node:
+        if _takes_amax(self.reader, ROW):
+            self._row_amax = self._amax(self._shard_as_matrix(), ROW)
+            return self._gather(self._row_amax)
+        if _takes_amax(self.reader, TENSOR):
+            amax = self._amax(self._shard_as_matrix(), TENSOR)
+            return self._amax(
+                self._stack_ranks(self._emit(aten.reshape.default, amax, [1])), TENSOR
+            )
+        _, scale, text = self.reader.args
+        quantization = quantization_of(self.reader)
+        if quantization.block == ROW:
+            scale = self._emit(fp8.scale.default, self._row_amax, text)
+        quantized = self._emit(fp8.quantize.default, self._shard_as_matrix(), scale, text)
+        quantized.meta[OPERAND_OF] = self.reader.meta[OPERAND_OF]
+        data = self._gather(self._emit(fp8.as_bytes.default, quantized))
+        gathered = self._emit(fp8.as_codes.default, data, quantization.format.name)
+        gathered.meta[ORIGINAL_GATHER] = self.matrix.node.name
+        return gathered
+
+    def _amax(self, x: fx.Node, block: Block) -> fx.Node:
+        return self._emit(fp8.amax.default, x, block_text(block))
+
+    def _shard_as_matrix(self) -> fx.Node:
+        """Return this rank's shard as a matrix, in the dtype that is quantized."""
+        if self._shard is None:
+            shard = self.gather.shard
+            for cast in (n for n in self.matrix.path if n.target in CASTS):
+                shard = self._emit(cast.target, shard, *cast.args[1:], **cast.kwargs)
+            if tensor(shard).ndim != 2:
+                shard = self._emit(aten.reshape.default, shard, [-1, tensor(shard).shape[-1]])
+            self._shard = shard
+        return self._shard
+
+    def _gather(self, shard: fx.Node) -> fx.Node:
+        """Gather a matrix with the rows of the shard, and apply the moves of the path."""
+        if self.is_stacked:
+            return self._stack_ranks(shard)
+        width = tensor(shard).shape[-1]
+        sizes = [*tensor(self.gather.shard).shape[:-1], width]
+        whole = self._concatenate(self._stack_ranks(self._emit(aten.reshape.default, shard, sizes)))
+        for move in self.matrix.moves:
+            if move.target in RESHAPES:
+                whole = self._emit(aten.reshape.default, whole, self._sizes_after(move, width))
+            else:
+                whole = self._emit(move.target, whole, *move.args[1:], **move.kwargs)
+        return whole
+
+    def _sizes_after(self, move: fx.Node, width: int) -> list[int]:
+        """Return the sizes of a view of the data, or of its row amaxes, which have one column."""
+        *leading, last = tensor(move).shape
+        return [*leading, width if self._row_amax is not None and width == 1 else last]
+
+    def _concatenate(self, shards: fx.Node) -> fx.Node:
+        """Concatenate the stacked shards of all ranks along the dimension of the gather."""
+        if self.gather.whole is self.gather.wait:
+            return shards
+        rows = tensor(self.gather.shard).shape[0]
+        split = self._emit(aten.split.Tensor, shards, rows)
+        parts = [self._emit(operator.getitem, split, i) for i in range(self.gather.group[0])]
+        return self._emit(aten.cat.default, parts, self.gather.dim)
+
+    def _stack_ranks(self, shard: fx.Node) -> fx.Node:
+        """Gather the shards of all ranks, stacked along the first dimension."""
+        return self._emit(WAIT_TENSOR, self._emit(ALL_GATHER, shard, *self.gather.group))
+
+    def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit a node with the origin of the gather, in the checkpoint region of the reader."""
+        node = emit(self.graph, target, *args, like=self.gather.node, **kwargs)
+        compat.copy_region(self.reader, node)
+        return node

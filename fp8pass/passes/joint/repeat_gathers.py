@@ -1,0 +1,71 @@
+"""Gather parameters and FP8 data again in the backward, so that no gathered tensor is saved.
+
+    before   w = wait_tensor(all_gather(W))        the backward saves w, or a tensor computed from w
+    after    w = wait_tensor(all_gather(W))        the backward saves the shard W
+             w' = wait_tensor(all_gather(W))       in the backward
+
+This pass only marks gathers as recomputed; the plan does the rest. It marks
+
+- gathers of tensors that are computed from parameters alone (SimpleFSDP), in any precision;
+- gathers of FP8 data (`gather_quantized`). For an activation (sequence parallel) this rank saves
+  the FP8 data that it sends, and nothing else.
+
+Other collectives run once, as in PyTorch's own partitioner. All ranks have the same graph. A
+collective must run on all of them, so the decision depends on nothing that may differ between
+ranks, such as sizes or free memory. For the same reason no copy of a gathered tensor may be saved,
+in any layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.graph.classify import AMAX_OPERATORS, VIEWS
+from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR, find_gathers
+from fp8pass.graph.nodes import aten
+from fp8pass.graph.origins import Origins
+from fp8pass.graph.patterns import CASTS
+from fp8pass.passes.context import Context
+
+fp8 = torch.ops.fp8pass
+
+# Operators whose result has the elements of their operand.
+COPIES = {
+    *(WAIT_TENSOR, ALL_GATHER, aten.cat.default, aten.clone.default, *VIEWS, *CASTS),
+    *(fp8.quantize.default, fp8.as_codes.default, fp8.transpose.default),
+}
+
+
+def repeat_gathers(gm: fx.GraphModule, ctx: Context) -> None:
+    """Mark the gathers that the backward repeats."""
+    found = list(find_gathers(gm.graph))
+    if not found:
+        return  # graphs of one rank do not pay for the analysis below
+    backward, origins = graph.tangent_dependent(gm.graph), Origins.of(gm.graph, ctx.facts)
+    for gather in found:
+        sent = graph.skip_reshapes(gather.shard)
+        if gather.node in backward or sent.target in AMAX_OPERATORS:
+            continue  # the scale computed from a statistic is saved: four bytes for a tensor
+        if gather.shard in origins.computed:
+            _recompute_copies(gather.node, backward)
+        elif sent.target is fp8.as_bytes.default:
+            _save_sent(sent.args[0])  # type: ignore[arg-type]
+            _recompute_copies(gather.node, backward)
+
+
+def _recompute_copies(gather: fx.Node, backward: set[fx.Node]) -> None:
+    """Have the backward recompute a gather and all copies of its result."""
+    pending = [gather]
+    while pending:
+        node = pending.pop()
+        compat.recompute_always(node)
+        pending += [n for n in node.users if n.target in COPIES and n not in backward]
+        pending += [n for n in node.users if graph.is_getitem(n)]
+
+
+def _save_sent(data: fx.Node) -> None:
+    """Have the backward save FP8 data, unless a checkpointed region computes the activation."""
+    if not compat.must_recompute(graph.skip_views_and_casts(data.args[0])):  # type: ignore[arg-type]
+        compat.save_always(data)
