@@ -24,7 +24,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 .PHONY: demo test test-all test-long lint docs dist
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/python -m fp8pass.demo $(ARGS)
+	@$(BIN)/python -m fp8pass.demo $(ARGS)
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)
@@ -53,10 +53,10 @@ dist: $(VENV)/dist.stamp
 $(TORCH_STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/*.stamp
-	$(BIN)/pip install '$(TORCH)'
+	$(BIN)/pip install -q '$(TORCH)'
 	touch $@
 
 # One stamp for each extra of the package.
 $(VENV)/%.stamp: pyproject.toml $(TORCH_STAMP)
-	$(BIN)/pip install -e '.[$*]'
+	$(BIN)/pip install -q -e '.[$*]'
 	touch $@

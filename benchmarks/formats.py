@@ -115,7 +115,7 @@ def activations(device: torch.device, steps: int) -> dict[str, Tensor]:
     size = replace(SIZES["small"], steps=steps)
     data = Data.of(read_text(None), size, device)
     model = new_model(size, 0, device)
-    train(model, data, size, 0, lambda step, loss: None)
+    train(model, data, size, 0, lambda step: None)
     found: dict[str, Tensor] = {}
     with torch.no_grad():
         _watch(model, found)

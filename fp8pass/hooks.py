@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from fp8pass import compat, graph
+from fp8pass.activation_memory.stock import StockPartition
 from fp8pass.config import Config
 from fp8pass.passes.context import Context
 from fp8pass.passes.runner import PassRecord
@@ -44,12 +45,16 @@ class CompiledGraph:
         ctx: the context of the passes, with decisions about the nodes of `gm`.
         runs: the runs of its forward. Equal blocks, compiled one by one or around a graph break,
             share a graph.
+        inputs: names of the Dynamo graph's inputs, as the model has them, if they were recorded.
+        stock: what PyTorch's own partitioner saves of the graph, if that was recorded.
     """
 
     passes: list[PassRecord]
     gm: fx.GraphModule
     ctx: Context
     runs: list[GraphRun] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    stock: StockPartition | None = None
 
     @property
     def plan(self) -> Plan:
@@ -110,7 +115,7 @@ Observer = Callable[[CompiledGraph], None]
 
 @dataclass(frozen=True)
 class Observing(Hooks):
-    """Calls `observer` with each compiled graph, and notes the graph's runs."""
+    """Calls `observer` with each compiled graph, and notes the graph's inputs and runs."""
 
     observer: Observer
     records = True
@@ -118,10 +123,14 @@ class Observing(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that notes each run of the program."""
+        """Return a function that notes the names of the inputs and each run of the program."""
         weights = weights_by_path(gm)
+        names = [compat.input_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
 
         def wrap(program: Program, compiled: CompiledGraph | None) -> Program:
+            if compiled:
+                compiled.inputs = [graph.clean_path(name) for name in names]
+
             def run(*args: Any) -> Any:
                 if compiled:
                     compiled.runs.append(GraphRun(weights(args), compat.is_checkpointing()))

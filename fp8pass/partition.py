@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.activation_memory.stock import partition_stock
 from fp8pass.compilation import Compilation
 from fp8pass.config import BUG
 from fp8pass.graph.classify import Kind, kind
@@ -39,9 +40,11 @@ class Partitioner(compat.CustomPartitionerFn):
         """Return the forward and the backward module."""
         ctx = self.context(gm, **kwargs)
         observed = self.compilation.records
+        stock = None
         ctx.plan.checkpointing = find_checkpointing(gm)
         if observed:
-            ctx.plan.stock_bytes = count_stock_bytes(gm, joint_inputs, ctx.facts)
+            stock = partition_stock(gm, joint_inputs, ctx.facts)
+            ctx.plan.stock_bytes = stock.bytes
             if ctx.plan.checkpointing:
                 ctx.plan.checkpointing = plan_without_checkpointing(gm, ctx)
         records = run_passes(JOINT_PASSES, gm, ctx, record=observed, watcher=self.watcher)
@@ -50,7 +53,7 @@ class Partitioner(compat.CustomPartitionerFn):
         forward, backward = cut(gm, ctx)
         if observed:
             ctx.plan.flops, ctx.plan.fp8_flops = total_flops(gm.graph)
-        self.compilation.finish(CompiledGraph(records, gm, ctx))
+        self.compilation.finish(CompiledGraph(records, gm, ctx, stock=stock))
         if self.compilation.shows_halves:
             self.compilation.rewrite_half(graph.copy_module(forward), "forward")
             self.compilation.rewrite_half(graph.copy_module(backward), "backward")
@@ -109,20 +112,6 @@ def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointin
     assert ctx.plan.checkpointing is not None
     saved, least = without.plan.saved_bytes, without.plan.least_bytes
     return replace(ctx.plan.checkpointing, bytes_without=saved, least_without=least)
-
-
-def count_stock_bytes(gm: fx.GraphModule, joint_inputs: Sequence[object], facts: JointFacts) -> int:
-    """Return the bytes that PyTorch's partitioner saves, counted like `Plan.saved_bytes`."""
-    primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
-    forward, _ = compat.stock_partition(
-        graph.copy_module(gm),
-        joint_inputs,
-        num_fwd_outputs=facts.num_fwd_outputs,
-        static_lifetime_input_indices=[i for i, n in enumerate(primals) if n in facts.parameters],
-    )
-    free = {n.name for n in facts.parameters | facts.leaves}
-    saved = graph.outputs(forward.graph)[facts.num_fwd_outputs :]
-    return sum(graph.nbytes(n) for n in saved if isinstance(n, fx.Node) and n.name not in free)
 
 
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -125,6 +125,11 @@ class SavedTensor:
         """Whether it is a single number: a scale, a seed."""
         return self.shape == "scalar"
 
+    @property
+    def is_low_bit(self) -> bool:
+        """Whether it is saved in 8 bits or fewer, as a copy or as an operand of FP8 GEMMs."""
+        return bool(self.expected_error) or self.dtype.startswith("float8")
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -340,11 +345,12 @@ class Plan:
         """Return one line for the log."""
         rewritten = len(self.linears) - len(self.high_precision)
         format = f"simulated {self.simulated}" if self.simulated else "FP8"
-        low_bit = sum(1 for s in self.saved if s.expected_error)
+        tensors = [s for s in self.saved if not s.is_scalar]
+        low_bit = sum(1 for s in tensors if s.is_low_bit)
         smaller = self.saved_bytes < self.exact_bytes
         return (
             f"{rewritten} of {len(self.linears)} linear layers in {format}, {low_bit} of"
-            f" {len(self.saved)} saved tensors in low bits, {bytes_text(self.saved_bytes)} saved"
+            f" {len(tensors)} saved tensors in low bits, {bytes_text(self.saved_bytes)} saved"
             " for the backward"
             + (f" instead of {bytes_text(self.exact_bytes)}" if smaller else "")
             + (f", {bytes_text(self.offload.bytes)} in host memory" if self.offload else "")

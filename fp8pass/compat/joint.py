@@ -13,9 +13,9 @@ from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
-    "copy_region", "extract_forward_backward", "forget_checkpointing", "input_index", "is_primal",
-    "is_tangent", "must_recompute", "must_save", "normalize_joint_graph", "recompute_always",
-    "save_always", "stock_partition",
+    "copy_region", "extract_forward_backward", "forget_checkpointing", "input_index", "input_name",
+    "is_primal", "is_tangent", "must_recompute", "must_save", "normalize_joint_graph",
+    "recompute_always", "save_always", "stock_partition",
 ]  # fmt: skip
 
 # The default partitioner of `torch.compile`.
@@ -73,6 +73,13 @@ def is_tangent(node: fx.Node) -> bool:
 def is_primal(node: fx.Node) -> bool:
     """Whether `node` is an input of the forward: parameter, buffer or argument."""
     return node.op == "placeholder" and "primals" in str(node.target)
+
+
+def input_name(node: fx.Node) -> str:
+    """Return the expression of an input of a Dynamo graph, `L['ids']`; '' if it is unknown."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return name() if callable(name) else name  # a method before PyTorch 2.10
 
 
 def must_recompute(node: fx.Node) -> bool:

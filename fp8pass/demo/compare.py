@@ -1,8 +1,11 @@
-"""Trains both variants, and shows the comparison."""
+"""Train all variants, and print the comparison."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -10,12 +13,13 @@ import torch
 from rich.console import Console
 
 import fp8pass
+from fp8pass import compat
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import Decoder, new_model
-from fp8pass.demo.show import make_notes, make_table, progress_bar, write_plot
+from fp8pass.demo.show import list_conclusions, make_table, show_progress, write_plot
 from fp8pass.demo.sizes import SIZES, Size
 from fp8pass.demo.train import Compile, Run, free_memory, run_variant
-from fp8pass.tools.cli.parsing import UsageError, find_device
+from fp8pass.tools.cli.parsing import Failure, UsageError, find_device
 
 
 def run_demo(options: argparse.Namespace) -> list[Run]:
@@ -23,8 +27,10 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
 
     Raises:
         UsageError: the recipe or device does not exist, or the text is too short.
+        Failure: no C++ compiler was found.
     """
     device = find_device(options.device)
+    check_compiler(device)
     size = SIZES[options.size or ("large" if device.type == "cuda" else "small")]
     size = replace(size, steps=options.steps or size.steps)
     try:
@@ -36,38 +42,65 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}.") from error
 
-    console = Console()
+    console = Console(highlight=False)
     free_memory()
     model = new_model(size, options.seed, device)
-    console.print(summary(model, size), highlight=False)
-    runs = compare(options.recipe, data, size, options.seed, console)
-    console.print("", make_table(runs), *make_notes(device), sep="\n", highlight=False)
-    print(write_plot(runs, options.out))
+    console.print(summarize(model, size))
+    with hide_compile_log():
+        runs = compare(options.recipe, data, size, options.seed, console)
     batch = next(data.train_batches(size, options.seed))
-    explanation = fp8pass.explain(model, *batch, config=config)
-    explanation.save(options.out / "report.html")
-    print(f"Report: {options.out / 'report.html'}")
-    print(f"\nfp8pass.explain(model):\n\n{explanation}")
+    report = options.out / "report.html"
+    fp8pass.explain(model, *batch, config=config).save(report)
+    console.print("", make_table(runs), *list_conclusions(runs, device), sep="\n")
+    print(write_plot(runs, options.out))
+    print(f"Report: {report}")
     return runs
 
 
+def check_compiler(device: torch.device) -> None:
+    """Check that `torch.compile` finds the C++ compiler that it needs on a CPU.
+
+    Raises:
+        Failure: it finds none.
+    """
+    if device.type == "cpu" and not compat.has_cpp_compiler():
+        raise Failure(
+            "torch.compile found no C++ compiler, which it needs on a CPU: install one "
+            "(apt install g++), or set CXX to its path."
+        )
+
+
+@contextmanager
+def hide_compile_log() -> Iterator[None]:
+    """Hide the line that fp8pass logs for each graph. Its warnings are still shown."""
+    log = logging.getLogger("fp8pass")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) -> list[Run]:
-    """Train with stock `torch.compile`, then with fp8pass."""
+    """Train with stock `torch.compile`, with fp8pass, and with stock and another seed."""
     with_fp8pass = partial(torch.compile, backend="fp8pass", options={"recipe": recipe})
-    variants: dict[str, Compile] = {
-        "torch.compile": torch.compile,
-        f"fp8pass {recipe}": with_fp8pass,
-    }
+    variants: list[tuple[str, Compile, int]] = [
+        ("torch.compile", torch.compile, seed),
+        (f"fp8pass {recipe}", with_fp8pass, seed),
+        (f"torch.compile, seed {seed + 1}", torch.compile, seed + 1),
+    ]
     runs = []
-    with progress_bar(console, list(variants), size.steps) as update:
-        for name, compile_model in variants.items():
+    with show_progress(console, [name for name, *_ in variants], size.steps) as update:
+        for name, compile_model, own_seed in variants:
             update(name, 0)
-            runs.append(run_variant(name, compile_model, data, size, seed, partial(update, name)))
+            on_step = partial(update, name)
+            runs.append(run_variant(name, compile_model, data, size, own_seed, on_step))
             free_memory()
     return runs
 
 
-def summary(model: Decoder, size: Size) -> str:
+def summarize(model: Decoder, size: Size) -> str:
     """Return a line about the model, the training and the device."""
     parameters = sum(p.numel() for p in model.parameters())
     weight = model.lm_head.weight

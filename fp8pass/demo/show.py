@@ -1,4 +1,4 @@
-"""The output of the demo: progress, a table, the loss curves."""
+"""The output of the demo: progress, a table, conclusions, and the loss curves."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fp8pass import hardware
+from fp8pass.config import bytes_text
 from fp8pass.demo.train import Run
 
 
 @contextmanager
-def progress_bar(console: Console, names: list[str], steps: int) -> Iterator[Callable[..., None]]:
-    """Show a bar for each variant. Yield `update(name, step, loss)`; no loss means compiling."""
+def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Callable[..., None]]:
+    """Show a bar for each run. Yield `update(name, step)`; step 0 means compiling."""
     with Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TextColumn("{task.fields[status]}"),
         TimeElapsedColumn(),
@@ -28,48 +30,57 @@ def progress_bar(console: Console, names: list[str], steps: int) -> Iterator[Cal
     ) as bars:
         tasks = {n: bars.add_task(n, start=False, total=steps, status="waiting") for n in names}
 
-        def update(name: str, step: int, loss: float | None = None) -> None:
+        def update(name: str, step: int) -> None:
             bars.start_task(tasks[name])
-            status = "compiling" if loss is None else f"loss {loss:.3f}"
             # Without a total the bar pulses.
-            total = None if loss is None else steps
+            total, status = (steps, "") if step else (None, "compiling")
             bars.update(tasks[name], completed=step, total=total, status=status)
 
         yield update
 
 
 def make_table(runs: list[Run]) -> Table:
-    """Return a table with a row for each run."""
-    table = Table(title="With stock torch.compile and with fp8pass", title_justify="left")
-    table.add_column("\nvariant", no_wrap=True)
-    columns = ("train\nloss", "held-out\nloss", "\ntokens/s", "saved for\nbackward", "peak\nmemory")
-    for column in columns:
+    """Return a table with a row for each run. Peak memory is left out where it is not counted."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("variant", no_wrap=True)
+    counts_peak = runs[0].peak_bytes is not None
+    for column in ("held-out loss", "tokens/s", "saved for backward", *["peak"] * counts_peak):
         table.add_column(column, justify="right")
     for run in runs:
+        sizes = (run.saved_bytes, run.peak_bytes)
         table.add_row(
             run.variant,
-            f"{run.final_loss:.3f}",
             f"{run.held_out_loss:.3f}",
             f"{run.tokens_per_second:,.0f}",
-            _format_mib(run.activation_bytes),
-            "n/a" if run.peak_bytes is None else _format_mib(run.peak_bytes),
+            *(bytes_text(size) for size in sizes if size is not None),
         )
     return table
 
 
-def _format_mib(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
+def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
+    """Yield what the table shows about memory, loss and speed."""
+    stock, ours, other_seed = runs
+    saved, stock_saved = bytes_text(ours.saved_bytes), bytes_text(stock.saved_bytes)
+    share = ours.saved_bytes / stock.saved_bytes
+    yield f"Memory: fp8pass saves {saved} for the backward instead of {stock_saved} ({share:.0%})."
+    loss, by_chance = (x.held_out_loss / stock.held_out_loss - 1 for x in (ours, other_seed))
+    compared = "no more" if abs(loss) <= abs(by_chance) else "more"
+    yield (
+        f"Loss: fp8pass changes it by {loss:+.1%}, {compared} than another seed of torch.compile "
+        f"({by_chance:+.1%})."
+    )
+    speed = ours.tokens_per_second / stock.tokens_per_second
+    yield f"Speed: {speed:.2f}× the tokens/s of torch.compile.{explain_speed(device)}"
 
 
-def make_notes(device: torch.device) -> Iterator[str]:
-    """Yield notes on how to read the table."""
+def explain_speed(device: torch.device) -> str:
+    """Return a sentence on what slows fp8pass down on `device`, or ''."""
     if device.type == "cpu":
-        yield (
-            "A CPU emulates FP8, so fp8pass does not make training faster here, and PyTorch does "
-            "not count peak memory. Losses and the bytes saved for the backward are as on a GPU."
+        return (
+            " A CPU emulates FP8, which is slow; GPUs since Ada and Hopper have FP8 instructions."
         )
-    if reason := hardware.why_no_fp8_gemm(device):
-        yield f"Linear layers stayed in BF16: {reason}."
+    reason = hardware.why_no_fp8_gemm(device)
+    return f" Linear layers stayed in BF16: {reason}." if reason else ""
 
 
 def write_plot(runs: list[Run], folder: Path) -> str:
@@ -83,7 +94,7 @@ def write_plot(runs: list[Run], folder: Path) -> str:
 
 
 def plot_losses(runs: list[Run], path: Path) -> None:
-    """Write both loss curves and their difference as a PNG.
+    """Write the loss curves, and the difference of the first two, as a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -96,18 +107,18 @@ def plot_losses(runs: list[Run], path: Path) -> None:
     figure, (curves, difference) = pyplot.subplots(
         2, sharex=True, height_ratios=(3, 1), figsize=(8, 6), layout="constrained"
     )
-    window = max(1, len(runs[0].losses) // 20)
-    for run, color, style in zip(runs, ("C0", "C1"), ("-", "--"), strict=True):
-        curves.plot(run.losses, color=color, alpha=0.3, linewidth=0.8)
+    stock, ours, _ = runs
+    window = max(1, len(stock.losses) // 20)
+    for run, color, style in zip(runs, ("C0", "C1", "C7"), ("-", "--", ":"), strict=True):
         curves.plot(running_mean(run.losses, window), style, color=color, label=run.variant)
-    curves.set(ylabel=f"train loss, nats per byte (bold: mean of {window} steps)")
-    curves.set_title("Same initial weights, same batches")
+    curves.set(ylabel=f"train loss, nats per byte (mean of {window} steps)")
+    curves.set_title("The first two have the same initial weights and the same batches")
     curves.legend()
-    added = [b - a for a, b in zip(runs[0].losses, runs[1].losses, strict=True)]
+    added = [b - a for a, b in zip(stock.losses, ours.losses, strict=True)]
     difference.axhline(0, color="C0", linewidth=0.8)
     difference.plot(added, color="C1", alpha=0.3, linewidth=0.8)
     difference.plot(running_mean(added, window), color="C1")
-    difference.set(xlabel="step", ylabel="difference")
+    difference.set(xlabel="step", ylabel="fp8pass − torch.compile")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

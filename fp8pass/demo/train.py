@@ -1,4 +1,4 @@
-"""Trains one variant and measures it."""
+"""Train one variant and measure it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,8 @@ class Run:
     losses: list[float]
     held_out_loss: float
     tokens_per_second: float
-    activation_bytes: int
+    saved_bytes: int
     peak_bytes: int | None
-
-    @property
-    def final_loss(self) -> float:
-        """Loss averaged over the last steps."""
-        last = self.losses[-max(1, min(20, len(self.losses) // 5)) :]
-        return sum(last) / len(last)
 
 
 class Meter:
@@ -58,13 +52,13 @@ class Meter:
 
 
 Compile = Callable[[nn.Module], Any]
-OnStep = Callable[[int, float], None]
+OnStep = Callable[[int], None]
 
 
 def run_variant(
     name: str, compile_model: Compile, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> Run:
-    """Train one variant from scratch and measure it. `on_step(step, loss)` reports progress."""
+    """Train one variant from scratch and measure it. `on_step(step)` is called after each step."""
     device = data.train.device
     model = compile_model(new_model(size, seed, device))
     losses, tokens_per_second, peak_bytes = train(model, data, size, seed, on_step)
@@ -73,7 +67,7 @@ def run_variant(
         losses=losses,
         held_out_loss=held_out_loss(model, data, size),
         tokens_per_second=tokens_per_second,
-        activation_bytes=saved_bytes(model, *next(data.train_batches(size, seed))),
+        saved_bytes=saved_bytes(model, *next(data.train_batches(size, seed))),
         peak_bytes=peak_bytes,
     )
 
@@ -87,8 +81,6 @@ def train(
     )
     device = data.train.device
     first_steps = min(5, size.steps - 1)
-    # Rarely on a GPU, because reading a loss waits for it.
-    report_every = 10 if device.type == "cuda" else 1
     losses = []
     for step, (tokens, targets) in enumerate(data.train_batches(size, seed)):
         if step == first_steps:
@@ -101,8 +93,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if step < first_steps or step % report_every == 0 or step == size.steps - 1:
-            on_step(step + 1, loss.item())
+        on_step(step + 1)
     seconds, peak_bytes = meter.read()
     tokens_per_second = (size.steps - first_steps) * size.tokens / seconds
     return [x.item() for x in losses], tokens_per_second, peak_bytes

@@ -16,7 +16,7 @@ from fp8pass.dynamo import Backend
 from fp8pass.passes import Requests
 from fp8pass.tools import running
 from fp8pass.tools.diagnosis import Diagnosis
-from fp8pass.tools.explanation_data import ExplanationData
+from fp8pass.tools.explanation_data import ExplanationData, describe_operands
 from fp8pass.tools.folding import format_paths
 from fp8pass.tools.output import make_figure
 from fp8pass.tools.saved_bytes import saved_bytes
@@ -88,7 +88,10 @@ class Explanation(ExplanationData):
 
     def _parts(self) -> Iterator[Any]:
         for number, compiled in enumerate(self.graphs):
-            runs, plan = len(compiled.runs), compiled.plan
+            runs, plan = (
+                len(compiled.runs),
+                replace(compiled.plan, saved=describe_operands(compiled)),
+            )
             notes = ["inference"] * plan.inference + [plan.note] * bool(plan.note)
             notes += [f"runs {runs}×"] * (runs > 1)
             of = f" of {format_paths(modules)}" if any(modules := self.modules_of(compiled)) else ""

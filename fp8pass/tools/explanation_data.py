@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import fx
+
+from fp8pass import graph
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config, Simulation
+from fp8pass.graph.classify import Kind, kind
 from fp8pass.passes.runner import PassRecord
+from fp8pass.plan import SavedTensor
 from fp8pass.tools.output import Result
 from fp8pass.tools.running import find_module_of_run
+
+# Formats of the operands of FP8 GEMMs, by dtype.
+OPERAND_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 @dataclass(repr=False)
@@ -106,6 +114,24 @@ class ExplanationData(Result):
                 for g in self.graphs
             ],
         }
+
+
+def describe_operands(compiled: CompiledGraph) -> list[SavedTensor]:
+    """Return the saved tensors of a graph, with FP8 operands of GEMMs as low-bit copies.
+
+    The plan lists an operand as `exact`, because the graph saves it as it is. Its format is FP8,
+    and without fp8pass the value that it was quantized from would be saved.
+    """
+    nodes = {n.name: n for n in compiled.gm.graph.nodes}
+    return [_describe_operand(s, nodes[s.name]) for s in compiled.plan.saved]
+
+
+def _describe_operand(saved: SavedTensor, node: fx.Node) -> SavedTensor:
+    if saved.dtype not in OPERAND_FORMATS or kind(node) is not Kind.QUANTIZE:
+        return saved
+    while kind(node) is Kind.QUANTIZE:
+        node = node.all_input_nodes[0]
+    return replace(saved, saved_as=OPERAND_FORMATS[saved.dtype], bytes_exact=graph.nbytes(node))
 
 
 def _plain(option: object) -> object:

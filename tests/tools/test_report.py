@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import itertools
 import json
 import re
@@ -18,14 +17,24 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, explain
+from fp8pass.config import parse_bytes
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
+from fp8pass.tools.explanation_data import describe_operands
 from fp8pass.tools.report.diffs import diff_modules, split_code
 from fp8pass.tools.report.folding import find_layer, fold
-from fp8pass.tools.report.page import FP8_LINEAR, count_operations, page_data, render
+from fp8pass.tools.report.page import (
+    FP8_LINEAR,
+    count_operations,
+    format_budget,
+    format_size,
+    format_time,
+    page_data,
+    render,
+)
 from fp8pass.tools.report.picture import KINDS, DrawnOperator, Edge, Picture, draw
 from fp8pass.tools.report.timeline import trace_timeline
-from fp8pass.tools.tables import format_mib, shorten_operator
+from fp8pass.tools.tables import shorten_operator
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +90,32 @@ def test_the_backward_is_in_the_column_of_its_module(picture):
     for operator in picture.operators:
         if operator.backward and operator.kind == "fp8":
             assert picture.columns[operator.column] == operator.module
+
+
+def test_gradients_flow_through_the_layers_in_reverse():
+    """A gradient reaches a layer from the next one, not from operators without a module."""
+    picture = draw(explain(Residuals(4), torch.randn(32, 64)).graphs[0])
+    operators = {y.id: y for y in picture.operators}
+    sums = [y for y in picture.operators if y.backward and y.label == "add"]
+    assert sums
+    assert all(find_layer(y.module) for y in sums)
+    layers = set()
+    for edge in picture.edges:
+        ends = operators[edge.source], operators[edge.target]
+        if all(y.backward for y in ends) and ends[0].kind not in ("recomputed", "dequantize"):
+            layers.add(tuple(find_layer(y.module) for y in ends))
+    crossing = {pair for pair in layers if pair[0] != pair[1] and all(pair)}
+    assert crossing == {(f"layers.{i + 1}", f"layers.{i}") for i in range(3)}
+
+
+def test_inputs_have_the_names_of_the_models_arguments():
+    explanation = explain(new_model(SIZES["tiny"], 0, torch.device("cpu")), *[tokens(4, 64)] * 2)
+    picture = draw(explanation.graphs[0])
+    labels = {y.label for y in picture.operators if y.kind == "input"}
+    assert "tokens" in labels
+    assert not any(label.startswith(("primals", "tangents")) for label in labels)
+    row = re.search(r'<td>tokens(?:<code.*?</code>)?</td><td class="n">1</td>', render(explanation))
+    assert row
 
 
 def test_details(llama_explanation, picture):
@@ -206,7 +241,7 @@ def test_the_timeline_of_several_graphs_frees_the_last_one_first():
     moments = trace_timeline(explanation.graphs)
     assert max(m.bytes for m in moments) == explanation.saved_bytes
     assert moments[-1].bytes == 0
-    assert next(m.module.split(".")[0] for m in moments if m.backward) == "second"
+    assert next(m.operator.split(".")[0] for m in moments if m.backward) == "second"
 
 
 class Broken(nn.Module):
@@ -220,6 +255,61 @@ class Broken(nn.Module):
         x = self.first(x)
         torch._dynamo.graph_break()
         return self.second(x)
+
+
+def test_the_stock_timeline_is_that_of_pytorchs_partitioner(llama_explanation):
+    points = trace_timeline(llama_explanation.graphs, stock=True)
+    ours = trace_timeline(llama_explanation.graphs)
+    assert [p.backward for p in points] == sorted(p.backward for p in points)
+    assert max(p.bytes for p in points) == llama_explanation.stock_bytes
+    assert points[-1].bytes == 0
+    assert all(p.change > 0 for p in points[1:] if not p.backward)
+    assert max(p.position for p in points) <= ours[-1].position * 1.01
+
+
+def test_timeline_points_name_the_operator(llama_explanation):
+    operators = [p.operator for p in trace_timeline(llama_explanation.graphs)[1:]]
+    assert any(x.startswith("model.layers.2.mlp.") for x in operators)
+    assert any(x.endswith(", quantize") for x in operators)
+
+
+# --- FP8 operands -------------------------------------------------------------------------------
+
+
+def test_saved_fp8_operands_are_low_bit():
+    explanation = explain(MLP((64, 128, 64)), torch.randn(32, 64))
+    (compiled,) = explanation.graphs
+    (operand,) = [s for s in compiled.plan.saved if s.dtype == "float8_e4m3fn"]
+    (shown,) = [s for s in describe_operands(compiled) if s.name == operand.name]
+    assert shown.saved_as == "e4m3"
+    assert shown.bytes_exact == 4 * shown.bytes == 4 * 32 * 64  # quantized from float32
+    assert "<td>e4m3</td>" in render(explanation)
+    assert re.search(r"up +1 +e4m3 +0.00781 +0.00195", str(explanation))
+    assert "2 of 2 saved tensors in low bits" in compiled.plan.summary()
+
+
+# --- units --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (768, "768 B"), (8192, "8 KiB"), (-1572864, "-1.5 MiB"), (5 << 30, "5 GiB")],
+)
+def test_sizes_have_units(count, text):
+    assert format_size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 µs"), (8.47e-8, "0.0847 µs"), (1.5e-5, "15 µs"), (-0.0123, "-12.3 ms"), (2.5, "2.5 s")],
+)
+def test_times_have_units(seconds, text):
+    assert format_time(seconds) == text
+
+
+@given(st.integers(1, 10**13))
+def test_a_budget_that_is_pasted_allows_the_plan(count):
+    assert count <= parse_bytes(format_budget(count)) <= count * 1.001 + 1
 
 
 # --- diffs --------------------------------------------------------------------------------------
@@ -266,9 +356,11 @@ def assert_numbers_are_the_plans(explanation, page: str) -> None:
     assert sum(drawn.values()) == sum(g.plan.flops for g in explanation.graphs)
     assert drawn.get(FP8_LINEAR, 0) == sum(g.plan.fp8_flops for g in explanation.graphs)
     assert max(m["bytes"] for m in data["timeline"]) == explanation.saved_bytes
-    assert f'id="kept">{html.escape(format_mib(explanation.saved_bytes))} MiB' in page
-    assert f"<b>{html.escape(format_mib(explanation.stock_bytes))} MiB</b>" in page
-    assert f"<b>{html.escape(format_mib(explanation.eager_bytes))} MiB</b>" in page
+    assert max(p["bytes"] for p in data["stock"]) == explanation.stock_bytes
+    assert f'id="kept">{format_size(explanation.saved_bytes)}</b>' in page
+    assert f"<b>{format_size(explanation.stock_bytes)}</b>" in page
+    assert f"<code>error_tolerance={explanation.config.error_tolerance}</code>" in page
+    assert not re.search(r"</h2>\s*</section", page)
     for graph in explanation.graphs:
         for linear in graph.plan.linears:
             assert linear.reason.replace("'", "&#39;").replace(">", "&gt;") in page
@@ -356,11 +448,26 @@ def test_frontier_and_diagnosis_are_shown():
     diagnosis = fp8pass.diagnose(model, lambda m, b: m(b).float().square().mean(), x)
     page = render(explanation, diagnosis)
     point = explanation.graphs[0].plan.point
-    assert f"<code>{point.bytes}</code>" in page
+    assert f'<code>"{format_budget(point.bytes)}"</code>' in page
     assert "this plan" in page
     assert "Error rules" in page
     assert len(numbers_on_page(page)["errors"]) == len(diagnosis.layers) > 0
     assert f"{diagnosis.layers[0].relative:.4f}" in page
+
+
+def test_sections_without_content_are_left_out(llama_explanation):
+    page = render(llama_explanation)
+    for absent in ('id="budget"', 'id="errors"', 'id="comparison"', "Not computed"):
+        assert absent not in page
+
+
+def test_long_instructions_are_behind_help_buttons(llama_explanation):
+    page = render(llama_explanation)
+    without = re.sub(r'<details class="help">.*?</details>', "", page, flags=re.DOTALL)
+    assert "Drag to" in page
+    assert "Drag to" not in without
+    hints = re.findall(r'<p class="hint">(.*?)</p>', without, re.DOTALL)
+    assert all(len(hint.split()) < 30 for hint in hints)
 
 
 def test_the_page_loads_no_resources(llama_explanation):

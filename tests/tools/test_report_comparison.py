@@ -103,7 +103,7 @@ def test_the_recipe_and_changed_options_are_found(config, expected):
 
 def test_the_page_shows_both(in_8_bits, exact):
     assert 'id="comparison"' not in render(in_8_bits)
-    page = render(in_8_bits, beside=exact)
+    page = render(in_8_bits, other=exact)
     assert "<code>coat</code>" in page
     assert "<code>exact</code>" in page
     assert page.index('id="comparison"') < page.index("layers.*.down")

@@ -6,6 +6,7 @@ Needs Chromium and Playwright (`pip install playwright`, Debian's `chromium`); s
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from torch import nn
 import fp8pass
 from fp8pass import Config, explain
 from fp8pass.tools.explanation import Explanation
-from fp8pass.tools.tables import format_mib
+from fp8pass.tools.report.page import format_size
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
@@ -99,7 +100,7 @@ def opened(browser, report) -> Iterator[Opened]:
 
 def test_the_page_renders(opened, decoder):
     page = opened.page
-    assert page.inner_text("#kept") == f"{format_mib(decoder.saved_bytes)} MiB"
+    assert page.inner_text("#kept") == format_size(decoder.saved_bytes)
     labels = page.evaluate("canvas.$('.folded').map((n) => n.data('label'))")
     assert len([x for x in labels if x.startswith("2 equal layers\nlayers.1 – 2")]) == 2  # sides
     saved = page.evaluate("canvas.$('.kept').map((e) => e.data('bytes'))")
@@ -305,7 +306,7 @@ def test_sort(opened):
         return [float(cell.get_attribute("data-sort")) for cell in cells]
 
     unsorted = column()
-    header = opened.page.locator("table.saved th", has_text="MiB saved")
+    header = opened.page.locator("table.saved th", has_text=re.compile("^saved$"))
     for ascending in (False, True):
         header.click()
         wanted = sorted(unsorted, reverse=not ascending)
@@ -315,6 +316,13 @@ def test_sort(opened):
             opened.page.wait_for_timeout(100)
         assert column() == wanted
         assert header.get_attribute("aria-sort") == ("ascending" if ascending else "descending")
+
+
+def test_help_opens(opened):
+    section = opened.page.locator("#picture")
+    assert not section.get_by_text("Drag to move").is_visible()
+    section.locator(".help summary").click()
+    assert section.get_by_text("Drag to move").is_visible()
 
 
 def test_theme(opened):
@@ -390,6 +398,6 @@ def test_thirty_two_layers_open_fast(browser, tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 2e6
     opened = [Opened(browser, tmp_path / "report.html") for _ in range(3)]
     assert min(x.seconds for x in opened) < 2
-    assert opened[0].page.inner_text("#kept") == f"{format_mib(explanation.saved_bytes)} MiB"
+    assert opened[0].page.inner_text("#kept") == format_size(explanation.saved_bytes)
     labels = opened[0].page.evaluate("canvas.$('.folded').map((n) => n.data('label'))")
     assert any(label.startswith("32 layers\nlayers.0 – 31\n") for label in labels)

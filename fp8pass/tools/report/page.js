@@ -1,4 +1,4 @@
-// Lays out and draws what report/page.py found. Names from the model only ever become text.
+// Draws the data of report/page.py. Names from the model only ever become text.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -7,8 +7,16 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const digits = (number) => number.toLocaleString("en", { maximumFractionDigits: 1 });
 
 function size(bytes) {
-  if (bytes < 2 ** 10) return `${bytes} B`;
-  return bytes < 2 ** 20 ? `${digits(bytes / 2 ** 10)} KiB` : `${digits(bytes / 2 ** 20)} MiB`;
+  const { name, factor } = unitOf(bytes, BYTES);
+  return `${digits(bytes / factor)} ${name}`;
+}
+
+const BYTES = [{ name: "GiB", factor: 2 ** 30 }, { name: "MiB", factor: 2 ** 20 }, { name: "KiB", factor: 2 ** 10 }, { name: "B", factor: 1 }];
+const TIMES = [{ name: "s", factor: 1 }, { name: "ms", factor: 1e-3 }, { name: "µs", factor: 1e-6 }];
+
+// The largest unit of which there is at least one.
+function unitOf(value, units) {
+  return units.find(({ factor }) => Math.abs(value) >= factor) ?? units.at(-1);
 }
 
 // --- the picture ---------------------------------------------------------------------------------
@@ -37,7 +45,8 @@ function pictureStyle(largest) {
       "edge-distances": "endpoints", "source-endpoint": "data(from)", "target-endpoint": "data(to)",
       "segment-weights": (edge) => edge.data("weights"), "segment-distances": (edge) => edge.data("distances"),
       "segment-radii": 6, "z-index-compare": "manual", "z-index": 2 } },
-    { selector: ".free", style: { "line-style": "dashed" } },
+    { selector: ".free, .recomputed", style: { "line-style": "dashed" } },
+    { selector: ".recomputed", style: { "line-color": color("recomputed"), "target-arrow-color": color("recomputed") } },
     { selector: ".kept", style: {
       width: (edge) => 1.5 + 14 * Math.sqrt(edge.data("bytes") / largest), "line-color": color("kept"),
       "target-arrow-color": color("kept"), opacity: 0.65 } },
@@ -249,33 +258,43 @@ function drawCharts() {
 }
 
 function drawTimeline() {
-  const side = (backward) => data.timeline.filter((m) => m.backward === backward).map((m) => ({ x: m.operator, y: m.bytes / 2 ** 20, module: m.module }));
-  const forward = side(false);
-  const line = (label, points, name) => ({ label, data: points, borderColor: color(name), backgroundColor: color(name), stepped: true, pointRadius: 0, pointHitRadius: 8, borderWidth: 1.5, fill: false });
+  const largest = Math.max(...[...data.timeline, ...data.stock].map((p) => p.bytes));
+  const unit = unitOf(largest, BYTES);
+  const xy = (p) => ({ ...p, x: p.position, y: p.bytes / unit.factor });
+  const line = (label, points, name) => ({ label, data: points.map(xy), borderColor: color(name), backgroundColor: color(name), stepped: true, pointRadius: 0, pointHitRadius: 8, borderWidth: 1.5, fill: false });
+  const forward = data.timeline.filter((p) => !p.backward);
+  const backward = [...forward.slice(-1), ...data.timeline.filter((p) => p.backward)];
+  const label = ({ dataset, raw }) => [
+    `${dataset.label}: ${size(raw.bytes)} saved`,
+    raw.change ? `${raw.change > 0 ? "saves" : "frees"} ${size(Math.abs(raw.change))} after ${raw.operator}` : "before the step",
+  ];
   chart("timeline-chart", {
     type: "line",
-    data: { datasets: [line("forward", forward, "fp8"), line("backward", [...forward.slice(-1), ...side(true)], "kept")] },
+    data: { datasets: [line("fp8pass, forward", forward, "fp8"), line("fp8pass, backward", backward, "kept"), line("stock torch.compile", data.stock, "faint")] },
     options: {
       parsing: false,
-      scales: { x: axis("operators of the step", { type: "linear", max: data.timeline.at(-1).operator }), y: axis("saved, MiB", { beginAtZero: true }) },
-      plugins: { legend: { labels: { color: color("text") } }, tooltip: { callbacks: { label: ({ raw }) => `${raw.y.toFixed(2)} MiB after ${raw.module || "the inputs"}` } } },
+      scales: { x: axis("operators of the step", { type: "linear", max: data.timeline.at(-1).position }), y: axis(`saved, ${unit.name}`, { beginAtZero: true }) },
+      plugins: { legend: { labels: { color: color("text") } }, tooltip: { callbacks: { title: () => "", label } } },
     },
   });
 }
 
 function drawFrontier() {
-  const point = (c) => ({ x: c.point.bytes / 2 ** 20, y: c.adds_seconds * 1e3, peak: c.point.peak_bytes });
+  const all = data.choices.flat();
+  const space = unitOf(Math.max(0, ...all.map((c) => c.point.bytes)), BYTES);
+  const time = unitOf(Math.max(0, ...all.map((c) => c.adds_seconds)), TIMES);
+  const point = (c) => ({ x: c.point.bytes / space.factor, y: c.adds_seconds / time.factor, peak: c.point.peak_bytes });
   const style = (name, more) => ({ borderColor: color(name), backgroundColor: color(name), ...more });
   const sets = data.choices.flatMap((choices, i) => choices.length ? [
     { label: "this plan", data: choices.filter((c) => c.chosen).map(point), ...style("kept", { pointStyle: "triangle", pointRadius: 9 }) },
     { label: `graph ${i}`, data: choices.map(point), showLine: true, ...style("accent", { pointRadius: 4 }) },
   ] : []);
-  const label = ({ raw }) => `keeps ${raw.x.toFixed(1)} MiB, peak ${size(raw.peak)}, ${raw.y.toFixed(2)} ms a step more`;
+  const label = ({ raw }) => `saves ${digits(raw.x)} ${space.name}, peak ${size(raw.peak)}, adds ${digits(raw.y)} ${time.name} per step`;
   chart("frontier-chart", {
     type: "scatter",
     data: { datasets: sets },
     options: {
-      scales: { x: axis("saved for the backward, MiB", { beginAtZero: true }), y: axis("added to this plan, ms per step") },
+      scales: { x: axis(`saved for the backward, ${space.name}`, { beginAtZero: true }), y: axis(`added time, ${time.name} per step`) },
       plugins: { legend: { labels: { color: color("text"), usePointStyle: true } }, tooltip: { callbacks: { label } } },
     },
   });
@@ -304,7 +323,7 @@ function drawErrors() {
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  for (const swatch of document.querySelectorAll("#legend i")) swatch.style.background = color(swatch.dataset.kind);
+  for (const swatch of document.querySelectorAll("#legend i")) swatch.style[swatch.className ? "borderTopColor" : "background"] = color(swatch.dataset.kind);
   if (canvas) drawPicture();
   drawCharts();
 }
@@ -320,7 +339,7 @@ element("unfold").addEventListener("click", () => setAllFolded(false));
 element("fold").addEventListener("click", () => setAllFolded(true));
 element("fit").addEventListener("click", () => canvas.fit(undefined, MARGIN));
 element("graph")?.addEventListener("change", () => showGraph(Number(element("graph").value)));
-// On a phone a row is a card, whose cells say what they are.
+// On a phone a row is a card, with the name of the column in each cell.
 for (const cell of document.querySelectorAll("td")) {
   cell.dataset.label = cell.closest("table").querySelectorAll("th")[cell.cellIndex]?.textContent ?? "";
 }

@@ -7,29 +7,30 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from torch import fx
 
 from fp8pass import __version__, hardware
 from fp8pass.compilation import CompiledGraph
-from fp8pass.config import Config
+from fp8pass.config import Config, bytes_text
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
 from fp8pass.plan import Plan
 from fp8pass.tools import folding
+from fp8pass.tools.explanation_data import describe_operands
 from fp8pass.tools.report.comparison import compare
 from fp8pass.tools.report.diffs import diff_modules
 from fp8pass.tools.report.folding import fold
-from fp8pass.tools.report.picture import KINDS, draw, find_source_line
+from fp8pass.tools.report.picture import KINDS, draw, find_source_line, name_input
 from fp8pass.tools.report.timeline import trace_timeline
 from fp8pass.tools.running import find_recipe
-from fp8pass.tools.tables import format_mib, format_remarks, shorten_operator, sort_points
+from fp8pass.tools.tables import format_remarks, shorten_operator, sort_points
 
 if TYPE_CHECKING:
     from fp8pass.tools.diagnosis import Diagnosis
@@ -40,7 +41,7 @@ FP8_LINEAR = "linear layers in FP8"
 _FOLDER = Path(__file__).parent
 _MOST_EXPENSIVE = 8  # rows
 
-# Plans whose memory differs by a smaller share are listed once.
+# Of plans whose memory differs by a smaller share, only the first is listed.
 _SAME_MEMORY = 0.005
 
 
@@ -48,42 +49,43 @@ def write_report(
     explanation: ExplanationData,
     path: Path,
     diagnosis: Diagnosis | None,
-    beside: ExplanationData | None,
+    other: ExplanationData | None,
 ) -> None:
     """Write the page to `path`."""
-    path.write_text(render(explanation, diagnosis, beside), encoding="utf-8")
+    path.write_text(render(explanation, diagnosis, other), encoding="utf-8")
 
 
 def render(
     explanation: ExplanationData,
     diagnosis: Diagnosis | None = None,
-    beside: ExplanationData | None = None,
+    other: ExplanationData | None = None,
 ) -> str:
     """Return the page's HTML, which contains everything that it needs.
 
     Args:
         explanation: the explanation to show.
         diagnosis: measured errors to show.
-        beside: explanation of the same model to compare with.
+        other: explanation of the same model to compare with.
 
     Raises:
-        ValueError: `beside` explains another model.
+        ValueError: `other` explains another model.
     """
     environment = Environment(
         loader=PackageLoader("fp8pass.tools.report", "."),
         autoescape=True,
+        undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {}  # does not sort keys
     environment.filters.update(
-        mib=format_mib,
+        size=format_size,
+        budget=format_budget,
         share=_format_share,
-        seconds=_format_seconds,
+        time=format_time,
         short=shorten_operator,
         flop=_format_flop,
         recipe=_format_recipe,
-        ms=lambda seconds: f"{1e3 * seconds:.3g}",
     )
     graphs = explanation.graphs
     sections = [_make_section(i, g, explanation.modules_of(g)) for i, g in enumerate(graphs)]
@@ -93,12 +95,13 @@ def render(
     return environment.get_template("template.html.j2").render(
         explanation=explanation,
         sections=sections,
+        has_budgets=any(s["choices"] for s in sections),
         expensive=folding.sort_by_bytes(saved)[:_MOST_EXPENSIVE],
         high_precision=folding.fold_rows(reasons),
         operations=count_operations(graphs),
         options={k: x for k, x in vars(explanation.config).items() if x != default[k]},
         diagnosis=diagnosis,
-        comparison=compare(explanation, beside) if beside else None,
+        comparison=compare(explanation, other) if other else None,
         kinds=KINDS,
         fp8_linear=FP8_LINEAR,
         rates_of=hardware.RATES_OF,
@@ -118,7 +121,8 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
     return {
         "kinds": KINDS,
         "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
-        "timeline": [asdict(m) for m in trace_timeline(explanation.graphs)],
+        "timeline": [asdict(p) for p in trace_timeline(explanation.graphs)],
+        "stock": [asdict(p) for p in trace_timeline(explanation.graphs, stock=True)],
         "choices": [list(_list_choices(g.plan)) for g in explanation.graphs],
         "errors": json.loads(diagnosis.to_json())["layers"] if diagnosis else [],
     }
@@ -127,14 +131,19 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
 def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> dict[str, Any]:
     """Return the data of one graph, which ran in `modules`."""
     plan = compiled.plan
-    sources = {n.name: find_source_line(n) for n in compiled.gm.graph.nodes}
+    nodes = {n.name: n for n in compiled.gm.graph.nodes}
+    sources = {name: find_source_line(n) for name, n in nodes.items()}
+    saved = (
+        replace(s, module=name_input(nodes[s.name], compiled.inputs) or s.module)
+        for s in describe_operands(compiled)
+    )
     return {
         "number": number,
         "runs": len(compiled.runs),
         "modules": folding.format_paths(modules) if any(modules) else "",
         "plan": plan,
         "linears": folding.fold_linears(plan.linears),
-        "saved": folding.fold_saved(plan.saved, sources),
+        "saved": folding.fold_saved(saved, sources),
         "scalars": [s for s in plan.saved if s.is_scalar],
         "rules": folding.fold_rules(plan.rules),
         "passes": [(record, diff_modules(record)) for record in compiled.passes],
@@ -152,7 +161,7 @@ def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {
             "point": asdict(point),
             "saves_bytes": here.bytes - point.bytes,
-            "lowers_peak": here.peak_bytes - point.peak_bytes,
+            "peak_change": point.peak_bytes - here.peak_bytes,
             "adds_seconds": point.seconds - here.seconds,
             "chosen": point is here,
         }
@@ -184,8 +193,26 @@ def _format_flop(count: float) -> str:
     return f"{count:.3g} TFLOP"
 
 
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+def format_size(count: float) -> str:
+    """Format bytes or a difference of bytes, `-1.5 MiB`."""
+    return f"{'-' * (count < 0)}{bytes_text(abs(count))}"
+
+
+def format_budget(count: int) -> str:
+    """Format bytes as a `memory_budget` that is at least as large, `1.012GiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{math.ceil(1000 * count / size) / 1000:.10g}{unit}"
+    return f"{count}B"
+
+
+def format_time(seconds: float) -> str:
+    """Format seconds or a difference of seconds, `12.3 µs`."""
+    scale, unit = next(
+        ((scale, unit) for scale, unit in ((1, "s"), (1e3, "ms")) if abs(seconds) * scale >= 1),
+        (1e6, "µs"),
+    )
+    return f"{seconds * scale:.3g} {unit}"
 
 
 def _format_recipe(config: Config) -> str:

@@ -1,14 +1,14 @@
-// What of a graph is drawn, and where. Places in the order of the forward make a line, each with a box on
-// the side of the forward and one on that of the backward; between both sides run the tensors that are kept.
+// The layout of a graph. Places are in a line, in the order of the forward. Each has a box on the side of the
+// forward and a box on the side of the backward. Saved tensors run in the band between both sides.
 //
 //     all layers  →  a layer  →  a module  →  its operators      a place, unfolded step by step
 //
-// No line crosses a label: kept tensors run in the band between both sides, lines to the next place in the
-// gap between them, lines to a later place in lanes outside of the boxes, those of operators where dagre
-// leads them. The line of places runs to the right, on a narrow screen downwards.
+// No line crosses a label: saved tensors run in the band, lines to the next place in the gap between the boxes,
+// lines to a later place in lanes outside of the boxes, and dagre routes the lines of operators. The places
+// run to the right, on a narrow screen downwards.
 "use strict";
 
-// What a folded place is coloured as: the first of these that it holds.
+// The colour of a folded place: the first of these kinds that it holds.
 const STANDS_OUT = ["fp8", "attention", "linear", "nonlinear", "quantize", "dequantize", "recomputed", "input"];
 const NODE_HEIGHT = 26;
 const TITLE_HEIGHT = 24;
@@ -18,7 +18,7 @@ const BAND = 170;
 const LANE = 7;
 const widthOf = (lines) => 18 + 7.2 * Math.max(...lines.map((line) => line.length));
 const numbered = (path) => [path.replace(/\d+$/, ""), Number(path.match(/\d+$/)[0])];
-const shortened = (path) => path.split(".").slice(-2).join(".") || "(top level)";
+const shortened = (path) => path.split(".").slice(-2).join(".");
 const LEVELS = ["layers", "layer", "module"]; // the outer ones first
 const total = (numbers) => [...numbers].reduce((sum, x) => sum + x, 0);
 
@@ -36,10 +36,16 @@ class Place {
   holds(column) {
     return this.first <= column && column <= this.last;
   }
+
+  contains(place) {
+    return this.holds(place.first) && this.holds(place.last);
+  }
 }
 
-function placesOf({ columns, layers }) {
-  const modules = columns.map((path, i) => new Place(`module:${i}`, i, i, path, [shortened(path)], path || "(top level)"));
+function placesOf({ columns, layers, operators }) {
+  const areInputs = (column) => operators.every((y) => y.column !== column || y.backward || y.kind === "input");
+  const nameless = (column) => (areInputs(column) ? "inputs" : column === columns.length - 1 ? "outputs" : "(top level)");
+  const modules = columns.map((path, i) => new Place(`module:${i}`, i, i, path, [shortened(path) || nameless(i)], path || nameless(i)));
   const drawn = layers.map((y, i) => {
     const lines = y.count > 1 ? [`${y.count} equal layers`, `${shortened(y.first)} – ${numbered(y.last)[1]}`] : [shortened(y.first)];
     const title = y.count > 1 ? `${y.count} equal layers: ${y.first} to ${y.last}` : y.first;
@@ -264,7 +270,7 @@ class Layout {
     const found = new Set(this.order.flatMap((place) => this.openAround(place)));
     return [...found].flatMap((place) => {
       const own = this.boxes.filter((box) => place.holds(box.place.first));
-      const outer = [...found].filter((p) => p !== place && place.holds(p.first)).length ? 1 : 0;
+      const outer = [...found].some((p) => p !== place && place.contains(p)) ? 1 : 0;
       const margin = (this.downwards ? TITLE_HEIGHT : PADDING) * (outer + 0.6);
       const begin = Math.min(...own.map((b) => b.begin)) - margin;
       const end = Math.max(...own.map((b) => b.begin + this.along(b))) + (outer + 0.6) * PADDING;
@@ -289,8 +295,9 @@ class Layout {
       const [source, target] = [this.boxOf.get(edge.source), this.boxOf.get(edge.target)];
       if (!source || !target || source === target) continue;
       const id = `${source.id}→${target.id}`;
-      const known = merged.get(id) ?? { id, source, target, crosses: false, tensors: new Map() };
+      const known = merged.get(id) ?? { id, source, target, crosses: false, recomputed: true, tensors: new Map() };
       known.crosses ||= edge.crosses || source.backward !== target.backward;
+      known.recomputed &&= ["recomputed", "dequantize"].includes(this.picture.operators.get(edge.source).kind);
       if (edge.crosses) known.tensors.set(edge.source, (known.tensors.get(edge.source) ?? 0) + this.keptOf(edge));
       merged.set(id, known);
     }
@@ -346,7 +353,7 @@ class Layout {
       const bytes = total(line.tensors.values());
       const ends = { source: line.source.id, target: line.target.id, bytes, tensors: [...line.tensors.keys()] };
       return {
-        classes: bytes ? "kept" : line.crosses ? "free" : "",
+        classes: bytes ? "kept" : line.recomputed ? "recomputed" : line.crosses ? "free" : "",
         data: { id: line.id, ...ends, ...relative(this.route(line), line.source.center, line.target.center) },
       };
     });

@@ -1,7 +1,9 @@
 """Draw a compiled graph: operators in columns by module, with the tensors between them.
 
 Columns are in the order in which the forward runs the modules, with one column for each run.
-Operators of the backward are in the column of the forward operator that they belong to.
+Operators of the backward are in the column of the forward operator that they belong to. A sum of
+gradients, which PyTorch adds without a module, is in the column of the first module that reads the
+forward value: the gradient flows through the columns in reverse.
 
 Views, casts, constants, sizes and parameters, half of the nodes of a graph, are not drawn; edges
 pass through them. Tensors saved for the backward are always drawn.
@@ -10,7 +12,7 @@ pass through them. Tensors saved for the backward are always drawn.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.patterns import is_dequantized_saved_value
 from fp8pass.graph.tags import COPIED_VALUE, ROLE
+from fp8pass.tools.explanation_data import describe_operands
 
 fp8 = torch.ops.fp8pass
 
@@ -108,7 +111,7 @@ def draw(compiled: CompiledGraph) -> Picture:
     """Draw one graph, with every layer."""
     drawing = _Drawing(compiled)
     operators = [drawing.operator(n) for n in drawing.drawn]
-    return Picture(drawing.columns.modules, operators, list(drawing.edges()))
+    return Picture(drawing.modules, operators, list(drawing.edges()))
 
 
 def find_forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
@@ -135,10 +138,10 @@ class _Columns:
             if not self.modules or self.modules[-1] != path:
                 self.modules.append(path)
             column, sequence = len(self.modules) - 1, node.meta.get("seq_nr")
-            for origin in (node.name, (path, sequence), path, ("", sequence)):
-                self._by_origin[origin] = column
+            steps = () if sequence is None else ((path, sequence), ("", sequence))
+            self._by_origin.update(dict.fromkeys((node.name, path, *steps), column))
 
-    def __getitem__(self, node: fx.Node) -> int:
+    def find(self, node: fx.Node) -> int:
         """Return the column of the same node, the same step of autograd, or the same module."""
         path, sequence = graph.module_path(node), node.meta.get("seq_nr")
         carried = node.meta.get(COPIED_VALUE)
@@ -156,11 +159,20 @@ class _Drawing:
         self.crossing = set(self.ctx.saved)
         self.forward = find_forward_nodes(compiled)
         self.drawn = [n for n in compiled.gm.graph.nodes if self._is_drawn(n)]
+        self.operands = {n: _find_operands(n, set(self.drawn)) for n in self.drawn}
         computed = graph.ancestors(_find_outputs(compiled))
-        self.columns = _Columns([n for n in self.drawn if n in computed])
+        columns = _Columns([n for n in self.drawn if n in computed])
+        self.modules = columns.modules
+        self.column: dict[fx.Node, int] = {}
+        for node in self.drawn:
+            terms = [self.column[n] for n in self.operands[node] if n not in self.forward]
+            is_sum = self._is_gradient_sum(node) and terms
+            self.column[node] = min(terms) if is_sum else columns.find(node)
+        self.inputs = compiled.inputs
         self.decisions = {n.name: d for n, d in self.ctx.decisions.items()}
-        self.saved = {s.name: s for s in plan.saved}
-        self.kept = {t.name: s for s in plan.saved for t in s.tensors}
+        saved = describe_operands(compiled)
+        self.saved = {s.name: s for s in saved}
+        self.kept = {t.name: s for s in saved for t in s.tensors}
         self.linears = {y.module: y for y in plan.linears}
 
     def _is_drawn(self, node: fx.Node) -> bool:
@@ -173,23 +185,29 @@ class _Drawing:
         hidden = graph.is_getitem(node) or node.target in graph.CASTS or kind(node) in HIDDEN
         return not hidden
 
+    def _is_gradient_sum(self, node: fx.Node) -> bool:
+        is_sum = node.target is torch.ops.aten.add.Tensor and node not in self.forward
+        return is_sum and not graph.module_path(node)
+
     def operator(self, node: fx.Node) -> DrawnOperator:
         """Draw a node."""
+        column = self.column[node]
+        module = self.modules[column] if self._is_gradient_sum(node) else graph.module_path(node)
         return DrawnOperator(
             id=node.name,
-            label=_make_label(node),
+            label=name_input(node, self.inputs) or _make_label(node),
             kind=self._find_kind(node),
-            module=graph.module_path(node),
-            column=self.columns[node],
+            module=module,
+            column=column,
             backward=node not in self.forward,
             details={name: text for name, text in self._list_details(node) if text},
         )
 
     def edges(self) -> Iterator[Edge]:
         """Yield the edges between drawn operators, each once."""
-        drawn, counted = set(self.drawn), set()
+        counted = set()
         for node in self.drawn:
-            for source in dict.fromkeys(_find_operands(node, drawn)):
+            for source in self.operands[node]:
                 crosses = source in self.crossing and node not in self.forward
                 saved = self.kept.get(source.name)
                 first = crosses and source not in counted and saved is not None and saved.bytes
@@ -245,21 +263,26 @@ class _Drawing:
             yield "in the backward", f"recomputed: {reason}" if decision.recomputed else reason
 
 
-def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the drawn operators whose results `node` uses, also through hidden nodes."""
-    pending, seen = list(node.all_input_nodes), set()
+def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
+    """Return the drawn operators whose results `node` uses, also through hidden nodes."""
+    pending, seen = list(node.all_input_nodes), dict.fromkeys(node.all_input_nodes)
     while pending:
         operand = pending.pop()
-        if operand in drawn:
-            yield operand
-        elif operand not in seen:
-            seen.add(operand)
-            pending.extend(operand.all_input_nodes)
+        new = [] if operand in drawn else [n for n in operand.all_input_nodes if n not in seen]
+        seen.update(dict.fromkeys(new))
+        pending.extend(new)
+    return [n for n in seen if n in drawn]
+
+
+def name_input(node: fx.Node, names: Sequence[str]) -> str:
+    """Return the name that the model has for an input; '' if it is unknown or another node."""
+    index = compat.input_index(node) if node.op == "placeholder" else None
+    return names[index] if index is not None and index < len(names) else ""
 
 
 def _make_label(node: fx.Node) -> str:
     if node.op == "placeholder":
-        return str(node.target)
+        return "gradient of an output" if compat.is_tangent(node) else str(node.target)
     if kind(node) is Kind.ATTENTION:
         return "attention"
     _, _, name = operator_name(node).partition(".")

@@ -11,52 +11,87 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.compilation import CompiledGraph
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.names import operator_name
 from fp8pass.tools.report.picture import find_forward_nodes
+from fp8pass.tools.tables import shorten_operator
 
-Change = tuple[fx.Node, bool, int]  # operator, whether in the backward, saved bytes it adds
+Change = tuple[fx.Node, int]  # an operator, and the saved bytes that it adds
 
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    """Saved bytes after an operator; `operator` is its number in the step."""
+    """Saved bytes after an operator.
 
-    operator: int
-    module: str
+    Attributes:
+        position: number of the operator in fp8pass's step; for `stock` in proportion to it.
+        operator: its module and name.
+        change: bytes that it adds.
+    """
+
+    position: float
+    operator: str
     backward: bool
+    change: int
     bytes: int
 
 
-def trace_timeline(graphs: Iterable[CompiledGraph]) -> list[TimelinePoint]:
-    """Return the operators that change the saved bytes: forwards, then backwards in reverse."""
-    points = [TimelinePoint(0, "", False, 0)]
-    forwards: list[Change] = []
-    backwards: list[Change] = []
+def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list[TimelinePoint]:
+    """Return the operators that change the saved bytes: forwards, then backwards in reverse.
+
+    With `stock` these are the operators and tensors of PyTorch's partitioner.
+    """
+    forwards: list[tuple[bool, int, list[Change]]] = []
+    backwards: list[tuple[bool, int, list[Change]]] = []
     for compiled in graphs:
-        forward, backward = _find_changes(compiled)
-        forwards += forward
-        backwards = backward + backwards
-    for count, (node, in_backward, change) in enumerate(forwards + backwards, 1):
-        if change:
-            saved = points[-1].bytes + change
-            points.append(TimelinePoint(count, graph.module_path(node), in_backward, saved))
+        forward, backward = _split(compiled)
+        lengths, sizes = (len(forward), len(backward)), _list_sizes(compiled)
+        if stock and compiled.stock:
+            forward, backward = (_list_calls(g) for g in compiled.stock.graphs)
+            sizes = compiled.stock.saved
+        adds, frees = _find_changes(forward, backward, sizes)
+        forwards.append((False, lengths[0], adds))
+        backwards.insert(0, (True, lengths[1], frees))
+    points, start = [TimelinePoint(0, "", False, 0, 0)], 0
+    for in_backward, length, changes in forwards + backwards:
+        for number, (node, change) in enumerate(changes, 1):
+            if change:
+                position, total = start + length * number / len(changes), points[-1].bytes + change
+                points.append(TimelinePoint(position, _name(node), in_backward, change, total))
+        start += length
     return points
 
 
-def _find_changes(compiled: CompiledGraph) -> tuple[list[Change], list[Change]]:
-    """Return the operators of the forward and of the backward, with the bytes that each adds."""
+def _split(compiled: CompiledGraph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the operators of the forward and of the backward."""
     forward = find_forward_nodes(compiled)
-    calls = [n for n in compiled.gm.graph.nodes if n.op != "output"]
-    after = [n for n in calls if n not in forward]
-    order = {node: i for i, node in enumerate(after)}
+    calls = _list_calls(compiled.gm.graph)
+    return [n for n in calls if n in forward], [n for n in calls if n not in forward]
+
+
+def _list_calls(g: fx.Graph) -> list[fx.Node]:
+    return [n for n in g.nodes if n.op != "output"]
+
+
+def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
+    """Return the bytes of each saved tensor on the device."""
     tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
-    sizes = {t.name: t.bytes for t in tensors if not t.on_host}
-    saved = {n: sizes[n.name] for n in compiled.ctx.saved if n.name in sizes}
+    return {t.name: t.bytes for t in tensors if not t.on_host}
+
+
+def _find_changes(
+    forward: list[fx.Node], backward: list[fx.Node], sizes: dict[str, int]
+) -> tuple[list[Change], list[Change]]:
+    """Return the operators of the forward and of the backward, with the bytes that each adds.
+
+    Saved tensors are nodes of the forward, or inputs of a backward graph of its own.
+    """
+    order = {node: i for i, node in enumerate(backward)}
     freed: Counter[fx.Node] = Counter()
-    for node, size in saved.items():
-        last = max(_find_uses(node, order), key=order.__getitem__, default=None)
-        freed[last or after[-1]] += size  # a backward may return a saved tensor unchanged
-    adds: list[Change] = [(n, False, saved.get(n, 0)) for n in calls if n in forward]
-    return adds, [(n, True, -freed[n]) for n in after]
+    for name, node in {n.name: n for n in (*forward, *backward)}.items():
+        if name in sizes:
+            last = max(_find_uses(node, order), key=order.__getitem__, default=None)
+            freed[last or backward[-1]] += sizes[name]  # a backward may return a saved tensor
+    return [(n, sizes.get(n.name, 0)) for n in forward], [(n, -freed[n]) for n in backward]
 
 
 def _find_uses(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[fx.Node]:
@@ -66,3 +101,9 @@ def _find_uses(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[fx.Node]:
             yield user
             if kind(user) is Kind.VIEW:
                 yield from _find_uses(user, order)
+
+
+def _name(node: fx.Node) -> str:
+    """Return an operator's module and name: `layers.0.mlp, silu`."""
+    path, operator = graph.module_path(node), shorten_operator(operator_name(node))
+    return f"{path}, {operator}" if path else operator

@@ -1,0 +1,47 @@
+"""What PyTorch's own partitioner saves of a joint graph, for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.graph.joint import JointFacts
+
+
+@dataclass(frozen=True)
+class StockPartition:
+    """The result of PyTorch's partitioner.
+
+    Attributes:
+        graphs: the forward and the backward graph.
+        saved: bytes of each saved tensor by its name, counted like `Plan.saved_bytes`.
+    """
+
+    graphs: tuple[fx.Graph, fx.Graph]
+    saved: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all saved tensors."""
+        return sum(self.saved.values())
+
+
+def partition_stock(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], facts: JointFacts
+) -> StockPartition:
+    """Partition a copy of a joint graph like stock `torch.compile`."""
+    primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
+    forward, backward = compat.stock_partition(
+        graph.copy_module(gm),
+        joint_inputs,
+        num_fwd_outputs=facts.num_fwd_outputs,
+        static_lifetime_input_indices=[i for i, n in enumerate(primals) if n in facts.parameters],
+    )
+    free = {n.name for n in facts.parameters | facts.leaves}
+    saved = graph.outputs(forward.graph)[facts.num_fwd_outputs :]
+    sizes = {n.name: graph.nbytes(n) for n in saved if isinstance(n, fx.Node)}
+    counted = {name: size for name, size in sizes.items() if name not in free}
+    return StockPartition((forward.graph, backward.graph), counted)
