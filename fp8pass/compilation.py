@@ -15,7 +15,7 @@ from torch import fx, nn
 from fp8pass import compat, graph
 from fp8pass.activation_memory.format_choices import VALUE_SEPARATOR
 from fp8pass.config import Config
-from fp8pass.graph.names import matching_pattern
+from fp8pass.graph.names import matching_pattern, pattern_text
 from fp8pass.graph.output_heads import has_head_name
 from fp8pass.hooks import CompiledGraph, Hooks
 from fp8pass.passes import LOWERING_PASSES, Context, Requests
@@ -71,13 +71,25 @@ def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
     """
     subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
-    if config.calibration or any(VALUE_SEPARATOR in pattern for pattern in config.exact_patterns):
-        return tuple(paths)
+    names_values = any(VALUE_SEPARATOR in pattern for pattern in config.exact_patterns)
+    whole = bool(config.calibration) or names_values
     patterns = config.skip_patterns, config.exact_patterns
     return tuple(
-        (has_head_name(path), *(matching_pattern(path, given) for given in patterns))
+        (
+            path if whole else has_head_name(path),
+            *(matching_pattern(path, given) for given in patterns),
+        )
         for path in paths
     )
+
+
+def describe_config(config: Config) -> str:
+    """Return a text of the configuration that is the same in every process.
+
+    A function in `skip` counts with its name; `match_names` contains what it matches.
+    """
+    names = tuple(map(pattern_text, config.skip_patterns))
+    return repr((replace(config, passes=(), skip=names), cache_keys(config.passes)))
 
 
 @dataclass
@@ -140,8 +152,7 @@ class Compilation:
         """Return a hash of everything except the graph that the result depends on."""
         key = (
             source_hash(),
-            repr(replace(self.config, passes=())),
-            cache_keys(self.config.passes),
+            describe_config(self.config),
             torch.__version__,
             repr(self.inputs),
             self.by_name,

@@ -437,7 +437,7 @@ def checked_patterns(
         ConfigError: something in it is not a pattern.
     """
     several = given if isinstance(given, (tuple, list)) else (given,)
-    if all(isinstance(p, str) or (functions and callable(p)) for p in several):
+    if all(isinstance(p, str) or (functions and _is_function(p)) for p in several):
         return tuple(several)
     function = ", or a function that takes a path and returns a bool" if functions else ""
     raise ConfigError(
@@ -445,9 +445,15 @@ def checked_patterns(
     )
 
 
+def _is_function(given: object) -> bool:
+    """Whether an object is a function of a path, rather than a class or a module of PyTorch."""
+    is_module = isinstance(given, type) or hasattr(given, "forward")
+    return callable(given) and not is_module and getattr(given, "__hash__", None) is not None
+
+
 def _checked_gemms(field: str, gemms: Any) -> tuple[str, ...]:
     """Return the GEMMs of an option, in the order of `GEMMS`."""
-    if isinstance(gemms, str) or not isinstance(gemms, Iterable) or not all(gemms):
+    if not isinstance(gemms, (tuple, list)) or not all(gemms):
         fix = f": {field}=({gemms!r},)" if gemms in GEMMS else ""
         raise ConfigError(f"{field} must be a tuple out of {GEMMS}, got {gemms!r}{fix}.")
     for gemm in gemms:

@@ -236,9 +236,11 @@ def known_gpu(name: str) -> Gpu | None:
     """Return the GPU that a name of a device, such as `NVIDIA H100 80GB HBM3`, stands for.
 
     The name has all words of the GPU's name. An `L40S` is not an `L4`, and of `A100` and
-    `A100 40GB` the longer name is taken.
+    `A100 40GB` the longer name is taken. Slower variants of a GPU are unknown.
     """
     words = set(re.split(r"[\s-]+", name.lower()))
+    if words & {"laptop", "max", "nvl"} or words >= {"h100", "pcie"}:
+        return None
     found = [gpu for known, gpu in GPUS.items() if words >= set(known.lower().split())]
     return max(found, key=lambda gpu: len(gpu.name), default=None)
 

@@ -45,7 +45,8 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     is_denormal = magnitude < 2.0**fmt.min_exponent
     bits = torch.where(is_denormal, _denormal_bits(magnitude, fmt), _normal_bits(magnitude, fmt))
     sign = shift_right(clamped.view(torch.int32), 32 - fmt.bits) & (1 << fmt.bits - 1)
-    return (bits | sign).masked_fill(clamped.isnan(), fmt.nan)
+    # `where` keeps the layout; Inductor decomposes `masked_fill` into a contiguous copy.
+    return torch.where(clamped.isnan(), fmt.nan, bits | sign)
 
 
 def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
@@ -77,7 +78,7 @@ def decode(data: Tensor, fmt: Format) -> Tensor:
     digits = sign | shift_left(magnitude, 10 - fmt.mantissa)
     half = digits.to(torch.int16).view(torch.float16)
     values = half.float() * 2.0 ** (14 + fmt.min_exponent)
-    return values.masked_fill(magnitude == fmt.nan, torch.nan) if fmt.nan else values
+    return torch.where(magnitude == fmt.nan, torch.nan, values) if fmt.nan else values
 
 
 def split_groups(x: Tensor, group_size: int, parts: int) -> list[Tensor]:

@@ -40,7 +40,9 @@ def matching_pattern(path: str, patterns: tuple[Pattern, ...]) -> str | None:
 
 def pattern_text(pattern: Pattern) -> str:
     """Return a pattern, or the name of a function that is used as a pattern."""
-    return pattern if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
+    if isinstance(pattern, str):
+        return pattern
+    return getattr(pattern, "__qualname__", type(pattern).__qualname__)
 
 
 def _matches(path: str, pattern: Pattern) -> bool:

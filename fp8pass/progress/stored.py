@@ -9,15 +9,16 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from fp8pass import compat
-from fp8pass.compilation import source_hash
+from fp8pass.compilation import describe_config, match_names, source_hash
 from fp8pass.config import Config
+from fp8pass.passes.runner import disabled_passes
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,18 @@ class StoredMessages:
     def find(cls, gm: fx.GraphModule, config: Config) -> StoredMessages:
         """Return the messages about a graph of Dynamo."""
         values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
-        inputs = [(str(getattr(x, "dtype", "")), str(getattr(x, "shape", x))) for x in values]
-        text = repr((gm.code, inputs, config, source_hash()))
+        text = repr(
+            (
+                [part.code for part in gm.modules() if isinstance(part, fx.GraphModule)],
+                [_describe(x) for x in values],
+                torch.is_grad_enabled(),
+                [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
+                describe_config(config),
+                match_names(gm, config),
+                disabled_passes(),
+                source_hash(),
+            )
+        )
         key = hashlib.sha256(text.encode()).hexdigest()
         folder = compat.cache_folder()
         return cls(key, Path(folder, "fp8pass", f"{key}.json") if folder else None)
@@ -46,15 +57,23 @@ class StoredMessages:
         """Return the messages, by kind."""
         try:
             return dict(json.loads(self.path.read_text())) if self.path else {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):
             return {}
 
     def write(self, messages: dict[str, str]) -> None:
-        """Store messages. Other processes never see a part of the file."""
-        if not self.path:
+        """Store messages, if there are any. Other processes never see a part of the file."""
+        if not self.path or not messages:
             return
+        part = self.path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump(messages, file)
-            os.replace(file.name, self.path)
+            part.write_text(json.dumps(messages))
+            os.replace(part, self.path)
+
+
+def _describe(x: object) -> str:
+    """Return the properties of a graph input that messages depend on."""
+    if not isinstance(x, torch.Tensor):
+        return str(x)
+    is_parameter = isinstance(x, nn.Parameter)
+    return f"{x.dtype} {tuple(x.shape)} {x.device} {x.requires_grad} {is_parameter}"

@@ -109,5 +109,5 @@ def test_eager_pytorch_uses_dequantized_weights(model, x):
 
 def test_writing_to_a_quantized_weight_raises_an_error(model):
     weight = quantize_weights(model).ffn.up.weight
-    with torch.no_grad(), pytest.raises(RuntimeError, match="it is quantized to FP8"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="exact values no longer exist"):
         weight.mul_(2)

@@ -104,7 +104,7 @@ def test_layers_that_share_an_input_share_its_mask():
     [(("forward",), 3), (("dgrad",), 3), (("wgrad",), 3), (("dgrad", "wgrad"), 5), ((), 0)],
 )
 def test_only_the_configured_gemms(gemms, expected):
-    config = replace(E8M3, simulate_gemms=gemms)
+    config = replace(E8M3, simulate=Simulation("e8m3", gemms))
     joint = simulated(linear(), rows(), config=config)
     assert masks(joint) == expected
     assert joint.ctx.plan.linears[0].simulated == gemms

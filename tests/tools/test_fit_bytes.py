@@ -108,8 +108,8 @@ def test_bytes_of_quantized_weights_equal_offload_weights():
     model, _ = make_on_cpu()
     here, host = Parameters(model).place(Setup(step_in_backward=True, offload=("weights",)), 1)
     moved = offload_weights(model, "cpu")
-    inner = [p for p in moved.parameters() if hasattr(p, "codes")]
-    others = [p for p in moved.parameters() if not hasattr(p, "codes")]
+    inner = [p for p in moved.parameters() if hasattr(p, "fp8_data")]
+    others = [p for p in moved.parameters() if not hasattr(p, "fp8_data")]
     assert len(inner) == 4
     assert here.weights == nbytes(*others, *(x for p in inner for x in (p.fp8_data, p.scales)))
     assert host.weights == nbytes(*(p.source for p in inner))

@@ -56,6 +56,7 @@ def test_lines_can_use_pytorchs_optimizer():
         Config.recipe("agoq"),
         Config.recipe("linear", skip=("a", "b")),
         Config(error_tolerance=2),
+        Config(simulate="e8m3"),
     ],
     ids=format_config,
 )

@@ -248,12 +248,12 @@ def test_functions_in_skip_count_by_what_they_select():
     def select(last: str):
         return lambda path: path.endswith(last)
 
-    keys = [
-        Compilation(Config(skip=skip), by_name=match_names(named("a.b"), Config(skip=skip)))
-        for skip in (select("b"), select("b"), select("c"))
-    ]
-    same, equal, other = (compilation.cache_key() for compilation in keys)
-    assert same == equal != other
+    for calibration in ((), (("a.b:relu:0", 0.0, 1.0),)):
+        keys = []
+        for last in ("b", "b", "c"):
+            config = Config(skip=select(last), calibration=calibration)
+            keys.append(Compilation(config, by_name=match_names(named("a.b"), config)).cache_key())
+        assert keys[0] == keys[1] != keys[2]
 
 
 def test_key_covers_the_names_of_heads_and_of_modules_in_checkpointed_regions():

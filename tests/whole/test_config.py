@@ -106,7 +106,7 @@ def test_budgets_are_rounded_up():
         (lambda: Config(error_tolerance=True), "got True"),
         (lambda: Config(error_tolerance=math.nan), "got nan"),
         (lambda: Config(error_tolerance=10**400), "got 1000"),
-        (lambda: Config(memory_budget="0.0 MiB"), "positive and finite, got '0.0 MiB': it is a"),
+        (lambda: Config(memory_budget="0.0 MiB"), "positive and finite, got '0.0 MiB': give a"),
         (lambda: Config(memory_budget="60"), "a share up to 2.0 (a number)"),
         (lambda: Config(memory_budget="300%"), "memory_budget=3.0: a float is a share, up to 2.0"),
         (
@@ -129,6 +129,8 @@ def test_budgets_are_rounded_up():
             "skip must be a module path pattern, or",
         ),
         (lambda: Config(skip=(1,)), "skip must be a module path pattern, or"),
+        (lambda: Config(skip=torch.nn.Linear), "skip must be a module path pattern, or"),
+        (lambda: Config(skip=(torch.nn.Linear(1, 1),)), "skip must be a module path pattern, or"),
         (
             lambda: Config(skip=1),
             "skip must be a module path pattern, or a tuple of them, or a function that takes",

@@ -144,6 +144,7 @@ def _can_store_groups(planes: list[fx.Node]) -> bool:
     how = quantization_of(planes[0])
     rows, size = how.block
     fits = rows == 1 and 0 < size <= CHUNK and size & (size - 1) == 0
-    if len(planes) != len(how.format.planes):
+    expected = [(*planes[0].args[:3], number) for number in range(len(how.format.planes))]
+    if [(*plane.args, 0)[:4] for plane in planes] != expected:
         return False
     return fits and not how.is_for_operands and how.format.name in GROUP_FORMATS

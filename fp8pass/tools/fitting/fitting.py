@@ -255,7 +255,7 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
             f"gpu must be a name, a size or both, such as 'RTX 4090, 20GiB', got {wanted!r}."
         )
     gpu = _find_by_name(names[0]) if names else _detect_gpu()
-    return replace(gpu, memory=parse_bytes(sizes[0])) if sizes else gpu
+    return replace(gpu, memory=parse_bytes(sizes[0], "gpu must be")) if sizes else gpu
 
 
 def _find_by_name(name: str) -> Gpu:

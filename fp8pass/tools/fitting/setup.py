@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 
-from fp8pass.config import Config
+from fp8pass.config import Config, Simulation
 from fp8pass.tools.fitting.traced import is_in_list
 from fp8pass.tools.running import find_recipe
 
@@ -79,12 +80,22 @@ class Setup:
         return " · ".join(words)
 
 
+def _format_value(value: object) -> str:
+    """Return the value of an option as Python code; functions by name."""
+    if isinstance(value, Simulation):
+        return f"fp8pass.{value!r}"
+    if isinstance(value, tuple):
+        parts = ", ".join(map(_format_value, value))
+        return f"({parts},)" if len(value) == 1 else f"({parts})"
+    return value.__name__ if isinstance(value, FunctionType) else repr(value)
+
+
 def format_config(config: Config) -> str:
     """Return a configuration as Python code."""
     recipe, changes = find_recipe(config)
     if config.compiler != Config().compiler:
         changes |= {"compiler": config.compiler}
-    given = [f"{name}={value!r}" for name, value in changes.items()]
+    given = [f"{name}={_format_value(value)}" for name, value in changes.items()]
     if recipe == "coat":
         return f"fp8pass.Config({', '.join(given)})"
     return f"fp8pass.Config.recipe({', '.join([repr(recipe), *given])})"
