@@ -47,6 +47,7 @@ def find_saved(config: Config, model: nn.Module, x: torch.Tensor | None = None):
     return spy.plan, [s for s in spy.plan.saved if "attention" in s.op and s.dtype != "float32"]
 
 
+@pytest.mark.long
 def test_output_takes_half_its_bytes_and_operands_stay_exact():
     model = Attention().bfloat16()
     before, (exact,) = find_saved(EXACT, model)
@@ -59,6 +60,7 @@ def test_output_takes_half_its_bytes_and_operands_stay_exact():
     assert "attention_output='e2m5'" in saved.reason
 
 
+@pytest.mark.long
 def test_plan_agrees_with_autograd():
     assert_plan_is_true(Attention().bfloat16(), batch(), config=E2M5)
 
@@ -80,6 +82,7 @@ def errors(config: Config, model: nn.Module) -> dict[str, tuple[float, float]]:
     return {y.gradient: (y.relative, y.predicted or 0.0) for y in of_attention}
 
 
+@pytest.mark.long
 def test_diagnose_reports_the_error():
     assert not errors(EXACT, Attention().bfloat16())
     found = errors(E2M5, Attention().bfloat16())
@@ -119,6 +122,7 @@ def test_infinite_tolerance_keeps_the_format():
     assert saved.saved_as == "e2m5 1×32 centred"
 
 
+@pytest.mark.long
 def test_budget_keeps_the_format_or_recomputes():
     config = Config(attention_output="e2m5", memory_budget=0.95, compiler="eager")
     plan, saved = find_saved(config, Attention().bfloat16())

@@ -224,6 +224,7 @@ def test_the_error_names_the_smallest_budget(recipe):
     assert 0 < plan.saved_bytes <= least
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "helps"),
     [
@@ -285,6 +286,7 @@ def test_a_graph_without_layers_may_exceed_its_share():
         explain(model, *args, config=Config(compiler="eager", memory_budget="100KiB"))
 
 
+@pytest.mark.long
 def test_the_error_names_a_share_if_the_budget_is_one():
     with pytest.raises(Exception, match=r"Raise memory_budget to 0\.\d+ or more"):
         train(partial(decoder, 1), Config(compiler="eager", memory_budget=1e-6))
@@ -414,6 +416,7 @@ def train_case(program, inputs, config):
     return step(run, twin, inputs), spy.plans
 
 
+@pytest.mark.long
 def test_the_backward_reads_only_planned_values():
     """A budget's plan has a decision about every value that the backward reads."""
     model, args = decoder()
@@ -476,6 +479,7 @@ def test_the_peak_counts_saved_values_and_gradients(planner):
     assert max(planner.most, memory.peak({})) < memory.peak(cuts) < planner.most + memory.peak({})
 
 
+@pytest.mark.long
 def test_saved_values_are_alive_until_their_last_use(planner):
     """Saved values of the last block are freed first, and values of the first block last."""
     memory = planner.memory
@@ -490,6 +494,7 @@ def test_saved_values_are_alive_until_their_last_use(planner):
     assert blocks["3"][-1] <= 2
 
 
+@pytest.mark.long
 def test_a_checkpoint_over_several_sums_can_have_a_budget():
     """The checkpoint recomputes its sums at any budget."""
 

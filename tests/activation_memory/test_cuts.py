@@ -158,6 +158,7 @@ def decoder(**options):
     return plan_of(models.Stack(1, 128, 4, 352).bfloat16(), x, cos, sin, **options)
 
 
+@pytest.mark.long
 def test_attention_is_saved_exactly():
     """q, k, v and the output are the only values saved at full size."""
     plan = decoder()
@@ -170,6 +171,7 @@ def test_attention_is_saved_exactly():
     assert any("computed from it" in s.reason for s in kept)  # attention reads a view of v
 
 
+@pytest.mark.long
 def test_saved_tensors_of_a_decoder_layer():
     """As in design.md: the residual stream, gate and up in FP8, attention in BF16."""
     plan = decoder()
@@ -217,6 +219,7 @@ def test_parameters_are_not_counted(recipe):
     assert not [s for s in plan.saved if s.reason == SavedReason.PARAMETER]
 
 
+@pytest.mark.long
 def test_linear_recipe_saves_everything_exactly():
     plan = decoder(config=Config.recipe("linear", compiler="eager"))
     assert {s.expected_error for s in plan.saved} == {0.0}
@@ -252,6 +255,7 @@ class Block(nn.Module):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [COAT_EAGER, EXACT_EAGER], ids=["coat", "exact"])
 def test_checkpointed_regions_are_recomputed(config):
     plans = {}
@@ -450,6 +454,7 @@ def test_keep_exact_values_are_not_replaced_by_their_derivative():
     assert not low_bit(plan_of(MLP(), torch.randn(32, 64), config=config))
 
 
+@pytest.mark.long
 def test_names_depend_neither_on_sizes_nor_on_skipped_layers():
     model = nn.Sequential(MLP((64, 128, 64)), MLP((64, 128, 64)))
     found = []
@@ -468,6 +473,7 @@ def test_places_of_saved_values():
     assert places == {"0.up:addmm.default:0": 1, "1.up:addmm.default:0": 3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [

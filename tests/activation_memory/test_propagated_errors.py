@@ -27,6 +27,7 @@ class Tiny(nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads)
 
 
+@pytest.mark.long
 def test_uses_of_a_recomputed_sum_count():
     """The layer's output is saved. Only the sum of its halves reads it, and attention the sum."""
     model = Tiny().bfloat16()

@@ -160,6 +160,7 @@ def test_streams_take_equal_bytes_in_two_and_three_dimensions(recipe):
     assert flat.held_at_once() == batched.held_at_once()
 
 
+@pytest.mark.long
 def test_every_second_sum_is_saved_in_full_precision():
     """Under autocast a sum takes twice the bytes of its branch."""
     model, x = under_autocast(stack(6)), torch.randn(FLAT).requires_grad_() * 1
@@ -171,6 +172,7 @@ def test_every_second_sum_is_saved_in_full_precision():
     assert plan.longest_chain() == 1
 
 
+@pytest.mark.long
 def test_post_norm_streams_have_no_long_chains():
     """In post-norm layers a norm lies between two sums."""
     model, x = under_autocast(stack(6, post=True)), torch.randn(FLAT).requires_grad_() * 1
@@ -178,6 +180,7 @@ def test_post_norm_streams_have_no_long_chains():
     assert plan.longest_chain() <= 2
 
 
+@pytest.mark.long
 def test_sums_of_a_checkpointed_region_are_recomputed():
     """The checkpoint includes the whole stream."""
     model, x = stack(3).bfloat16(), torch.randn(FLAT).bfloat16().requires_grad_() * 1

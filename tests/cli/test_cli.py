@@ -46,6 +46,7 @@ def test_inputs_replace_inputs_of_the_factory(run):
     assert "48×128" in out
 
 
+@pytest.mark.long
 def test_stdout_has_only_json(run):
     out = expect_ok(run("explain", "factories:with_tensor", "--json", "--rules"))
     from factories import MLP, x
@@ -54,6 +55,7 @@ def test_stdout_has_only_json(run):
     assert remove_times(json.loads(out)) == remove_times(json.loads(want.to_json()))
 
 
+@pytest.mark.long
 def test_progress_is_shown_on_a_terminal_only(run, monkeypatch):
     assert "building" not in run("explain", "factories:with_args")[2]
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich's variable for a terminal
@@ -98,6 +100,7 @@ def test_options_become_a_config(run):
     assert data["config"] == json.loads(json.dumps(vars(want))) | {"error_tolerance": "inf"}
 
 
+@pytest.mark.long
 def test_default_options_are_the_options_of_the_compiled_model(run):
     data = json.loads(expect_ok(run("explain", "factories:compiled", "--json")))
     assert (data["config"]["save_format"], data["config"]["skip"]) == ("none", ["up"])
@@ -105,6 +108,7 @@ def test_default_options_are_the_options_of_the_compiled_model(run):
     assert (data["config"]["save_format"], data["config"]["skip"]) == ("e4m3", [])
 
 
+@pytest.mark.long
 def test_dtype_applies_to_model_and_inputs(run):
     words = "factories:with_args", "--dtype", "bfloat16", "--device", "cpu"
     assert "bfloat16 32×128" in expect_ok(run("explain", *words))
@@ -112,6 +116,7 @@ def test_dtype_applies_to_model_and_inputs(run):
     assert "bfloat16 32×128" in expect_ok(run("explain", *words))
 
 
+@pytest.mark.long
 def test_the_frontier_is_printed(run):
     assert "memory against time" in expect_ok(run("explain", "factories:with_args", "--frontier"))
 
@@ -123,6 +128,7 @@ def test_html_is_saved(run, workdir):
     assert (workdir / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "first", "second"),
     [
@@ -190,6 +196,7 @@ def test_input_replaces_the_default_ones(run, workdir):
     assert data["graphs"][0]["linears"][0]["rows"] == "48"
 
 
+@pytest.mark.long
 def test_vit_from_its_config(run, workdir):
     folder = vit_config(workdir / "vit", architectures=["ViTForImageClassification"], num_labels=10)
     data = json.loads(expect_ok(run("diagnose", folder, "--json")))
@@ -260,6 +267,7 @@ def test_diagnose_a_model_that_returns_its_loss(run, workdir):
     assert (workdir / "errors.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_diagnose_a_model_with_a_loss_in_its_output(run, workdir):
     data = json.loads(expect_ok(run("diagnose", llama_config(workdir / "llama"), "--json")))
     assert "model.layers.0.mlp.down_proj" in {y["module"] for y in data["layers"]}
@@ -375,6 +383,7 @@ def test_fit_notes_the_default_dtype(run, tmp_path):
     assert "micro-batch 2 × 64 tokens · H200" in out
 
 
+@pytest.mark.long
 def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
     heads = {"num_attention_heads": 32, "num_hidden_layers": 60}  # 24 GB of weights

@@ -165,6 +165,7 @@ def test_lowered_products_are_rounded_once_more(counts):
         assert torch.allclose(got.float(), want.float(), rtol=2**-7, atol=1e-4 * sum(counts))
 
 
+@pytest.mark.long
 def test_dynamic_number_of_tokens():
     """One graph is correct for several numbers of tokens."""
     counts = [0, 7, 33, 16, 1]

@@ -67,6 +67,7 @@ def test_one_program_on_matrices_of_many_sizes(device, module, sizes):
     check_together(module, [(program, *size) for size in sizes], device)
 
 
+@pytest.mark.long
 @both_devices
 def test_row_programs_of_several_kinds(device):
     programs = [
@@ -95,6 +96,7 @@ def test_nan_and_inf_stay_in_their_matrix(device, bad):
     assert [bool(x.isfinite()) for x in found] == [True, True, False, False, True, True]
 
 
+@pytest.mark.long
 @both_devices
 def test_a_launch_has_at_most_most_parts(device):
     count = MOST_PARTS + 3

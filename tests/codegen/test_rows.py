@@ -62,6 +62,7 @@ def test_norm(device, reading, columns, group):
     check(row_kernel, program, inputs)
 
 
+@pytest.mark.long
 @both_devices
 @pytest.mark.parametrize(("columns", "group"), [(384, 128), (352, 32)])
 def test_gated_activation(device, reading, columns, group):
@@ -70,6 +71,7 @@ def test_gated_activation(device, reading, columns, group):
     check(row_kernel, program, inputs)
 
 
+@pytest.mark.long
 @both_devices
 @pytest.mark.parametrize(("columns", "group"), [(384, 128), (352, 32)])
 def test_parts_of_wider_matrices(device, reading, columns, group):
@@ -125,6 +127,7 @@ def test_values_that_are_used_twice_are_written_once():
     assert write(program, shape).body.count(" * v58_0") == 1
 
 
+@pytest.mark.long
 @both_devices
 @pytest.mark.parametrize("columns", [96, 1024, 1056, 1376])
 def test_rows_in_several_chunks(device, columns, monkeypatch):
@@ -136,6 +139,7 @@ def test_rows_in_several_chunks(device, columns, monkeypatch):
     check(row_kernel, program, operands(program, 5, columns, device))
 
 
+@pytest.mark.long
 @both_devices
 @pytest.mark.parametrize("columns", [128, 130, 20480])
 def test_values_that_do_not_vary_along_a_row(device, columns):

@@ -149,6 +149,7 @@ def test_peak_memory_is_shown_where_it_is_counted(peak_bytes: int | None) -> Non
     assert ("peak" in headers) == (peak_bytes is not None)
 
 
+@pytest.mark.long
 def test_without_a_cpp_compiler_one_sentence_names_the_fix(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fp8pass.demo", "--device", "cpu", "--out", str(tmp_path / "out")],

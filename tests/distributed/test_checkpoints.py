@@ -292,6 +292,7 @@ def test_checkpoints_load_on_other_numbers_of_ranks(two, journey, preset, dtype,
     two(journey, preset, dtype, tmp_path)
 
 
+@pytest.mark.long
 def test_groups_do_not_depend_on_ranks(two):
     """Groups lie within the part of a row on one rank."""
     for found in two(states_of_columns):

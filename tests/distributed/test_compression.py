@@ -487,6 +487,7 @@ def test_ranks_with_different_arguments_are_refused(two, way):
     two(ranks_with_different_arguments, way)
 
 
+@pytest.mark.long
 def test_waiting_for_a_late_rank_causes_a_warning(two):
     two(a_late_rank)
 

@@ -257,6 +257,7 @@ def test_gathering_quantized_tensors(two, way, recipe):
     two(gathered_data_changes_no_bit, way, recipe)
 
 
+@pytest.mark.long
 def test_a_nan_of_one_rank_reaches_all(two):
     two(a_nan_of_one_rank_reaches_all)
 

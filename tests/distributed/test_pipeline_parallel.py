@@ -317,6 +317,7 @@ def test_ranks_hold_no_more_than_the_first(stages):
     assert all(h * s <= held[0] * saved[0] for h, s in zip(held, saved, strict=True))
 
 
+@pytest.mark.long
 def test_most_values_have_the_formats_of_the_paper(stages):
     """Most values have 4, 5, 6 and 8 bits. Others use remaining bytes or save missing bytes."""
     most_common = []

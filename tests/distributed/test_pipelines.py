@@ -156,12 +156,14 @@ def test_pipelines_train(two, schedule, claim):
     two(claim, schedule)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"scale_grads": False}, {"shards": True}], ids=str)
 @pytest.mark.parametrize("schedule", STAGES_EACH)
 def test_updates_in_the_backward_of_a_pipeline_equal_a_step(two, schedule, options):
     two(partial(attached_equals_a_step, **options), schedule)
 
 
+@pytest.mark.long
 def test_updates_in_backwards_of_two_parts_are_refused(two):
     two(backwards_in_two_parts_are_refused)
 

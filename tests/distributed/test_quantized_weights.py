@@ -93,6 +93,7 @@ def test_rows_of_zeros_do_not_affect_other_rows(model, x, zeros):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["linear", "agoq", "exact"])
 def test_other_recipes_use_dequantized_weights(model, x, recipe):
     (want, _), (got, _) = run_both(model, x, Config.recipe(recipe, compiler="eager"))

@@ -92,6 +92,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of nonfinite values
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

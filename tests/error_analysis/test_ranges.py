@@ -70,6 +70,7 @@ def test_parameters_may_be_added():
     assert not any("mask" in s.reason and s.dtype != "bool" for s in plan.saved)
 
 
+@pytest.mark.long
 def test_statistics_of_columns_are_not_rounded():
     """A mean over rows has the length of a row, but is one number for each column."""
 

@@ -66,6 +66,7 @@ def with_scan(scan):
 SPELLINGS = [with_scan(f) for f in (by_a_matrix, one_by_one, in_two_levels, in_doubled_steps)]
 
 
+@pytest.mark.long
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("save_format", ["e2m1", "e4m3"])
 @pytest.mark.parametrize("function", [gated, in_logarithms, in_powers_of_two, *SPELLINGS])

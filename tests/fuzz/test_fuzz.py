@@ -103,6 +103,7 @@ def test_a_planted_bug_is_found_and_shrunk(tmp_path):
     assert not check(again).failure  # without the bug
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_failed_once_pass(name):
     outcome = check(FOUND[name])

@@ -172,6 +172,7 @@ class Penalized(nn.Module):
         return self.layer(x) + (gram**2).sum()
 
 
+@pytest.mark.long
 def test_gradients_of_a_penalty_do_not_count_to_the_layer():
     """The layer and the penalty share a weight. The penalty stays in high precision."""
     x = torch.randn(32, 32, requires_grad=True)

@@ -77,6 +77,7 @@ def by_region(monkeypatch) -> Accelerator:
     return Accelerator(cpu=True, dynamo_plugin=plugin)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [by_argument, by_plugin, by_environment, by_region])
 def test_accelerate_compiles_with_fp8pass(make, monkeypatch, plans, tmp_path):
     accelerator = make(monkeypatch)

@@ -16,6 +16,7 @@ EXAMPLES = Path(fp8pass.__file__).parents[1] / "examples"
 SCRIPTS = {path.stem for path in EXAMPLES.glob("*.py")} - {"common", "fsdp2"}
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_example_trains(name, plans, monkeypatch, tmp_path):

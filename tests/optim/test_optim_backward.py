@@ -64,6 +64,7 @@ def test_steps_in_the_backward_equal_steps_after_it(dtype, monkeypatch):
     assert optimizer.state[model[0].weight]["step"] == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("buffer", ["e4m3", "e5m2", "de8"])
 def test_gradients_add_up_in_bytes(buffer):
     model, plain = small_model(), small_model()
@@ -168,6 +169,7 @@ def trained_by_branches(used, offload=None):
     return moved, model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
 def test_a_step_ends_sums_that_are_not_complete(offload, monkeypatch):
     monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
@@ -180,6 +182,7 @@ def test_a_step_ends_sums_that_are_not_complete(offload, monkeypatch):
         assert (ours - theirs).norm() < 0.1 * theirs.norm()
 
 
+@pytest.mark.long
 def test_the_closure_of_a_step_may_be_the_last_backward_of_a_sum():
     """Lightning runs the closure within the step, and the other backwards before it."""
     model = small_model()
@@ -203,6 +206,7 @@ def test_large_sums_are_rounded_in_pieces(monkeypatch):
     assert torch.equal(sum_of_gradients(gradients, buffer="e4m3"), whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("accumulate", "dtype"), [(8, torch.uint8), (9, torch.float16)])
 def test_many_gradients_are_accumulated_in_16_bits(accumulate, dtype):
     model = small_model()
@@ -212,6 +216,7 @@ def test_many_gradients_are_accumulated_in_16_bits(accumulate, dtype):
     assert {piece.stored.data.dtype for sum_ in sums for piece in sum_.pieces} == {dtype}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_attaching_twice_is_refused(accumulate):
     model = small_model()
@@ -229,6 +234,7 @@ def test_attaching_twice_is_refused(accumulate):
     assert optimizer.state[model[0].weight]["step"] == (2 if accumulate == 1 else 1)
 
 
+@pytest.mark.long
 def test_a_wrapper_may_be_attached():
     """The optimizer lives as long as the module that owns the parameter."""
     model = nn.Linear(4, 4)
@@ -330,6 +336,7 @@ def test_all_sums_have_the_same_backwards_after_a_backward_that_failed(
     assert_same_state(again, optimizer)
 
 
+@pytest.mark.long
 def test_updates_are_waited_for_if_a_backward_fails(failing, monkeypatch):
     monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
     waited = []
@@ -446,6 +453,7 @@ def test_wrong_arguments_are_refused(tmp_path):
 # --- models that change, and wrappers -----------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_layers_that_are_unfrozen_later_are_updated(accumulate):
     """The result equals a step of the optimizer after the backward."""

@@ -42,6 +42,7 @@ def reloaded(optimizer: AdamW, **options) -> AdamW:
     return other
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of log2(0)
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
 def test_changed_options_convert_states(path, changed):
@@ -154,6 +155,7 @@ def test_a_parameter_of_another_shape_is_refused():
         optimizer.step()
 
 
+@pytest.mark.long
 def test_steps_in_the_backward_convert_states():
     def train(optimizer: AdamW, model: nn.Module, x: Tensor) -> None:
         model(x).square().mean().backward()

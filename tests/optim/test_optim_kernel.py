@@ -100,6 +100,7 @@ def test_every_format(device, monkeypatch, name):
     assert_alike(*both(device, monkeypatch, dtype, **options), dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in MOMENT_FORMATS if name != "fp32"])
 def test_every_format_rounded_to_nearest(device, monkeypatch, name):
     """Less than 0.4% of the quantized values differ if scales agree.
@@ -189,6 +190,7 @@ def test_gradients_of_another_dtype_or_place(device, monkeypatch, preset, expand
     assert_same_state(*optimizers)
 
 
+@pytest.mark.long
 def test_gradients_can_be_scaled_and_steps_skipped(device):
     params, plain = on(device, parameters(((40,), (200,)))), on(device, parameters(((40,), (200,))))
     scaled, unscaled = AdamW(params), AdamW(plain)
@@ -311,6 +313,7 @@ def run_on(params, optimizer, steps: range) -> None:
         optimizer.step()
 
 
+@pytest.mark.long
 def test_nothing_is_prepared_twice(device, monkeypatch):
     made = []
     original = fused.FusedUpdate.__init__
@@ -329,6 +332,7 @@ def test_nothing_is_prepared_twice(device, monkeypatch):
     assert len(made) == 2
 
 
+@pytest.mark.long
 def test_no_number_of_a_launch_changes_between_steps(device, monkeypatch):
     """A CUDA graph would repeat these numbers: steps, rates and addresses are read from memory."""
     launched: list[dict[str, Any]] = []
@@ -402,6 +406,7 @@ def test_a_graph_that_saved_the_weights_is_outdated(device):
         loss.backward()
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("group_size", [16, 1024])
 def test_groups_of_any_size(device, monkeypatch, group_size):
@@ -409,6 +414,7 @@ def test_groups_of_any_size(device, monkeypatch, group_size):
     assert_alike(*both(device, monkeypatch, torch.bfloat16, **options), torch.bfloat16)
 
 
+@pytest.mark.long
 def test_the_order_of_axes_does_not_matter(device, monkeypatch):
     """The order depends on the version of Triton."""
     results = []

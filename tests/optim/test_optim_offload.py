@@ -125,6 +125,7 @@ def test_pieces_of_the_kernel(monkeypatch):
     assert_same_state(offloaded, plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_in_the_backward(device):
     models = []

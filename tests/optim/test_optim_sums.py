@@ -41,6 +41,7 @@ def summed(monkeypatch, gradients, format, stamp, first, *, kernel: bool):
     return sum_, last
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "fp16"])
 @settings(max_examples=8, deadline=None)

@@ -168,6 +168,7 @@ def test_few_gradients_wait_for_their_turn(accumulate):
     torch.cuda.synchronize()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_fp8_data_follow_the_weights(device):
     model = new(device)
@@ -336,6 +337,7 @@ def test_eager_layers_use_exact_weights():
     check_exact(model.up.weight, plain.up.weight.detach())
 
 
+@pytest.mark.long
 def test_compiled_code_sees_writes_to_a_state_dict():
     model = new("cpu")
     program = torch.compile(model, backend=fp8pass.backend(fp8pass.Config(compiler="eager")))

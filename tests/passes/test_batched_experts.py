@@ -121,6 +121,7 @@ def test_one_graph_for_any_number_of_tokens(name):
     assert plan.linears[0].rows.startswith("4 × s")
 
 
+@pytest.mark.long
 def test_a_quotient_of_tokens_adds_no_guard():
     """The runner checks that no pass adds guards."""
 
@@ -263,6 +264,7 @@ def test_saved_tensors_are_the_plan(recipe):
     assert spy.plan.saved_bytes < 0.6 * spy.plan.exact_bytes
 
 
+@pytest.mark.long
 def test_all_operations_are_in_fp8():
     model, x = Experts(), tokens(E, 2 * K, K)
     found = explain(model, x)

@@ -32,6 +32,7 @@ from fp8pass.graph.chunks import chunks_of
 from fp8pass.passes.joint.chunk_head import choose_chunks
 
 
+@pytest.mark.long
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_spelling_gives_the_same_numbers(loss):
@@ -42,6 +43,7 @@ def test_every_spelling_gives_the_same_numbers(loss):
     assert_same(got, run(model, data, 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{"bias": True}, {"frozen": True}, {"dtype": torch.bfloat16}], ids=str
 )
@@ -52,6 +54,7 @@ def test_kinds_of_heads(options):
     assert_same(got, run(model, data, 1), head_tolerance=8e-3 if "dtype" in options else 1e-6)
 
 
+@pytest.mark.long
 def test_a_head_tied_to_the_embedding():
     model, data = Model(tied=True), batch()
     (loss, gradients, spy), want = run(model, data, 4), run(model, data, 1)
@@ -90,6 +93,7 @@ def test_dynamic_shapes(loss):
     assert spy.plan.heads[0].chunks == 3  # compiled once
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "agoq", "linear"])
 def test_a_head_in_fp8(recipe):
     model, data = Model(plain, dtype=torch.bfloat16), batch((4, 16))
@@ -102,6 +106,7 @@ def test_a_head_in_fp8(recipe):
     assert all(relative(gradients[name], want[name]) < 0.2 for name in want)
 
 
+@pytest.mark.long
 def test_gradients_are_multiples_of_the_tangent():
     model, data = Model(), batch()
     _, once, _ = run(model, data, 3)
@@ -167,6 +172,7 @@ def test_logits_of_one_chunk_are_alive_at_once():
     assert most == 2  # logits and their gradient
 
 
+@pytest.mark.long
 def test_no_value_of_all_tokens_and_the_whole_vocabulary():
     graphs = []
     config = Config.recipe("exact", compiler="eager", head_chunks=8)
@@ -178,6 +184,7 @@ def test_no_value_of_all_tokens_and_the_whole_vocabulary():
     assert max(v.numel() for v in values if isinstance(v, torch.Tensor)) == 8 * 64 * HIDDEN
 
 
+@pytest.mark.long
 def test_twenty_steps_give_the_same_model():
     results = []
     for chunks in (1, 4):
@@ -200,6 +207,7 @@ def test_the_rule():
     assert choose_chunks(65536, 768) == 1
 
 
+@pytest.mark.long
 def test_explain_tells():
     model = Model()
     text = str(fp8pass.explain(model, *batch(), config=Config(head_chunks=2)))

@@ -110,6 +110,7 @@ def test_an_exception_is_a_reason_and_fails_a_check(monkeypatch):
     assert "cannot be computed in chunks of tokens: of an operator" in head.reason
 
 
+@pytest.mark.long
 def test_a_sum_over_the_remaining_tokens():
     """The gradient of a factor of probabilities after a shift."""
 
@@ -134,6 +135,7 @@ def test_gradients_in_float16_are_scaled_before_they_are_rounded():
     assert "float16" in spy.plan.heads[0].reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [lambda logits, y: plain(logits * y.shape[1], y)])
 def test_sizes_that_are_numbers_in_a_loss(loss):
     model, data = Model(loss), batch()
@@ -228,6 +230,7 @@ def test_dropout_of_logits_leaves_their_head_whole(caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.long
 def test_two_losses_whose_sum_is_returned():
     model = Model(lambda logits, y: plain(logits, y) + 0.5 * by_hand(logits, y))
     got = run(model, batch(), 3)
@@ -248,6 +251,7 @@ class TwoUses(Model):
         return plain(self.lm_head(y), targets) + 0.3 * plain(self.other(x), targets)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of_one_head", [True, False])
 def test_heads_with_the_same_labels_go_together(of_one_head):
     """Both read one mask of the labels, as large as logits, so they are in one part."""
@@ -257,6 +261,7 @@ def test_heads_with_the_same_labels_go_together(of_one_head):
     assert_same(got, run(model, batch(), 1))
 
 
+@pytest.mark.long
 def test_a_head_behind_a_teacher():
     class Taught(TwoUses):
         def forward(self, ids, targets):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers import MLP
 from kernel_helpers import Layers, counts
@@ -9,6 +10,7 @@ from kernel_helpers import Layers, counts
 import fp8pass
 
 
+@pytest.mark.long
 def test_launches_of_a_decoder_layer(graphs):
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     torch.compile(model, backend="fp8pass")(x).sum().backward()
@@ -22,6 +24,7 @@ def test_launches_of_a_decoder_layer(graphs):
     assert backward == {"rows": 3, "tiles": 2 * 18 + 1, "scales": 2 * 2}
 
 
+@pytest.mark.long
 def test_explain_counts_kernels(graphs):
     model, x = Layers().bfloat16(), torch.randn(2, 16, 128).bfloat16().requires_grad_()
     explanation = fp8pass.explain(model, x)
@@ -32,6 +35,7 @@ def test_explain_counts_kernels(graphs):
     assert "Kernels: 25 × rows, 26 × scales, 37 × tiles, in" in str(explanation)
 
 
+@pytest.mark.long
 def test_explain_reports_why_there_are_no_kernels():
     x = torch.randn(32, 64, requires_grad=True)
     assert " (Triton kernels run on NVIDIA GPUs only)." in str(fp8pass.explain(MLP(), x))

@@ -96,6 +96,7 @@ def test_amaxes_of_matrices_stay(monkeypatch):
     assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 4
 
 
+@pytest.mark.long
 def test_amaxes_of_symbolic_size_are_not_fused(graphs):
     """Weights have static sizes, so one kernel computes their amaxes."""
     model, x = MLP().bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()

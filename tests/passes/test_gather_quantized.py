@@ -269,6 +269,7 @@ def test_inductor_finds_the_gemm_that_reads_a_gather():
     assert len(g.find_nodes(op="call_function", target=ALL_GATHER)) == 1
 
 
+@pytest.mark.long
 def test_dynamic_shapes(mesh):
     """Only if views of FP8 data would need them as arguments."""
     for dim, sizes, wanted in ((0, (ROWS,), [""] * 3), (1, (2, ROWS), ["its sizes vary"])):

@@ -67,6 +67,7 @@ def planned():
         return explained().plan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", range(len(JOINT_PASSES) + 1))
 def test_into_the_joint_passes(index, measured, monkeypatch):
     monkeypatch.setattr(partition, "JOINT_PASSES", inserted(JOINT_PASSES, index))
@@ -75,6 +76,7 @@ def test_into_the_joint_passes(index, measured, monkeypatch):
     assert all(measured)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", range(len(LOWERING_PASSES) + 1))
 def test_into_the_passes_of_the_halves(index, planned, monkeypatch):
     monkeypatch.setattr(compilation, "LOWERING_PASSES", inserted(LOWERING_PASSES, index))

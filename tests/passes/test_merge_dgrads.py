@@ -111,6 +111,7 @@ def test_rows_next_to_larger_gradients():
     assert relative(got[1:], want[1:]) < 0.06
 
 
+@pytest.mark.long
 def test_dynamic_shapes_add_no_guard(interpreted):
     model, x = Parallel(), inputs().detach()
     torch._dynamo.reset()
@@ -152,6 +153,7 @@ def test_long_contractions_are_not_merged(monkeypatch):
     assert dgrads(Parallel(), inputs()) == [64, 64]  # two of three
 
 
+@pytest.mark.long
 def test_explain_counts_them():
     explanation = fp8pass.explain(Parallel(), inputs())
     (merged,) = explanation.graphs[0].plan.merged
@@ -159,6 +161,7 @@ def test_explain_counts_them():
     assert "Merged the input-gradient GEMMs of 3 layers into one GEMM." in str(explanation)
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(-30, 30), min_size=3, max_size=3))
 def test_gradients_of_any_magnitudes(exponents):
     """The sum is as exact as its largest term, however small the other terms are."""

@@ -94,6 +94,7 @@ def test_copies_change_no_number(recipe, monkeypatch):
     assert not copies._unsettled
 
 
+@pytest.mark.long
 def test_recipe_exact_is_exact_with_offload():
     want, _ = train(decoder, Config.recipe("exact", compiler="eager"))
     got, plan = train(decoder, config("exact"))
@@ -111,6 +112,7 @@ def test_generated_code(monkeypatch):
     assert in_buffers() == 0
 
 
+@pytest.mark.long
 @settings(max_examples=4)
 @given(programs(), st.floats(0.2, 0.8))
 def test_random_programs_give_the_same_bits(case, budget):
@@ -146,6 +148,7 @@ def test_dynamic_shapes():
 # --- who holds what -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
 def test_autograd_saves_the_planned_tensors(recipe):
     torch._dynamo.reset()
@@ -163,6 +166,7 @@ def test_autograd_saves_the_planned_tensors(recipe):
     assert in_buffers() == 0
 
 
+@pytest.mark.long
 def test_scales_and_statistics_stay(monkeypatch):
     monkeypatch.setattr(host_transfer, "SMALLEST", 1 << 13)
     _, plan = train(decoder, config())
@@ -197,6 +201,7 @@ def test_forwards_before_their_backwards():
     assert copies.lane_of(torch.device("cpu")).buffers._taken == taken
 
 
+@pytest.mark.long
 def test_a_backward_that_runs_twice_and_one_that_never_does():
     torch._dynamo.reset()
     model, args = decoder()
@@ -215,6 +220,7 @@ def test_a_backward_that_runs_twice_and_one_that_never_does():
 # --- decisions ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_without_need_nothing_is_on_the_host():
     _, plan = train(decoder, config(memory_budget=None))
     assert plan.offload is None
@@ -223,11 +229,13 @@ def test_without_need_nothing_is_on_the_host():
     assert roomy.offload is None
 
 
+@pytest.mark.long
 def test_a_slow_link_is_not_used():
     _, plan = train(decoder, config(memory_budget=0.6, host_bandwidth=1e3))
     assert plan.offload is None
 
 
+@pytest.mark.long
 def test_an_error_about_a_budget_knows_of_the_host():
     with pytest.raises(Exception, match="or save values in host memory with offload=True"):
         train(decoder, config(memory_budget=0.01, offload=False))
@@ -272,6 +280,7 @@ def joint(options: Config, layers: int = 2):
     return found
 
 
+@pytest.mark.long
 def test_where_copies_are():
     found = joint(config("exact", host_bandwidth=2e12))
     nodes = list(found.gm.graph.nodes)
@@ -320,6 +329,7 @@ def offload_saved_module():
     return importlib.import_module("fp8pass.passes.joint.offload_saved")
 
 
+@pytest.mark.long
 def test_a_pass_that_has_nothing_to_send_changes_nothing():
     found = joint(config(memory_budget=0.6, offload=False))
     before = found.code
@@ -330,6 +340,7 @@ def test_a_pass_that_has_nothing_to_send_changes_nothing():
 # --- messages ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_host_that_is_too_small(monkeypatch):
     monkeypatch.setattr(offload_saved_module(), "available", lambda: 4096)
     with pytest.raises(Exception, match=r"but host memory has .* left: raise memory_budget"):
@@ -385,6 +396,7 @@ def test_wrong_options(options, says):
         Config(**options)
 
 
+@pytest.mark.long
 def test_explain_reports_where_tensors_are(tmp_path):
     torch._dynamo.reset()
     model, args = decoder()
@@ -397,7 +409,7 @@ def test_explain_reports_where_tensors_are(tmp_path):
     assert plan["host_bytes"] == sum(c["bytes"] for c in plan["offload"]["copies"]) > 0
     assert any(p["host_bytes"] for p in plan["frontier"])
     explanation.save(tmp_path / "report.html")
-    assert "MiB on the host" in (tmp_path / "report.html").read_text()
+    assert "in host memory" in (tmp_path / "report.html").read_text()
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

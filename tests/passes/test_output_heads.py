@@ -58,6 +58,7 @@ def test_output_head_by_its_tied_embedding():
     assert found == ["", "an output head, which stays exact unless quantize_lm_head=True"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", ["cross_entropy", "chunked", "logsumexp"])
 def test_output_head_by_the_log_softmax_it_feeds(loss):
     model, ids = Named("classify"), torch.randint(96, (32,))
@@ -91,6 +92,7 @@ class Stream(nn.Module):
         return self.classify(x).log_softmax(-1)
 
 
+@pytest.mark.long
 def test_rows_of_symbolic_length_share_a_scale():
     """The transpose is padded with zeros, and its rows differ."""
     layer = nn.Linear(32, 32).bfloat16()
@@ -113,6 +115,7 @@ def test_tokens_are_no_columns_of_a_product_that_tensor_cores_do_not_take(dynami
     assert all(n.meta["val"].shape[1] % 16 == 0 for n in products)
 
 
+@pytest.mark.long
 def test_sizes_that_a_guard_has_fixed_are_known():
     """The gradient of the weight has 2 · (n // 2) columns, which must be as many as the weight."""
     layer = nn.Linear(16, 16, bias=False)
@@ -129,6 +132,7 @@ def test_sizes_that_a_guard_has_fixed_are_known():
     assert sqnr(got, want) > 20
 
 
+@pytest.mark.long
 def test_symbolic_sizes_are_not_terms_of_a_sum_before_a_log_softmax():
     """`roll` adds to a size."""
     layer = nn.Linear(16, 16)
@@ -138,6 +142,7 @@ def test_symbolic_sizes_are_not_terms_of_a_sum_before_a_log_softmax():
     assert program(torch.randn(24, 16)).isfinite().all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
 @pytest.mark.parametrize("norm_last", [False, True])
 def test_a_stream_that_ends_in_log_softmax_without_a_head_has_none(norm_last, shape):
@@ -146,6 +151,7 @@ def test_a_stream_that_ends_in_log_softmax_without_a_head_has_none(norm_last, sh
     assert not any(found.values())
 
 
+@pytest.mark.long
 def test_the_head_of_a_stream_is_its_only_one():
     found = reasons(rewritten(Stream(True), rows()))
     heads = [name for name, reason in found.items() if "output head" in reason]

@@ -141,6 +141,7 @@ def test_one_quantization_of_each_tensor_and_direction():
     assert len(joint.calls(fp8.padded_ends.default)) == 1
 
 
+@pytest.mark.long
 def test_tokens_are_quantized_where_they_come_from():
     """FP8 data and amaxes are permuted, once for gate, up and wgrad."""
     joint = rewritten(Routed(), rows(48, 64))
@@ -197,6 +198,7 @@ def test_tokens_without_a_gradient_have_no_dgrad():
     assert joint.ctx.plan.linears[0].fp8 == ("forward", "wgrad")
 
 
+@pytest.mark.long
 def test_the_number_of_tokens_may_be_symbolic():
     x = rows()
     torch._dynamo.mark_dynamic(x, 0)
@@ -205,6 +207,7 @@ def test_the_number_of_tokens_may_be_symbolic():
     assert not joint.ctx.plan.linears[0].rows.isdigit()
 
 
+@pytest.mark.long
 def test_routers_stay_exact():
     """FP8 GEMMs would take a router of 16 experts. Shared experts are linear layers."""
     joint = rewritten(Routed(), rows(48, 64))
@@ -224,6 +227,7 @@ def test_layers_are_listed_in_the_order_of_the_forward():
 # --- layers that are not rewritten ---------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_skipped():
     config = Config(skip=("experts",))
     joint = rewritten(Routed(), rows(48, 64), config=config)
@@ -271,6 +275,7 @@ def test_graphs_without_experts_do_not_change():
     assert not joint.ctx.plan.linears
 
 
+@pytest.mark.long
 def test_simulated_formats_mask_experts():
     program, spy = compiled(Experts(), Config(simulate="e8m5", compiler="eager"))
     got = step(program, model := Experts(), (rows(), ends(7, 0, 23, 20)))
@@ -282,6 +287,7 @@ def test_simulated_formats_mask_experts():
 # --- numbers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @settings(max_examples=5)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
 def test_gradients_are_close_for_any_segments(counts):
@@ -457,6 +463,7 @@ def test_hugging_face(name):
         assert relative(got.gradients[path], want.gradients[path]) < 0.35
 
 
+@pytest.mark.long
 def test_diagnose_expects_what_it_measures():
     loss = lambda model, x: model(x).float().square().mean()  # noqa: E731
     found = diagnose(Routed(), loss, rows(48, 64)).layers

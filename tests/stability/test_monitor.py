@@ -178,6 +178,7 @@ def test_a_monitor_does_not_change_compiled_steps_between_samples():
     assert not monitor.latest
 
 
+@pytest.mark.long
 def test_a_sampled_step_is_close_to_a_compiled_step(interpreted):
     model = MLP().bfloat16()
     monitor = Monitor()
@@ -190,6 +191,7 @@ def test_a_sampled_step_is_close_to_a_compiled_step(interpreted):
         assert relative(sampled.gradients[name], gradient) < 0.1
 
 
+@pytest.mark.long
 def test_a_backward_is_sampled_if_its_forward_was():
     model, monitor = MLP().bfloat16(), Monitor()
     run = monitored(model, monitor)

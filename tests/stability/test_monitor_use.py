@@ -69,6 +69,7 @@ def test_mostly_zero_warns_with_the_path_and_what_to_do(caplog):
     assert not [m for m in warnings_of(caplog) if "down weight" in m]
 
 
+@pytest.mark.long
 def test_warnings_about_gradients_suggest_options(caplog):
     model, monitor = MLP().bfloat16(), Monitor()
     run = monitored(model, monitor)
@@ -140,6 +141,7 @@ def test_samples_are_written_to_tensorboard(tmp_path, given_as):
     assert scalars[-1].value == pytest.approx(row.sqnr_db)
 
 
+@pytest.mark.long
 def test_the_table_shows_the_worst_tensors_first():
     model, monitor = MLP().bfloat16(), Monitor()
     with torch.no_grad():
@@ -272,6 +274,7 @@ def test_a_missing_package_is_named_in_the_error(monkeypatch, make, missing, mes
 # --- steps that are not counted -----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_forgotten_step_warns_once(caplog):
     model, monitor = MLP(), Monitor()
     train(monitored(model, monitor), model, batches(5).float())

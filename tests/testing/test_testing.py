@@ -41,6 +41,7 @@ def batch(rows: int = 32, grad: bool = True) -> torch.Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).requires_grad_(grad)
 
 
+@pytest.mark.long
 @settings(max_examples=2)
 @given(module=strategies.modules(depth=2), rows=st.sampled_from([16, 17, 48]))
 def test_correct_modules_pass(module, rows):
@@ -66,6 +67,7 @@ def test_modules_do_not_change():
         assert torch.equal(p, weights[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [None, Config.recipe("agoq")], ids=["coat", "agoq"])
 def test_a_wrong_gradient_is_named(config):
     with pytest.raises(AssertionError, match=r"gradient of up\.weight is off by 0\.[45]"):
@@ -88,6 +90,7 @@ def test_bounds_can_be_set(bounds, found):
     assert_close(Broken(), batch(), cosine=0.9, norm=0.6, sqnr=4.0)
 
 
+@pytest.mark.long
 def test_a_rewrite_that_changes_bits_is_found(monkeypatch):
     module = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1))
     assert_exact(module, batch())
@@ -104,6 +107,7 @@ def test_a_rewrite_that_changes_bits_is_found(monkeypatch):
         assert_exact(module, batch())
 
 
+@pytest.mark.long
 def test_a_wrong_plan_is_found(monkeypatch):
     def one_less(plan: Plan):
         found = checks_planned(plan)

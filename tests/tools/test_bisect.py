@@ -317,6 +317,7 @@ def test_the_printed_report(tmp_path, capfd):
     assert data["remaining"] == culprit["error_after"] < data["error"]
 
 
+@pytest.mark.long
 def test_nothing_in_low_bits():
     found = fp8pass.bisect(MLP(), lambda m, x: m(x).sum(), torch.randn(16, 64), config=EXACT)
     assert (found.error, found.units, found.probes, found.culprits) == (0.0, 0, 2, [])

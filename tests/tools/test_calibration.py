@@ -51,6 +51,7 @@ def test_larger_activations_have_larger_bounds():
     assert bounds[0] < 0.6 * bounds[1]
 
 
+@pytest.mark.long
 def test_an_exponential_saves_exact_values_without_calibration():
     (report,) = fp8pass.explain(Exponential(1.0), torch.randn(256, 64)).graphs
     assert any("an exponential in it may be of any size" in s.reason for s in report.plan.saved)
@@ -123,6 +124,7 @@ class Gate(nn.Module):
         return self.second(torch.exp(0.1 * self.first(x)) * y).sum()
 
 
+@pytest.mark.long
 def test_names_of_inputs_do_not_depend_on_dynamic_shapes():
     model, found = Gate(), []
     for dynamic in (False, True):

@@ -70,6 +70,7 @@ def test_checkpointing_causes_one_warning(caplog, around):
     assert "fp8pass.explain" in message
 
 
+@pytest.mark.long
 def test_models_without_checkpointing_cause_no_warning(caplog):
     warn_about_checkpointing.cache_clear()
     torch.compile(Stack(checkpointed=False), backend=Backend(COAT_EAGER))(X).sum().backward()
@@ -118,6 +119,7 @@ def test_inputs_of_regions_are_quantized_where_the_rules_allow_it():
     assert any("attention" in s.reason for s in spy.plan.saved)
 
 
+@pytest.mark.long
 def test_quantized_inputs_of_regions_change_no_forward_value():
     """Gradients differ from regions with exact inputs only by rounding."""
     exact, low_bits = Stack(), Stack()

@@ -120,6 +120,7 @@ def long_layer(config: Config) -> dict[str, LayerError]:
     return {error.gradient: error for error in found.layers}
 
 
+@pytest.mark.long
 def test_accumulation_is_measured_and_predicted():
     """Fast accumulation adds an error to a long contraction."""
     fast, precise = (long_layer(Config(longest_fast=n))["weight"] for n in (8192, 4096))
@@ -135,6 +136,7 @@ def test_exact_recipe_has_no_errors():
     assert not fp8pass.diagnose(model, loss_of, few_tokens(), config=Config.recipe("exact")).layers
 
 
+@pytest.mark.long
 def test_the_model_does_not_change():
     model = new_model(SIZES["tiny"], 0, torch.device("cpu"))
     loss_of(model, few_tokens()).backward()

@@ -55,6 +55,7 @@ def test_tables(llama_explanation):
     assert "e4m3 1×" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("columns", [80, 120])
 def test_tables_are_as_wide_as_the_terminal(llama_explanation, monkeypatch, columns):
     """No cell is cut: reasons are below their rows, and the largest tensors come first."""
@@ -179,6 +180,7 @@ def test_frontier_table_marks_the_plan(traced):
     assert "100%" in text
 
 
+@pytest.mark.long
 def test_frontier_in_json(traced):
     (graph,) = json.loads(traced.to_json())["graphs"]
     assert len(graph["frontier"]) > 2
@@ -240,6 +242,7 @@ class Interrupted(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [2, 5])
 def test_graphs_count_once_for_each_run(layers):
     """The bytes equal the bytes that autograd saves."""
@@ -256,6 +259,7 @@ def test_graphs_count_once_for_each_run(layers):
     assert explanation.saved_bytes == saved_bytes(compiled, x)
 
 
+@pytest.mark.long
 def test_the_model_does_not_change():
     model = Broken().train()
     before = copy.deepcopy(model.state_dict())
@@ -349,6 +353,7 @@ def test_a_skip_pattern_that_matches_nothing_warns_with_the_nearest():
         model(torch.randn(32, 64))
 
 
+@pytest.mark.long
 def test_rules_of_regions_list_both_cases():
     explanation = explain(llama(), rules=True, input_ids=tokens())
     (report,) = explanation.graphs
@@ -429,6 +434,7 @@ def test_parts_that_were_compiled_in_different_ways():
     assert explain(model, torch.randn(16, 64), config=AGOQ).graphs
 
 
+@pytest.mark.long
 def test_modules_that_pytorch_does_not_compile_in_place_are_reported():
     """Before version 2.14 PyTorch ignores `compile()` on modules of torch.nn."""
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
@@ -445,6 +451,7 @@ def test_modules_that_pytorch_does_not_compile_in_place_are_reported():
     assert got.saved_bytes == explain(wrapped, torch.randn(16, 64)).saved_bytes
 
 
+@pytest.mark.long
 def test_attention_has_a_row_for_each_projection():
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -468,6 +475,7 @@ def test_attention_has_a_row_for_each_projection():
     assert "graph break" not in str(explanation)
 
 
+@pytest.mark.long
 def test_convolutions_are_counted():
     class Patches(nn.Module):
         def __init__(self) -> None:
@@ -501,6 +509,7 @@ def test_repr_is_one_short_line(llama_explanation):
     assert "model.layers.*" in llama_explanation._repr_html_()
 
 
+@pytest.mark.long
 def test_budgets_of_the_frontier_can_be_pasted():
     model, x = MLP((64, 128, 64)), torch.randn(32, 64, requires_grad=True)
     explanation = explain(model, x, frontier=True)

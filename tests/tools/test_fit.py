@@ -37,6 +37,7 @@ def fitted() -> fp8pass.Fit:
 # --- the search ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_kinds_of_memory_add_up_to_the_total(fitted):
     assert fitted.tried
     for candidate, why_not in fitted.tried:
@@ -322,6 +323,7 @@ def test_times_of_an_unknown_gpu_are_marked(fitted):
     assert "(speed unknown: fit does not know this GPU; times are those of an H200; no FP8" in line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["A100", "A100 40GB", "RTX 3090"])
 def test_gpus_without_fp8_run_linear_layers_in_16_bits(name):
     model, ids = make_on_meta()

@@ -60,6 +60,7 @@ def test_every_saved_byte_is_drawn_once(llama_explanation, picture):
     assert sum(e.bytes for e in picture.edges) == llama_explanation.saved_bytes > 0
 
 
+@pytest.mark.long
 def test_kinds(llama_explanation, picture):
     kinds = Counter(y.kind for y in picture.operators)
     plan = llama_explanation.graphs[0].plan
@@ -92,6 +93,7 @@ def test_the_backward_is_in_the_column_of_its_module(picture):
             assert picture.columns[operator.column] == operator.module
 
 
+@pytest.mark.long
 def test_gradients_flow_through_the_layers_in_reverse():
     """A gradient reaches a layer from the next one, not from operators without a module."""
     picture = draw(explain(Residuals(4), torch.randn(32, 64)).graphs[0])
@@ -108,6 +110,7 @@ def test_gradients_flow_through_the_layers_in_reverse():
     assert crossing == {(f"layers.{i + 1}", f"layers.{i}") for i in range(3)}
 
 
+@pytest.mark.long
 def test_inputs_have_the_names_of_the_models_arguments():
     explanation = explain(new_model(SIZES["tiny"], 0, torch.device("cpu")), *[tokens(4, 64)] * 2)
     picture = draw(explanation.graphs[0])
@@ -235,6 +238,7 @@ def test_the_timeline_rises_to_the_saved_bytes_and_falls_to_zero(llama_explanati
     assert backward[-1] == 0
 
 
+@pytest.mark.long
 def test_the_timeline_of_several_graphs_frees_the_last_one_first():
     explanation = explain(Broken(), torch.randn(32, 64))
     assert len(explanation.graphs) == 2
@@ -366,6 +370,7 @@ def assert_numbers_are_the_plans(explanation, page: str) -> None:
             assert linear.reason.replace("'", "&#39;").replace(">", "&gt;") in page
 
 
+@pytest.mark.long
 def test_llama(llama_explanation):
     assert_numbers_are_the_plans(llama_explanation, render(llama_explanation))
 
@@ -442,6 +447,7 @@ def test_names_cannot_become_code():
     assert page.count("<script") == page.count("</script>")
 
 
+@pytest.mark.long
 def test_frontier_and_diagnosis_are_shown():
     model, x = MLP((64, 128, 32)).bfloat16(), torch.randn(64, 64, dtype=torch.bfloat16)
     explanation = explain(model, x, frontier=True, rules=True)

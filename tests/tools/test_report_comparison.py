@@ -36,6 +36,7 @@ def test_bytes_add_up(comparison, in_8_bits, exact):
     assert sum(r.more_bytes for r in comparison.rows) == theirs - ours > 0
 
 
+@pytest.mark.long
 def test_gemms_in_fp8_are_compared(comparison):
     (down,) = (r for r in comparison.rows if r.module == "layers.*.down")
     assert down.count == 4

@@ -50,6 +50,7 @@ def elements() -> dict[str, list[dict]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("direction", ["right", "down"])
 def test_titles_do_not_overlap(elements, direction):
     titles = [x for x in elements[direction] if x.get("classes") == "title"]

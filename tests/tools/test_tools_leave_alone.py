@@ -37,6 +37,7 @@ def test_an_optimizer_in_the_backward_does_not_step(tool):
     assert not torch.equal(model[0].weight, before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tool", TOOLS)
 def test_hooks_of_gradients_are_not_called(tool):
     model, program, batch = trained()
@@ -131,6 +132,7 @@ class Signed(nn.Module):
         return y @ y.T * (2 * torch.eye(len(x)) - 1)
 
 
+@pytest.mark.long
 def test_positions_may_need_16_bits():
     model, batch = Signed(), torch.randn(256, 64)
     assert all(layer.fp8 for g in fp8pass.explain(model, batch).graphs for layer in g.plan.linears)

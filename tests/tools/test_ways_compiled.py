@@ -141,6 +141,7 @@ def test_bisect_reports_that_names_are_relative(monkeypatch):
     assert found.remaining < found.error
 
 
+@pytest.mark.long
 def test_moments_of_blocks_have_names_within_blocks():
     model = WAYS["blocks"]()
     calibration = fp8pass.calibrate(model, loss, X)

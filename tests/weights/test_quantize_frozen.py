@@ -185,6 +185,7 @@ def test_errors_name_the_fix():
 # --- training -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_forward_does_not_change_and_gradients_are_close(device, dtype):
@@ -210,6 +211,7 @@ def test_the_forward_does_not_change_and_gradients_are_close(device, dtype):
         assert relative(got.gradients[name], gradient) < 1.5 * error + 0.01, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_training_adapters_does_not_change_weights(device, in_place):

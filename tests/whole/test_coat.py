@@ -37,6 +37,7 @@ COMPILERS = ["eager", "inductor"]
 # --- invariant 3 --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("make", "batch"),
@@ -152,6 +153,7 @@ def test_sqnr_of_the_output(measured):
     assert sqnr(got.outputs[0], want.outputs[0]) >= 20
 
 
+@pytest.mark.long
 def test_sqnr_of_every_gradient(measured):
     got, want = measured
     worst = {name: sqnr(got.gradients[name], g) for name, g in want.gradients.items()}

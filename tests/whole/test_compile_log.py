@@ -192,6 +192,7 @@ def test_lines_go_to_stderr_unless_logging_is_configured(level, monkeypatch, cap
         assert len(logged_lines()) == (level == logging.INFO)
 
 
+@pytest.mark.long
 def test_only_the_first_rank_logs(monkeypatch, logged_lines):
     monkeypatch.setattr(compile_log, "is_later_rank", lambda: True)
     train(in_place())

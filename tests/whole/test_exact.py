@@ -187,6 +187,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_checkpoint(path, dropout):
     check(Checkpointed(dropout), (randn(32, 64),), path=path)
@@ -271,6 +272,7 @@ def test_options_can_make_everything_exact(monkeypatch, make, options):
     check(make().train(), (tokens(),), path="all exact")
 
 
+@pytest.mark.long
 def test_options_can_make_checkpointed_regions_exact(monkeypatch):
     config = Config.recipe("agoq", **ALL_EXACT)
     monkeypatch.setitem(PATHS, "all exact", (Backend(config), stock_eager))

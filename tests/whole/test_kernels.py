@@ -282,6 +282,7 @@ AWKWARD = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", AWKWARD)
 def test_unusual_models_have_the_same_gradients(case, graphs, monkeypatch):
     function, members, shape = AWKWARD[case]

@@ -109,6 +109,7 @@ def check(name, config):
     return spy.plan
 
 
+@pytest.mark.long
 def test_a_graph_input_that_needs_a_gradient_is_saved_quantized():
     """Blocks are compiled one by one. The input of the second block is the output of the first."""
     blocks = [nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128)) for _ in range(2)]

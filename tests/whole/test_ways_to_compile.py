@@ -40,6 +40,7 @@ class Skipped(nn.Module):
         return self.exact(torch.nn.functional.gelu(self.fp8(x)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("enabled", ["for a step", "for backwards"])
 def test_compiled_autograd_has_equal_gradients(enabled):
     """It compiles the rewritten backward as a separate graph."""
