@@ -1,7 +1,7 @@
 """Draw the tests that `make test` runs.
 
-The draw depends on the sources alone. It takes a sixteenth of the cases of tests marked `long`, and
-two cases of every other function, or three cases if the function is marked `drawn(3)`.
+The draw depends on the sources alone. It takes one in 24 cases of tests marked `long`, and two
+cases of every other function, or three cases if the function is marked `drawn(3)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("fp8pass", "tests", "benchmarks", "examples", "docs")
 SUFFIXES = (".py", ".md")
 # Long tests take nine tenths of the time of all tests.
-LONG_SHARE = 1 / 16
+LONG_SHARE = 1 / 24
 # Cases of a function without a mark.
 CASES = 2
 # All cases in these files run, because each takes milliseconds.

@@ -51,7 +51,7 @@ def test_one_feature(name, groups):
     assert not judge((name,), results_of((name,), groups))
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("names", drawn(), ids=" + ".join)
 def test_pair(names, groups):
     assert not judge(names, results_of(names, groups))
