@@ -26,6 +26,8 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 demo: $(VENV)/demo.stamp
 	@$(BIN)/python -m fp8pass.demo $(ARGS)
 
+# Each worker has a core of its own.
+test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
