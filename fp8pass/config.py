@@ -116,7 +116,7 @@ class Config:
         forward_scales: `rowwise` (one scale per token and per output feature in the GEMMs of the
             forward: quantizing takes one pass over a tensor, and the error is smaller) or
             `tensorwise`. GEMMs of the backward always have one scale per tensor. Experts always
-            have rowwise scales in forward and dgrad: PyTorch's grouped GEMM takes no others.
+            have rowwise scales in forward and dgrad: PyTorch's grouped GEMM requires them.
         fast_accumulation: the GEMMs, out of `forward`, `dgrad` and `wgrad`, that may use Hopper's
             fast accumulation: the tensor cores keep a running sum of 14 bits over the whole
             contraction, instead of adding it to an FP32 sum every 128 products. Truncation has a
@@ -594,7 +594,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
 
 
 def _check_with_simulation(options: Mapping[str, Any]) -> None:
-    """Check that no option next to `simulate` asks for low bits."""
+    """Raise ConfigError if an option enables low bits together with `simulate`."""
     for field, allowed in WITH_SIMULATION.items():
         given = options.get(field, allowed[0])
         if given not in allowed:

@@ -12,5 +12,5 @@ budget.py             decisions within a memory budget, by a mixed-integer progr
 planner.py            plans within memory budgets, compared with the plan of the cuts
 raise_precision.py    formats of more bits for the rest of a budget
 propagated_errors.py  errors of saved values in the values recomputed from them
-stock.py              what PyTorch's partitioner saves, for comparison
+stock.py              PyTorch's own partitioner, for comparison
 """

@@ -57,8 +57,8 @@ def recompute_price(node: fx.Node) -> float:
 def _price_of_collective(node: fx.Node) -> float:
     """Return 0 for a gather that `repeat_gathers` or a checkpointed region recomputes.
 
-    Other collectives have an infinite price. There is no price in between, because all ranks must
-    decide alike, even if their values differ.
+    Other collectives have an infinite price, because all ranks must decide alike, even if their
+    values differ.
     """
     collective: Any = node.args[0] if node.target is WAIT_TENSOR else node
     is_gather = collective.target is ALL_GATHER

@@ -1,4 +1,4 @@
-"""What PyTorch's own partitioner saves of a joint graph, for comparison."""
+"""Run PyTorch's own partitioner on a joint graph, to compare the saved bytes."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from kernel_helpers import by_rows, fused, random
 
@@ -11,18 +12,36 @@ from fp8pass.codegen.program.program_batch import Batch
 fp8 = torch.ops.fp8pass
 
 
-def test_a_value_saved_in_groups_is_not_stored_as_it_is(monkeypatch):
-    how = "e4m3 1×16"
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize(("format", "planes"), [("e4m3", 1), ("e2m1", 1), ("e2m2", 2)])
+def test_a_value_saved_in_groups_is_stored_in_groups_alone(monkeypatch, format, planes):
+    how = f"{format} 1×16"
 
     def function(x):
         y = torch.tanh(x)
         scales = fp8.scale(fp8.amax(y, "1×16"), how)
-        saved = fp8.quantize(y, scales, how)
-        codes, _ = by_rows(y)
-        return codes, saved.view(torch.uint8), scales
+        saved = [fp8.quantize(y, scales, how, i).view(torch.uint8) for i in range(planes)]
+        data, _ = by_rows(y)
+        return data, *saved, scales
 
     gm = fused(monkeypatch, function, random(40, 64))
     (kernel,) = gm.graph.find_nodes(op="call_function", target=rows)
     (program,) = Batch.parse(str(kernel.args[1])).programs
     assert sorted(store.layouts for store in program.stores) == [("groups",), ("rows",)]
     assert not gm.graph.find_nodes(op="call_function", target=fp8.amax.default)
+
+
+def test_the_same_plane_twice_is_not_stored_by_the_kernel(monkeypatch):
+    """The kernel stores each plane of a format once."""
+    how = "e2m2 1×16"
+
+    def function(x):
+        y = torch.tanh(x)
+        scales = fp8.scale(fp8.amax(y, "1×16"), how)
+        data, _ = by_rows(y)
+        return data, fp8.quantize(y, scales, how, 0), fp8.quantize(y, scales, how, 0), scales
+
+    gm = fused(monkeypatch, function, random(40, 64))
+    (kernel,) = gm.graph.find_nodes(op="call_function", target=rows)
+    (program,) = Batch.parse(str(kernel.args[1])).programs
+    assert ("groups",) not in [store.layouts for store in program.stores]

@@ -21,7 +21,7 @@ def locate_byte(column: str, size: int, width: int) -> str:
 def extract_bits(planes: Sequence[str], column: str, size: int, format: str) -> str:
     """Return a column's element, as int32, from its byte in each plane.
 
-    The bits above those of the element are undefined.
+    Higher bits of the result are undefined.
     """
     fields, offset = [], 0
     for byte, width in zip(planes, FORMATS[format].planes, strict=True):
