@@ -74,11 +74,9 @@ def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
 
 
 def explain_speed(device: torch.device) -> str:
-    """Return a sentence on what slows fp8pass down on `device`, or ''."""
+    """Return a remark about the speed on `device`, or ''."""
     if device.type == "cpu":
-        return (
-            " A CPU emulates FP8, which is slow; GPUs since Ada and Hopper have FP8 instructions."
-        )
+        return " A CPU emulates FP8 in FP32, so this ratio says nothing about a GPU."
     reason = hardware.why_no_fp8_gemm(device)
     return f" Linear layers stayed in BF16: {reason}." if reason else ""
 
