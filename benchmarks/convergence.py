@@ -45,9 +45,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "linear": {"recipe": "linear"},
     "coat": {"recipe": "coat"},
-    "agoq": {"recipe": "agoq"},
+    "agoq, 4 bits": {"save_format": "e2m1"},
     # Four bits wherever they fit, without the error rules.
-    "uniform4": {"recipe": "agoq", "error_tolerance": float("inf")},
+    "uniform4": {"save_format": "e2m1", "error_tolerance": float("inf")},
 }
 MODEL = Size(640, 10, 10, 10, 1792, seq=1024, batch=12, steps=2000, peak_lr=1e-3)
 EXPERTS = Size(512, 8, 8, 8, 896, seq=1024, batch=12, steps=1500, peak_lr=1e-3)

@@ -29,12 +29,16 @@ from report import environment, print_rows, use_expandable_segments, write_json
 from tables_layers import gpt2_table
 from torch import Tensor, nn
 
-import fp8pass
 from fp8pass.compilation import CompiledGraph
-from fp8pass.config import Recipe
+from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 
-RECIPES: tuple[Recipe, ...] = ("coat", "agoq", "linear")
+CONFIGS = {
+    "coat": Config(),
+    "agoq": Config.recipe("agoq"),
+    "agoq, 4 bits": Config(save_format="e2m1"),
+    "linear": Config.recipe("linear"),
+}
 PROFILED = 5
 
 
@@ -94,14 +98,14 @@ class Subject:
             parameter.grad = None
 
 
-def subject_of(base: nn.Module, inputs: tuple[Tensor, Tensor], recipe: Recipe | None) -> Subject:
-    """Return a variant of a model, not compiled yet; without a recipe, stock `torch.compile`."""
+def subject_of(base: nn.Module, inputs: tuple[Tensor, Tensor], config: Config | None) -> Subject:
+    """Return a variant of a model, not compiled yet; None is stock `torch.compile`."""
     model, planned = with_own_code(share_parameters(base)), list[int]()
 
     def observe(compiled: CompiledGraph) -> None:
         planned.append(compiled.plan.saved_bytes)
 
-    backend = Backend(fp8pass.Config.recipe(recipe), observe) if recipe else "inductor"
+    backend = Backend(config, observe) if config else "inductor"
     compiled = torch.compile(model, backend=backend)
     return Subject(compiled, list(base.parameters()), inputs, planned)
 
@@ -147,9 +151,9 @@ def measure(size: Size, device: torch.device, rounds: int) -> list[Result]:
     ids = torch.randint(size.vocabulary, (size.batch, size.seq + 1), device=device)
     inputs = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     subjects, results = {}, {}
-    for recipe in (None, *RECIPES):
-        name = f"fp8pass {recipe}" if recipe else "bf16 compile"
-        subject, result = subject_of(base, inputs, recipe), Result(name, rounds)
+    configs = {"bf16 compile": None, **{f"fp8pass {n}": c for n, c in CONFIGS.items()}}
+    for name, config in configs.items():
+        subject, result = subject_of(base, inputs, config), Result(name, rounds)
         start = time.perf_counter()
         subject.step()
         result.compile_s = time.perf_counter() - start

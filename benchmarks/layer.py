@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import os
 import random
 import statistics
 import sys
@@ -26,13 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from models import Stack, init_weights, rope_tables
 from report import environment, print_table, write_json
 from tables_layers import BASELINE, GRAPHED
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import fp8pass
 
@@ -149,16 +147,6 @@ def with_fp8pass(**options: Any) -> Variant:
     return lambda m: torch.compile(m, backend="fp8pass", options=options or None)  # type: ignore[return-value]
 
 
-def without_pass(name: str) -> Variant:
-    """Return fp8pass without one of its passes."""
-
-    def compile_graph(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
-        with patch.dict(os.environ, FP8PASS_DISABLE_PASSES=name):
-            return fp8pass.backend(fp8pass.Config())(gm, inputs, **kwargs)
-
-    return lambda m: torch.compile(m, backend=compile_graph)  # type: ignore[return-value]
-
-
 def variants(extra: bool) -> dict[str, Variant]:
     """Return all variants; the first is the reference."""
     table: dict[str, Variant] = {
@@ -168,15 +156,12 @@ def variants(extra: bool) -> dict[str, Variant]:
         "torchao rowwise": torchao("rowwise"),
         "fp8pass coat": with_fp8pass(),
         "fp8pass agoq": with_fp8pass(recipe="agoq"),
+        "fp8pass agoq, 4 bits": with_fp8pass(save_format="e2m1"),
     }
     if extra:
         table["fp8pass linear"] = with_fp8pass(recipe="linear")
         table["fp8pass coat G=16"] = with_fp8pass(group_size=16)
         table["fp8pass e8m3 simulated"] = with_fp8pass(simulate="e8m3")
-        table["fp8pass coat, dgrads apart"] = without_pass("merge_dgrads")
-        table["fp8pass coat, Triton's launcher"] = with_fp8pass(
-            static_launch_user_defined_triton_kernels=False
-        )
         graphed = {"mode": "reduce-overhead"}
         table["bf16 compile" + GRAPHED] = lambda m: torch.compile(m, **graphed)  # type: ignore[call-overload]
         table[BASELINE + GRAPHED] = torchao("tensorwise", **graphed)

@@ -73,7 +73,7 @@ class Planner:
         may_shrink = self.choices.smallest.lossless or any(d.low_bit for d in self.cuts.values())
         smaller = ""
         if may_shrink and config.save_format != "e2m1":
-            smaller = ", or allow smaller formats with recipe='agoq'"
+            smaller = ", or allow smaller formats with save_format='e2m1'"
         offload = "" if self.transfer else ", or save values in host memory with offload=True"
         return (
             f"memory_budget of {bytes_text(budget)} cannot be met: this graph saves at least "

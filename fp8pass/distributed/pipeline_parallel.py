@@ -52,18 +52,18 @@ def pipeline_configs(
         stages: number of stages (model chunks) of all ranks together.
         ranks: number of ranks; not needed if each rank has one stage.
         microbatches: number of micro-batches in a batch.
-        base: all other options; by default recipe `agoq`.
+        base: all other options; by default `Config(save_format="e2m1")`.
 
     Raises:
         ConfigError: the schedule is unknown or does not support these numbers, or `base` has no
             budget and its `save_format` is the largest already.
         TypeError: `base` is not a `Config`.
     """
-    base = Config.recipe("agoq") if base is None else checked_config(base, "base")
+    base = Config(save_format="e2m1") if base is None else checked_config(base, "base")
     if base.memory_budget is None and base.save_format in ("none", SAVED_FORMATS[-1].name):
         raise ConfigError(
             f"save_format={base.save_format!r} leaves no format with more bits to stages that hold "
-            "few micro-batches. Use a smaller one, as base=Config.recipe('agoq', ...) does, or a "
+            "few micro-batches. Use a smaller one, as base=Config(save_format='e2m1', ...) does, or a "
             "memory_budget ('24GiB', 0.6), with which stages that hold many recompute more."
         )
     order = _read_order(schedule, stages, ranks, microbatches)

@@ -237,7 +237,7 @@ def test_the_error_names_the_smallest_budget(recipe):
 def test_the_error_advises_smaller_formats_only_if_they_help(options, helps):
     with pytest.raises(Exception, match="cannot be met") as error:
         train(partial(decoder, 1), Config(compiler="eager", memory_budget=1, **options))
-    assert ("smaller formats with recipe='agoq'" in str(error.value)) == helps
+    assert ("smaller formats with save_format='e2m1'" in str(error.value)) == helps
 
 
 def test_inductor_raises_the_same_error():
