@@ -63,7 +63,7 @@ def pipeline_configs(
     if base.memory_budget is None and base.save_format in ("none", SAVED_FORMATS[-1].name):
         raise ConfigError(
             f"save_format={base.save_format!r} leaves no format with more bits to stages that hold "
-            "few micro-batches. Use a smaller one, as base=Config(save_format='e2m1', ...) does, or a "
+            "few micro-batches. Use a smaller one, base=Config(save_format='e2m1', ...), or a "
             "memory_budget ('24GiB', 0.6), with which stages that hold many recompute more."
         )
     order = _read_order(schedule, stages, ranks, microbatches)

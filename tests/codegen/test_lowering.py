@@ -17,6 +17,7 @@ from fp8pass.dialect.formats import FORMATS
 fp8 = torch.ops.fp8pass
 FORMAT_NAMES = ["e4m3", "e5m2", "e4m3_bytes", "exact"]
 PACKED = ["e2m1", "e2m2", "e2m3"]
+ROW = "e4m3 row"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NOT_FINITE = torch.tensor([float("nan"), float("inf"), -float("inf")])
 
@@ -325,6 +326,27 @@ def test_packing_in_generated_code_with_dynamic_shapes():
         torch._dynamo.mark_dynamic(x, 1)
         assert same_bits(program(x), function(x))
     assert compiles.frame_count == 1
+
+
+def test_lowering_for_a_gpu_keeps_dynamic_rows_dynamic():
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    rows = mode.from_tensor(torch.empty(32, 64), symbolic_context=_varying(torch.empty(32, 64)))
+    with mode:
+        x, w = (torch.empty(n, 64, device="cuda").bfloat16() for n in (rows.shape[0], 128))
+
+    def forward(x, w):
+        (a, a_scale), (b, b_scale) = ((fp8.quantize(y, s, ROW), s) for y, s in scaled(x, w))
+        product = fp8.scaled_mm(a, a_scale, b, b_scale, None, x.dtype, True, ROW, ROW)
+        return product, fp8.transpose(a)
+
+    def scaled(*values):
+        return [(y, fp8.scale(fp8.amax(y, "row"), ROW)) for y in values]
+
+    with mode:
+        gm = make_fx(forward, tracing_mode="real")(x, w)
+    _lowered(gm)
+    assert not shape_env.guards
 
 
 # --- masks --------------------------------------------------------------------------------------
