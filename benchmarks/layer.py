@@ -8,7 +8,6 @@ Per case and variant: compile seconds (cold); median milliseconds of forward and
 events), where variants alternate so that drift affects all of them; milliseconds in which the CPU
 launches the first step of a turn; bytes that the forward allocates and the backward needs, without
 the output; relative L2 errors against eager BF16: output, input gradient, worst weight gradient.
-`kept` is the prediction of fp8pass's plan.
 """
 
 from __future__ import annotations
