@@ -60,7 +60,7 @@ def resume(path: Path, settings: dict[str, Any], *, again: bool = False) -> dict
                 f"{path} was measured with other {key}: {found[key]}. "
                 "Give another --out, or start anew with --again."
             )
-    return record | {"results": found["results"]}
+    return record | {key: found[key] for key in ("note", "results") if key in found}
 
 
 def merge(record: dict[str, Any], result: dict[str, Any], keys: tuple[str, ...]) -> None:

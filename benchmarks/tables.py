@@ -118,7 +118,7 @@ def caption(data: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items() if k != "fp8pass")
     device = "CPU" if data["gpu"] == "none" else data["gpu"]
     commit = f", commit {data['commit']}" if "commit" in data else ""
-    note = data.get("settings", {}).get("note")
+    note = data.get("note", data.get("settings", {}).get("note"))
     return f"*{device}, {versions}, {data['date']}{commit}{f'; {note}' if note else ''}*"
 
 

@@ -40,7 +40,6 @@ compat.lower_to_buffer(buffer)
 
 library.define("side_by_side(Tensor[] parts, int dim) -> Tensor")
 library.impl("side_by_side", torch.cat, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8pass_codegen::side_by_side", torch.cat, lib=library)
 side_by_side = torch.ops.fp8pass_codegen.side_by_side.default
 compat.lower_to_parts(side_by_side)
 
@@ -53,7 +52,6 @@ def _after(x: Tensor, done: list[Tensor]) -> Tensor:
 
 
 library.impl("after", _after, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8pass_codegen::after", _after, lib=library)
 after = torch.ops.fp8pass_codegen.after.default
 
 

@@ -261,3 +261,13 @@ def test_the_error_of_a_failed_variant_is_recorded_and_it_runs_again(load, tmp_p
     alone.measure_each(record, path, ["good", "bad"], [str(script)])
     assert {"variant": "bad", "loss": 1.0, "error": None} in record["results"]
     assert (tmp_path / "script.py.calls").read_text().split() == ["good", "bad", "bad"]
+
+
+def test_a_record_with_a_note_is_resumed(load, tmp_path):
+    report, path, settings = load("report"), tmp_path / "record.json", {"steps": 8}
+    record = report.resume(path, settings) | {"note": "two seeds", "results": [{"loss": 1.0}]}
+    report.write_json(path, record)
+    assert report.resume(path, settings) == record
+    assert "two seeds" in load("tables").caption(record)
+    with pytest.raises(SystemExit, match="other settings"):
+        report.resume(path, {"steps": 9})
