@@ -171,6 +171,8 @@ HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
 START_DATA = 1_000_000  # added to the seed of the batches before the start
 MOST_TEXT = 256 << 20
+PROGRESS = 1000
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -299,7 +301,7 @@ class Trainer:
                     own.copy_(value)
         return start
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Compute the loss of this rank's part of a batch."""
         if self.variant.ranks > 1:
             batch = tuple(x.chunk(self.variant.ranks)[dist.get_rank()] for x in batch)  # type: ignore[assignment]
@@ -345,10 +347,7 @@ class Trainer:
         torch.save({"id": uuid.uuid4().hex[:8], "weights": self.model.state_dict()}, file)
 
     def _train(
-        self,
-        batches: Iterator[tuple[Tensor, Tensor]],
-        rate: float,
-        share: Callable[[int, int], float],
+        self, batches: Iterator[Batch], rate: float, share: Callable[[int, int], float]
     ) -> tuple[list[Tensor], float]:
         """Run all steps. Return their losses, and the seconds of all but the first few steps."""
         optimizer = self.optimizer(rate)
@@ -367,6 +366,8 @@ class Trainer:
             schedule.step()
             optimizer.zero_grad()
             losses.append(loss.detach().clone())  # a CUDA graph overwrites its previous results
+            if not (step + 1) % PROGRESS:
+                print(f"step {step + 1}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
         self._wait()
         return losses, time.perf_counter() - start
 
