@@ -163,7 +163,15 @@ def evaluate(expression: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _compile(expression: Expr, operands: tuple[Symbol, ...]) -> Callable[..., Any]:
-    return sympy.lambdify(operands, expression, modules=[TORCH_FUNCTIONS])
+    return sympy.lambdify(operands, expression, modules=[_FUNCTIONS])
+
+
+def _with_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Convert numbers to tensors: sympy leaves functions of constants, as in `UnitStep(0)`."""
+    return lambda *args: function(*(torch.as_tensor(x, **ON_CPU) for x in args))
+
+
+_FUNCTIONS = {n: _with_tensors(f) if callable(f) else f for n, f in TORCH_FUNCTIONS.items()}
 
 
 def rounding(x: Tensor, relative_error: float) -> Tensor:

@@ -307,7 +307,7 @@ def test_packing_in_triton_agrees_with_the_reference(fmt, dtype):
     x = (torch.randn(512, 512, device="cuda") * torch.logspace(-7, 4, 512, device="cuda")).to(dtype)
     x[0, 0], x[1, 0], x[2] = torch.nan, torch.inf, 0
     metrics.reset()
-    scales, *planes = torch.compile(pack, backend=with_inductor)(x)
+    scales, *packed = torch.compile(pack, backend=with_inductor)(x)
     assert metrics.generated_kernel_count == len(planes)
     want_scales, *want_planes = pack(x)
     assert identical(scales, want_scales)
@@ -316,12 +316,12 @@ def test_packing_in_triton_agrees_with_the_reference(fmt, dtype):
         values = fp8.dequantize(planes, scales, f"{fmt} 1×128", torch.float32)
         return (x.double() - values).abs()[2:]
 
-    excess = distance(planes) - distance(want_planes)
+    excess = distance(packed) - distance(want_planes)
     assert (excess <= x[2:].double().abs() * 2.0**-20).all()
     assert identical(
-        torch.compile(unpack, backend=with_inductor)(scales, *planes), unpack(scales, *planes)
+        torch.compile(unpack, backend=with_inductor)(scales, *packed), unpack(scales, *packed)
     )
-    assert not unpack(scales, *planes)[:2, :128].isfinite().any()
+    assert not unpack(scales, *packed)[:2, :128].isfinite().any()
 
 
 @pytest.mark.parametrize("fmt", ["e2m1", "e2m2", "e2m3"])

@@ -291,7 +291,7 @@ STATE_SPACE = {
                        num_key_value_heads=4),
     "rwkv": _of("RwkvForCausalLM", labelled, num_hidden_layers=2, attention_hidden_size=64),
     "zamba2": _of("Zamba2ForCausalLM", labelled, num_hidden_layers=2,
-                  layer_types=["mamba", "hybrid"], hybrid_layer_ids=[1]),
+                  layer_types=["linear_attention", "hybrid"], hybrid_layer_ids=[1]),
 }  # fmt: skip
 
 ENCODER_DECODER = {
