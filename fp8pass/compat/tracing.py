@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass.compat.symbols import fake_mode_of
@@ -24,10 +26,12 @@ _GEMMS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Graph:
     """Return the graph of `function` on fake inputs, with Inductor's decompositions applied.
 
-    Its nodes carry no metadata.
+    Its nodes carry no metadata. To describe the layout of a tensor, `make_fx` would compare its
+    dynamic number of elements with 2, and PyTorch would compile again for other sizes.
     """
     traced = make_fx(function, tracing_mode="real", decomposition_table=_decompositions())
-    with torch.no_grad(), fake_mode_of(inputs[0]), enable_python_dispatcher():
+    no_layouts = patch.object(proxy_tensor, "_extract_tensor_metadata", lambda *args: None)
+    with torch.no_grad(), fake_mode_of(inputs[0]), enable_python_dispatcher(), no_layouts:
         graph = traced(*inputs).graph
     for node in graph.nodes:
         node.meta.clear()

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fp8pass import compat
 from fp8pass.codegen.lowering import lower
+from fp8pass.codegen.tuned_lowerings import LOWERINGS
 from fp8pass.dialect.formats import FORMATS
 
 fp8 = torch.ops.fp8pass
@@ -346,6 +347,18 @@ def test_lowering_for_a_gpu_keeps_dynamic_rows_dynamic():
     with mode:
         gm = make_fx(forward, tracing_mode="real")(x, w)
     _lowered(gm)
+    assert not shape_env.guards
+
+
+def test_lowering_keeps_a_dynamic_number_of_tiles_dynamic():
+    """A narrow matrix of dynamic rows may have a single tile of amaxes."""
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    rows = mode.from_tensor(torch.empty(32, 64), symbolic_context=_varying(torch.empty(32, 64)))
+    with mode:
+        amaxes = torch.empty(compat.ceil_div(rows.shape[0], 64), 1)
+    amax = LOWERINGS[fp8.amax.default].function
+    compat.trace(lambda x: amax(x, "tensor", True, 1), [amaxes])
     assert not shape_env.guards
 
 
