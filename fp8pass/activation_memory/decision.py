@@ -19,7 +19,7 @@ class Decision:
     """How one forward value reaches the backward.
 
     Attributes:
-        format: None if the value is recomputed.
+        format: the format of the saved value; None if the value is recomputed.
         group_size: elements that share a scale; 0 if the value is saved exactly or recomputed.
         reason: the reason for the decision, as text.
         expected_error: relative RMS error of the gradients.

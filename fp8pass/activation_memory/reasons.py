@@ -1,4 +1,4 @@
-"""The reasons for decisions about forward values, and the only place that words them."""
+"""The reasons for decisions about forward values. No other module contains their wording."""
 
 from __future__ import annotations
 

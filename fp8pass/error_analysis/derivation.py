@@ -203,7 +203,7 @@ class Derivation:
         )
 
     def _amplifications(self, compared: Collection[Symbol]) -> dict[Symbol, Amplification]:
-        """Return each symbol's largest amplification over the outputs, if no other value is stored.
+        """Return the largest amplification of each symbol, with all other values recomputed.
 
         Symbols in `compared` are compared with zero.
         """

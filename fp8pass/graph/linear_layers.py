@@ -64,7 +64,8 @@ class Reason:
 
     Attributes:
         text: the reason; '' if nothing prevents FP8.
-        chosen: whether an option is the reason. Then the saved input stays in high precision, too.
+        chosen: whether high precision is a choice: an option, an output head or a router. Then the
+            saved input stays in high precision, too.
         routine: whether the user cannot change the reason, or would gain nothing by a change.
     """
 

@@ -20,7 +20,7 @@ IS_TRANSPOSED = "fp8pass_is_transposed"
 # On the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.
 ROLE = "fp8pass_role"
 
-# On GEMMs that stay in high precision by the user's choice, or by default, like output heads.
+# On GEMMs that stay in high precision by the user's choice, or by default, as in output heads.
 # The tensors that these GEMMs save for backward stay in high precision, too.
 HIGH_PRECISION_BY_CHOICE = "fp8pass_high_precision_by_choice"
 
