@@ -103,7 +103,7 @@ class BackwardMemory:
     def alive_fetched(self, value: fx.Node) -> range:
         """Return when a value is alive on the device if it is saved in host memory.
 
-        The copy back takes memory already before the first use.
+        The copy to the device takes memory already before the first use.
         """
         used = self._times_between(*self.lifetimes[value])
         return range(max(used.start - 1, 0), used.stop)
@@ -148,7 +148,7 @@ class BackwardMemory:
     def _starts(self) -> dict[fx.Node, int]:
         """Return the positions at which buffers of gradients are allocated.
 
-        One kernel writes all quantized data of a region, so their buffers have one position.
+        One kernel writes all quantized data of a region, so these buffers share a position.
         """
         region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
         starts: dict[fx.Node, int] = {}

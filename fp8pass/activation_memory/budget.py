@@ -9,7 +9,8 @@ binary variables, and two more if v may be in host memory. any_v is the sum of t
     save_exact_v     host_exact_v      recompute_exact_v      from exact values
     save_low_bit_v   host_low_bit_v    recompute_inexact_v    from any values
 
-Below, save_exact_v and save_low_bit_v include the host's variable, except as factors of bytes.
+Below, the variables save_exact_v and save_low_bit_v include the variables of host memory, except
+where they are multiplied by bytes.
 
     minimize    Σ seconds(v) (recompute_exact_v + recompute_inexact_v) + price(v) save_low_bit_v
                 + Σ slowdown(v) (host_exact_v + host_low_bit_v) + waits
@@ -101,7 +102,7 @@ ON_HOST = {SAVE_EXACT: HOST_EXACT, SAVE_LOW_BIT: HOST_LOW_BIT}
 FORWARD_WAIT, BACKWARD_WAIT, EXCESS = -3, -2, -1
 CONTINUOUS = 3
 
-MEGA = 1e6  # bytes in the solver's unit, since its tolerances are absolute
+MEGA = 1e6  # the solver's unit in bytes, because its tolerances are absolute
 
 
 class _Variable(NamedTuple):
@@ -124,7 +125,7 @@ class BudgetProblem:
         choices: how values may be saved.
         memory: bytes alive in the backward. If None, the peak is not limited.
         allowance: bytes by which the peak may exceed the budget at no price.
-        transfer: copies to host memory, with `memory` only. If None, host memory is not used.
+        transfer: copies to host memory; requires `memory`. If None, host memory is not used.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class BudgetProblem:
         return {self.columns[key]: 1 for way in ways if (key := (value, way)) in self.columns}
 
     def _availability(self) -> LinearConstraint:
-        """Return a row for each needed value, operand to recompute from, and pair of sums."""
+        """Return a row for each needed value, operand of a recomputed value, and pair of sums."""
         rows: list[dict[int, float]] = []
         lower: list[int] = []
         for value in self.values:
@@ -373,7 +374,7 @@ class BudgetProblem:
         return Decision(None, 0, SavedReason.RECOMPUTED)
 
     def _save(self, value: fx.Node, way: int) -> Decision:
-        """Return the decision to save a value in a way that is not recomputation."""
+        """Return the decision to save a value, exactly or in low bits, on the device or host."""
         on_host = way in ON_HOST.values()
         if way in (SAVE_LOW_BIT, HOST_LOW_BIT):
             return replace(self.choices.cheapest(value), on_host=on_host)

@@ -72,9 +72,9 @@ def _chained_sums(
 ) -> set[fx.Node]:
     """Return every second of the sums that would be recomputed from one another.
 
-    `values` are in order. Norms and casts may lie between two sums, as in post-norm layers. A sum
-    may be recomputed if its branch is also computed from the previous sum, or from values that are
-    alive anyway, because such a recomputation takes time but no memory.
+    `values` are in the order of the graph. Norms and casts may lie between two sums, as in
+    post-norm layers. A sum may be recomputed if its branch is also computed from the previous sum,
+    or from values that are alive anyway, because such a recomputation takes time but no memory.
     """
     found: set[fx.Node] = set()
     after_a_sum: set[fx.Node] = set()
@@ -128,7 +128,8 @@ class _ComponentCuts:
         The other sets also contain values that cannot be computed from low bits:
 
         1. Masks. Saving exactly the value that a mask is computed from, for all its uses, may cost
-           less than the mask and the value in low bits. Hardswish has two masks, in 16 bits.
+           less than the mask and the value in low bits. Two masks, as in hardswish, are as
+           large as a 16-bit value.
         2. Values of a checkpointed region. They cannot be saved, so the values that the region is
            recomputed from must be exact.
         3. Values that low bits do not make smaller, if any value is needed exactly or cannot share
@@ -231,7 +232,7 @@ def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: boo
 
 
 def _why_exact(node: fx.Node, needs: Needs) -> str:
-    """Return why a value is saved exactly: because it, or else a user, is needed exactly."""
+    """Return why a value is saved exactly: why the value, or its nearest user, must be exact."""
     pending, seen = [node], {node}
     for value in pending:
         if value in needs.exact:

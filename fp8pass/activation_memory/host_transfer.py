@@ -107,7 +107,7 @@ class HostTransfer:
         return SLOWDOWN * 2 * self.seconds(bytes_)
 
     def wait(self, decisions: Decisions) -> float:
-        """Return the seconds of a step that wait for copies under a plan."""
+        """Return the seconds that a step waits for copies under a plan."""
         sent = {n: self.seconds(host_bytes(n, d)) for n, d in decisions.items() if d.on_host}
         copies = ((self.computed[n], t) for n, t in sent.items())
         return forward_wait(copies, self.forward_seconds) + backward_wait(

@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 
 
 class BudgetTooSmall(ConfigError):
-    """The smallest plan of a graph exceeds the memory budget. Smaller budgets cannot be met either."""
+    """The smallest plan of a graph exceeds the memory budget, so no smaller budget can be met."""
 
 
 class Planner:
@@ -82,7 +82,7 @@ class Planner:
         )
 
     def _name_largest(self) -> str:
-        """Name the largest value that the plan of the smallest budget saves, to end a clause."""
+        """Return the end of a clause: the largest value that the smallest plan saves."""
         plan, facts = self.problem.smallest(), self.choices.facts
         sizes = {node: saved_bytes({node: d}, facts) for node, d in plan.items()}
         node = max(sizes, key=lambda node: sizes[node])

@@ -28,7 +28,7 @@ import torch
 from sympy import Expr
 from torch import Tensor
 
-PERTURBATION = 1e-4  # small enough to be linear, far above the rounding errors of fp64
+PERTURBATION = 1e-4  # small enough for linear effects, far above the rounding errors of fp64
 LARGEST_SAMPLE = 256  # tokens
 
 

@@ -129,7 +129,7 @@ def _derive(region: Region, facts: InputFacts) -> RegionRule:
         return Derivation(region, facts).rule()
     except Underivable as error:
         return RegionRule(reason=str(error))
-    except Exception as error:  # safe: values without a rule stay exact. Tests raise.
+    except Exception as error:  # values without a rule stay exact; tests raise
         if checks_are_on():
             raise
         log.debug("no rule was found:", exc_info=True)

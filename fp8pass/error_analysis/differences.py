@@ -1,6 +1,6 @@
 """Find differences: sums of terms that may nearly cancel, which amplifies errors of the terms.
 
-Samples do not show cancellation, because samples of two values are independent and have no mean.
+Samples do not show cancellation, because samples of two values are independent, with mean zero.
 The backward therefore never computes a difference from terms in low bits, but reads the stored
 difference or exact terms.
 """
@@ -239,6 +239,6 @@ def _is_linear(node: fx.Node) -> bool:
 
 def _is_scaled_copy(node: fx.Node) -> bool:
     """Whether a node moves or stacks elements, or multiplies them by a number."""
-    if node.target is aten.pow.Tensor_Scalar:  # the gradient of x² has an x¹
+    if node.target is aten.pow.Tensor_Scalar:  # x¹ is a part of the gradient of x²
         return bool(node.args[1] == 1)
     return _is_negation_or_copy(node) or node.target in STACKS or _factor(node) is not None

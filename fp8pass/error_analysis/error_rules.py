@@ -162,7 +162,7 @@ class Rules:
         """The uses of each node in regions.
 
         In a region next to a scan, values must be exact if an exponential may grow near the scan.
-        Otherwise they need signs.
+        Otherwise their format must preserve signs.
         """
         rules = self._findings.rules
         exact, bounded = set[Region](), set[Region]()
@@ -213,7 +213,7 @@ class Rules:
         return replace(worst, flush_bound=flush_bound, needs_signs=needs_signs)
 
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
-        """Return the amplification of an error that `node` inherits, for each use.
+        """Return, for each use, the amplification of an error that `node` has from its operands.
 
         Uses in regions are left out, because the amplifications of a region's inputs include them.
         """

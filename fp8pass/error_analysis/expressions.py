@@ -146,7 +146,7 @@ def _add_constant(node: fx.Node, symbol: Symbol, found: Expressions) -> None:
 def _define(node: fx.Node, found: Expressions) -> None:
     operator = graph.operator_of(node)
     if operator.target is aten.var_mean.correction:
-        if operator is not node:  # each getitem is defined alone
+        if operator is not node:  # its getitems are defined instead
             (_define_total if node.args[1] else _define_variance)(node, operator, found)
     elif graph.is_getitem(node):
         raise _unbounded(operator)

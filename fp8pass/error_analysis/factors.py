@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Jacobian(Generic[T]):
-    """diag(diagonal) + Σ column rowᵀ. The norm of the diagonal has the order `order`."""
+    """diag(diagonal) + Σ column rowᵀ. `order` is the order of the diagonal's norm."""
 
     diagonal: T | None
     pairs: Collection[tuple[T, T]] = ()
@@ -159,7 +159,7 @@ class Factors:
             found[definition.symbol] = response
 
     def _map(self, definition: Definition, operands: Mapping[Symbol, Response]) -> Response:
-        """Return the response of a definition to the responses of its operands."""
+        """Return the response of a definition, from the responses of its operands."""
         columns = dict.fromkeys(t for response in operands.values() for t in response)
         return {
             t: self._run(definition, {s: r[t] for s, r in operands.items() if t in r})

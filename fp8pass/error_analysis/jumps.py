@@ -30,7 +30,7 @@ TOLERANCE = 2**-7
 
 # The search for thresholds tries these magnitudes of an input, with both signs.
 GRID = torch.logspace(-6, 7, 53, base=2, **ON_CPU)
-ROWS = 8  # samples of the other inputs
+ROWS = 8  # samples of the inputs that are not varied
 BISECTIONS = 40
 LARGEST_BATCH = 4096  # most thresholds along one input
 
@@ -137,7 +137,7 @@ class Crossings(NamedTuple):
 
 
 class ThresholdSearch:
-    """Searches the thresholds of comparisons and compares the results on both sides.
+    """Searches for the thresholds of comparisons and compares the results on both sides.
 
     A grid along each input finds two points on both sides of a threshold. Bisection moves the two
     points together.

@@ -4,10 +4,10 @@ Values in one group share a scale, and values far below the largest value are ro
 
 - *Outliers*: a mask adds -1e9 or -inf to some elements. Rounding such elements to few bits makes
   the other elements of the group zero or NaN. The value before the mask may be stored instead.
-- *Exponentials*: a cumulative decay is far larger than samples of unit variance. Its exponential
-  multiplies the result by a factor if the sum is wrong by 1%, and elements of one group differ by
-  orders of magnitude. The result does not grow if the argument is bounded from above, as in
-  softmax, or if a bounded function follows, as in a sigmoid.
+- *Exponentials*: a cumulative decay is far larger than samples of unit variance. If the decay is
+  wrong by 1%, its exponential is wrong by a factor, and elements of one group differ by orders of
+  magnitude. Results do not grow if the argument is bounded from above, as in softmax, or if a
+  bounded function follows, as in a sigmoid.
 - *Divisors*: the backward of atan divides by 1 + x². In a group with an x of 30, 4 bits would make
   the divisor 0 for all x below 3. A divisor recomputed from an inexact x is never 0.
 """

@@ -75,7 +75,7 @@ class Region:
 
     @property
     def cached(self) -> list[fx.Node]:
-        """The members that the backward reads. Case 2 of the AGoQ paper stores them, too.
+        """The members that the backward reads. Case 2 of AGoQ stores them besides the inputs.
 
         Values that no forward operator uses, such as the cube of a statistic, are left out, because
         the backward computes such values.

@@ -1,9 +1,9 @@
 """Compute the values of a region on random samples, or on real data.
 
-Samples of inputs are normal, samples of gradients normal with unit variance, and samples of masks
-random. Inputs are sampled at several scales, because a bound has to hold for the values in
-training: the amplification of `tanh(x) ** 1000` depends on the size of x. Samples of parameters,
-buffers and data are 1, then much larger and much smaller, because their values change in training:
+Inputs and gradients are drawn from normal distributions, gradients with unit variance. Masks are
+random. The same inputs are used at several scales, because a bound has to hold for the values in
+training: the amplification of `tanh(x) ** 1000` depends on the size of x. Parameters, buffers and
+data are set to 1, then to much larger and much smaller values, because they change in training:
 `tanh(50 * x)` is steep near zero.
 """
 
@@ -171,8 +171,8 @@ def rounding(x: Tensor, relative_error: float) -> Tensor:
     """Return factors that round `x` with a relative RMS error of `relative_error`.
 
     Equal values have equal errors, as in a format: in a sum over tokens the errors of repeated rows
-    add up, while independent errors would average out. The rounded numbers are equally spaced in
-    the logarithm. Unlike a format, they have no largest and no smallest number.
+    add up, while independent errors would average out. The logarithms of the rounded numbers are
+    equally spaced. Unlike in a format, there is no largest and no smallest number.
     """
     step = relative_error * math.sqrt(12)
     position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step

@@ -69,7 +69,7 @@ def _reach(scan: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[f
 def find_factors_of_small_gradients(
     g: fx.Graph, backward: Collection[fx.Node], forward_outputs: int
 ) -> set[fx.Node]:
-    """Return the forward values that are multiplied in the gradients of small parameters.
+    """Return the forward values that are factors in the gradients of small parameters.
 
     Args:
         g: a joint graph.
@@ -101,9 +101,9 @@ def _is_small(gradient: fx.Node) -> bool:
 
 
 def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
-    """Whether to search from `user` to its operand `node`. The search ends between wide values.
+    """Whether to search from `user` to its operand `node`.
 
-    Operators with several results end the search, too.
+    The search ends if both are wide, or if `node` has several results.
     """
     is_tensor = isinstance(graph.value(node), torch.Tensor)
     return is_tensor and not (_is_wide(node) and _is_wide(user))

@@ -1,4 +1,4 @@
-"""Subgraphs that run on one chunk of rows after another, so that no local value has all rows.
+"""Subgraphs that run on one chunk of rows at a time, so that no value inside has all rows.
 
     losses, dx, dw = in_chunks(body, 4, rows=[x, y, g], shared=[w], sums=1)
 

@@ -1,6 +1,6 @@
 """Classify operators into kinds, with a table of operators for each kind.
 
-`kind` reads nothing but the node, so `kind` also works on nodes that passes created.
+`kind` depends on the node alone, and so also works on nodes that passes created.
 """
 
 from __future__ import annotations

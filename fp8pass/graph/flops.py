@@ -18,12 +18,12 @@ from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED_GEMMS, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
-# Operators that libraries run. The backward recomputes them only under a memory budget.
+# Operators that library kernels run. The backward recomputes them only under a memory budget.
 EXPENSIVE_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 
 
 def total_flops(g: fx.Graph) -> tuple[float, float]:
-    """Return the operations of all expensive operators, and the operations of FP8 GEMMs alone."""
+    """Return the FLOPs of all expensive operators, and the FLOPs of FP8 GEMMs alone."""
     expensive = [n for n in g.nodes if is_expensive(n)]
     total, in_fp8 = sum(map(flops, expensive)), sum(map(flops, filter(is_fp8_gemm, expensive)))
     for chunks in chunks_of(g):

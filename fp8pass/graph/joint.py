@@ -34,7 +34,7 @@ class JointFacts:
     num_fwd_outputs: int = 0
 
     def is_free(self, node: fx.Node) -> bool:
-        """Whether the backward can read `node` without extra memory: an input that stays alive."""
+        """Whether `node` stays alive anyway, so that the backward reads it without extra memory."""
         is_alive = node in self.parameters or node in self.leaves
         return is_alive and node not in self.overwritten
 

@@ -18,7 +18,7 @@ graph's Laplacian, a rotation); or both operands are parameters (an orthogonalit
 queries). Other GEMMs are not listed.
 
 A GEMM of the backward belongs to the layer that shares its operand and its autograd step
-(`seq_nr`, if known). If several layers do, the module path decides.
+(`seq_nr`, if known). If several layers match, the module path decides.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class GraphPart:
     Attributes:
         gm: the graph.
         layers: its linear layers, and GEMMs that are almost linear layers.
-        times: `count × ` for a subgraph of chunks, to print before the rows; '' for a whole graph.
+        times: text before the rows: `count × ` for a subgraph of chunks, '' for a whole graph.
     """
 
     gm: fx.GraphModule
@@ -275,7 +275,7 @@ def _experts_of(gemm: fx.Node, batch: Any, flaw: str) -> int:
 def _flaw(
     gemm: fx.Node, weight: fx.Node, other: fx.Node, facts: JointFacts, origins: Origins
 ) -> str | None:
-    """Return why a GEMM is not a linear layer with this weight: '' if it is, None to ignore it."""
+    """Return the flaw of a GEMM with this weight; '' for a linear layer, None if not a layer."""
     is_activation = origins.is_activation(other)
     if weight in facts.weights:
         return "" if is_activation else "none of its operands is an activation"
@@ -382,10 +382,10 @@ def why_unsuitable_size(out_features: Any, in_features: Any) -> str:
 
 
 def is_narrow(out_features: Any, in_features: Any) -> bool:
-    """Whether a weight is too narrow to gain by FP8, as in an adapter of rank 16.
+    """Whether a weight is too narrow to gain speed from FP8, as in an adapter of rank 16.
 
     A GEMM does about as many operations per byte as the smaller side is long. A GPU can do several
-    hundred operations per byte, so FP8 does not speed up narrow GEMMs, and each cast adds a launch.
+    hundred operations per byte, so FP8 does not speed up narrow GEMMs, but casts add launches.
     """
     smaller, larger = sorted(map(compat.size_hint, (out_features, in_features)))
     return 0 < smaller <= MAX_NARROW_SIDE and larger >= MIN_NARROW_RATIO * smaller

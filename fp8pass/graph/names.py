@@ -59,7 +59,7 @@ def _matches(path: str, pattern: Pattern) -> bool:
 def warn_about_idle_patterns(
     option: str, patterns: tuple[Pattern, ...], what: str, names: list[str]
 ) -> None:
-    """Warn about patterns of an option that match none of a graph's names of `what`.
+    """Warn about patterns of an option that match none of `names`, each of which names a `what`.
 
     Functions cause no warning: a function is meant for many models, and need not match in each.
     """

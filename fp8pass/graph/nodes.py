@@ -65,7 +65,7 @@ def tensor(node: fx.Node) -> torch.Tensor:
 
 
 def is_non_tensor(node: fx.Node) -> bool:
-    """Whether a value is a size or an object, which costs no memory if the backward reads it."""
+    """Whether a value is a size or an object, which the forward can pass on without memory."""
     return compat.is_sym_node(node) or compat.is_opaque(node)
 
 

@@ -29,7 +29,7 @@ def ancestors(
 
 
 def insertion_point_after(node: fx.Node) -> fx.Node:
-    """Return the first later node that is neither an input nor a getitem of the same operator."""
+    """Return the first node after `node`, skipping inputs and getitems of the same operator."""
     following = node.next
     while following.op == "placeholder" or (
         following.target is operator.getitem and following.args[0] is node.args[0]

@@ -37,7 +37,7 @@ class Origins:
         for node in g.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            # Sizes do not count: expanding a table reads another tensor's size, but no element.
+            # Sizes do not count: expanding a table reads a tensor's size, but none of its elements.
             operands = {n for n in node.all_input_nodes if not compat.is_sym_node(n)}
             from_parameters = operands & (computed | products)
             if operands - from_parameters - constants - noise:
@@ -74,7 +74,7 @@ def _elements_of_others(gather: fx.Node) -> int:
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:
-    """Whether `node` is a product of two matrices, not with a vector as in spectral norm."""
+    """Whether `node` multiplies two matrices, and not a vector as in spectral norm."""
     val = graph.value(node)
     is_product = kind(node) in (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
     return is_product and (val is None or val.ndim >= 2)

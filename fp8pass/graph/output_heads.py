@@ -124,7 +124,7 @@ def fused_gradients(g: fx.Graph) -> FusedGradients:
 
 
 def _whole(operand: fx.Node) -> fx.Node:
-    """Return the tensor that an operand is a part of. A head in chunks reads parts of tensors."""
+    """Return the whole tensor behind an operand. A head computed in chunks reads parts of it."""
     node = skip_views_and_casts(operand)
     while node.target in PARTIAL_VIEWS or graph.is_getitem(node):
         node = skip_views_and_casts(node.all_input_nodes[0])

@@ -14,7 +14,7 @@ from fp8pass.graph.nodes import aten, is_call, operator_of, prims, shape_text, t
 
 fp8 = torch.ops.fp8pass
 
-# Views that keep the order of the elements: two such views of one shape of a tensor are equal.
+# Views that keep the order of the elements: such views of a tensor are equal if their shapes are.
 RESHAPES = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -41,7 +41,7 @@ def is_quantized_operand(node: fx.Node) -> bool:
 
 
 def is_quantized_saved_value(node: fx.Node) -> bool:
-    """Whether a node quantizes a saved value. Packed data have several planes, with a node each."""
+    """Whether a node quantizes a saved value. Packed data have one such node for each plane."""
     return is_call(node, fp8.quantize.default) and not quantization_of(node).is_for_operands
 
 
@@ -72,7 +72,10 @@ def skip_views_and_casts(node: fx.Node) -> fx.Node:
 
 
 def _skip(node: fx.Node, skips: Callable[[fx.Node], bool]) -> tuple[fx.Node, bool]:
-    """Follow first operands while `skips` is true. Return the last node, and if steps are odd."""
+    """Follow first operands while `skips` is true.
+
+    Return the last node, and whether the number of steps is odd.
+    """
     odd = False
     while skips(node):
         node, odd = node.args[0], not odd  # type: ignore[assignment]
@@ -84,7 +87,7 @@ def _is_cast_or_copy(node: fx.Node) -> bool:
 
 
 def _is_reshape(node: fx.Node) -> bool:
-    """Whether `node` is a view in the same order, such as `matmul`'s expands to the same shape."""
+    """Whether `node` is a view in the same order. `matmul` also emits expands to the same shape."""
     if is_call(node, aten.expand.default):
         x: fx.Node = node.args[0]  # type: ignore[assignment]
         return shape_text(tensor(node)) == shape_text(tensor(x))
@@ -185,7 +188,7 @@ ADDITIONS = {aten.add.Tensor, aten.sub.Tensor}
 def is_residual_sum(node: fx.Node) -> bool:
     """Whether `node` is a sum that at least two nodes read, among them another sum.
 
-    Operands of a residual sum have its shape, unlike the maximum that a softmax subtracts.
+    Both operands have the shape of the sum, unlike the maximum that a softmax subtracts.
     """
     return is_same_shape_addition(node) and len(node.users) > 1 and _is_term(node)
 

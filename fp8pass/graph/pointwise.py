@@ -138,7 +138,7 @@ POINTWISE: dict[Any, PointwiseOp] = {
 if hasattr(prims, "fma"):  # some PyTorch versions lack it
     POINTWISE[prims.fma.default] = PointwiseOp(elementwise(lambda a, b, c: a * b + c))
 
-# The Triton of `aten.pow.Tensor_Scalar`, by exponent.
+# The Triton code of `aten.pow.Tensor_Scalar`, by exponent.
 POWERS: dict[float, str] = {
     -1.0: "1.0 / {0}",
     -0.5: "tl.rsqrt({0})",
@@ -148,17 +148,17 @@ POWERS: dict[float, str] = {
     3.0: "{0} * {0} * {0}",
 }
 
-# The Triton of all other operators, by name.
+# The Triton code of all other operators, by name.
 TRITON_TEMPLATES: dict[str, str] = {
     str(op): row.triton for op, row in POINTWISE.items() if row.triton
 }
 
 
 def triton_template(target: str, arguments: Sequence[Any]) -> str | None:
-    """Return the Triton of a call to an operator, or None if kernels cannot compute the call.
+    """Return the Triton code of a call to an operator, or None if kernels cannot compute the call.
 
     The call must have as many arguments as the template, and no NaN constant: NaN makes all
-    elements of a matrix equal, and CUDA 13 packs half of the elements wrongly if it knows that.
+    elements of a matrix equal, and CUDA 13 packs half of the elements of such a matrix wrongly.
     """
     if any(x != x for x in arguments):
         return None

@@ -111,7 +111,7 @@ class RowGraph:
         return self._sums.get(node) or self._written[node]
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Add the output. Return the values to pass to the body: with rows, and shared."""
+        """Add the output. Return the values with rows and the shared values to pass to the body."""
         rows, shared = self.row_inputs, self.shared_inputs
         for placeholder in reversed([*rows.values(), *shared.values()]):
             next(iter(self.body.nodes)).prepend(placeholder)

@@ -130,7 +130,7 @@ class ChunkWriter(RowGraph):
         return self._view_rows(self._row_operand(x), rest, node)
 
     def _slice_scatter(self, node: fx.Node) -> fx.Node:
-        """Write `source` to the rows that the shift leaves. Dropped rows have values of `base`."""
+        """Write `source` to the rows that the shift leaves. Other rows come from `base`."""
         base, source = node.args[:2]
         dim = node.args[2] if len(node.args) > 2 else 0
         lead = tuple(tensor(node).shape[: self.layout(node).dims])

@@ -76,7 +76,7 @@ def verify_lowered(g: fx.Graph) -> None:
 
 
 def verify_guards(g: fx.Graph, before: int) -> None:
-    """Raise MalformedGraph if a pass added guards on dynamic shapes to the `before` first guards.
+    """Raise MalformedGraph if a pass added guards on dynamic shapes. `before` counts old guards.
 
     Comparing two symbolic sizes adds a guard, and PyTorch recompiles if a guard fails.
     """
@@ -363,7 +363,7 @@ def _skip_gather(node: fx.Node) -> fx.Node:
 
 
 def _is_visible(data: fx.Node) -> bool:
-    """Whether this graph shows the operator that quantized data, not another graph or a kernel."""
+    """Whether an operator of this graph computes `data`, rather than another graph or a kernel."""
     return data.op == "call_function" and not graph.is_getitem(data)
 
 
@@ -386,7 +386,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _agree(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether shapes may be equal. Symbolic sizes match any size, as comparisons add guards."""
+    """Whether shapes may be equal. Symbolic sizes are not compared, which would add guards."""
     static = (pair for pair in zip(a, b, strict=False) if all(isinstance(x, int) for x in pair))
     return len(a) == len(b) and all(x == y for x, y in static)
 

@@ -25,7 +25,7 @@ class Underivable(Exception):
 
 
 class UnitStep(sympy.Function):
-    """1 for positive arguments, else 0. Constant, as relative perturbations do not change signs."""
+    """1 for positive arguments, else 0. Relative perturbations do not change the result."""
 
     nargs = 1
     is_real = True
@@ -110,7 +110,7 @@ class Operand:
 
 
 def to_sympy(x: Operand | float | int) -> Expr:
-    """Return an operand's symbol, or a sympy constant. Raise Underivable unless it is finite."""
+    """Return an operand's symbol or a sympy constant. Raise Underivable for infinity and NaN."""
     if isinstance(x, Operand):
         return x.symbol
     if not math.isfinite(x):
