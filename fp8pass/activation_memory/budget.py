@@ -221,7 +221,7 @@ class BudgetProblem:
         return found
 
     def _variables_of(self, value: fx.Node) -> tuple[_Variable, ...]:
-        """Return the variables of a value without host memory, in the order of ways."""
+        """Return a value's variables for the ways without host memory, in the order of ways."""
         choices = self.choices
         choice, free = choices.cheapest(value), choices.facts.is_free(value)
         exact = 0.0 if free else save_price(value) / UNITS_PER_BYTE
@@ -306,7 +306,7 @@ class BudgetProblem:
                     yield graph.skip_views_and_casts(operand), later
 
     def _alive(self) -> csr_matrix:
-        """Return the megabytes that each variable (column) holds at each time (row)."""
+        """Return the megabytes that each variable (column) keeps alive at each time (row)."""
         if self.memory is None:
             return csr_matrix((0, len(self.bytes)))
         alive = np.zeros((len(self.memory.times), len(self.bytes)))

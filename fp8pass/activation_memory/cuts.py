@@ -245,7 +245,7 @@ def _why_exact(node: fx.Node, needs: Needs) -> str:
 
 
 def components(values: list[fx.Node], needed: set[fx.Node], price: Price) -> list[list[fx.Node]]:
-    """Split the needed values and the values they can be recomputed from into independent sets."""
+    """Split needed values, and the values to recompute them from, into independent sets."""
     order = _relevant(values, needed, price)
     connected = nx.utils.UnionFind(order)
     for node in order:
@@ -299,7 +299,7 @@ def min_cut(
 
 
 class _Value(NamedTuple):
-    """A node of a component: its prices, whether it is needed, and its operands, by index."""
+    """A node of a component: its prices, whether it is needed, and the indices of its operands."""
 
     save_price: float
     recompute_price: float

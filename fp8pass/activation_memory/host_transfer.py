@@ -130,7 +130,7 @@ def _times_of_forward(
 ) -> dict[fx.Node, float]:
     """Return when forward values have been computed.
 
-    Values that only the backward uses are computed together with their operands.
+    Values that only the backward uses count as computed together with their operands.
     """
     begin = next((n for n in backward if n.op == "call_function"), graph.output_node(g))
     early = [n for n in forward if n < begin]
@@ -158,7 +158,7 @@ def backward_wait(copies: Iterable[tuple[float, float]]) -> float:
 
 
 def find_bandwidth(config: Config, device: torch.device) -> float:
-    """Return bytes a second each way: the configured bandwidth, or else the measured one."""
+    """Return the configured or else the measured bandwidth, in bytes a second each way."""
     return config.host_bandwidth or bandwidth(device)
 
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class SavedReason(str, Enum):
-    """Why a value is saved in its format, or recomputed. `format` fills in the parameters."""
+    """Why a value is saved in its format, or recomputed. `str.format` fills in the parameters."""
 
     # Saved at no cost.
     PARAMETER = "parameter"

@@ -98,7 +98,7 @@ class Bounds:
         return _sum(terms)
 
     def _row(self, each: Tensor) -> BySource:
-        """Return ω: the derivative of a statistic, the sum of `each`, by elements of sources."""
+        """Return ω, the derivative of a statistic by elements of sources. `each` is the summand."""
         local, through = self._differentiate(each)
         terms = [local]
         for key, slope in through.items():

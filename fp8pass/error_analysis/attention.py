@@ -33,19 +33,20 @@ LARGEST_SAMPLE = 256  # tokens
 
 
 def derive_bounds(length: Expr, head_dim: Expr) -> dict[str, Expr]:
-    """Return ‖Δ‖₂ of ∂A/∂V, ∂A/∂Q and ∂A/∂K per unit relative perturbation of Q, K and V (Case 1).
+    """Return ‖Δ‖₂ of ∂A/∂V, ∂A/∂Q and ∂A/∂K per unit relative perturbation of Q, K and V.
 
-    For entries of unit variance ‖ΔQ‖₂ = ‖Q‖₂ = √(L d) and ‖ΔQ‖_∞ = ‖Q‖_∞ = 1, and ‖P‖₂ ≤ √L.
+    This is Case 1 of the paper, which stores the inputs only. For entries of unit variance,
+    ‖ΔQ‖₂ = ‖Q‖₂ = √(L d), ‖ΔQ‖_∞ = ‖Q‖_∞ = 1, and ‖P‖₂ ≤ √L.
     """
     q, p = sympy.sqrt(length * head_dim), sympy.sqrt(length)
-    p_error = 2 * q * q / sympy.sqrt(head_dim)  # of S: ‖ΔQ‖₂ ‖K‖₂ + ‖Q‖₂ ‖ΔK‖₂
-    s_error = p_error + p  # of ∂A/∂S
+    p_error = 2 * q * q / sympy.sqrt(head_dim)  # error of S: ‖ΔQ‖₂ ‖K‖₂ + ‖Q‖₂ ‖ΔK‖₂
+    s_error = p_error + p  # error of ∂A/∂S
     q_error = sympy.expand((s_error + p) * q / sympy.sqrt(head_dim))
     return {"v": p_error, "q": q_error, "k": q_error}
 
 
 def bound_amplification(length: int, head_dim: int) -> float:
-    """Return the bound for ∂A/∂V, the smallest of the three, relative to ‖P‖₂ ≤ √L."""
+    """Return the bound for ∂A/∂V, the smallest of the three bounds, relative to ‖P‖₂ ≤ √L."""
     bounds = derive_bounds(sympy.Integer(length), sympy.Integer(head_dim))
     return float(bounds["v"] / sympy.sqrt(length))
 

@@ -94,7 +94,7 @@ class InputFacts:
     """Facts about the inputs of a region.
 
     Attributes:
-        moments: moments of values.
+        moments: the mean and the standard deviation of values.
         weights: exact inputs that are parameters.
         outliers: values that may have a few huge or infinite elements.
     """
@@ -166,7 +166,7 @@ class Derivation:
 
     @cached_property
     def storable(self) -> list[Symbol]:
-        """The symbols of element-wise forward values."""
+        """The symbols of forward values that may be stored: element-wise values."""
         found, nodes = self.expressions, (*self.region.inputs, *self.region.nodes)
         other = found.constants.union(found.statistics, found.gradients)
         forward = self._symbols(n for n in nodes if n not in self.region.backward)
@@ -230,7 +230,7 @@ class Derivation:
         stored: Collection[Symbol] = (),
         relative_to_row: bool = False,
     ) -> Amplifications:
-        """Return the bound of each output by each source. Symbols in `stored` are not recomputed.
+        """Return the bound for each source and each output. The backward reads `stored` symbols.
 
         Raises:
             Underivable: the region is not linear in gradients.

@@ -91,7 +91,7 @@ class Rules:
 
     Args:
         g: the joint graph.
-        config: the user's options. Values without `calibration` have unit variance.
+        config: the user's options. Values without `calibration` count with unit variance.
         facts: which inputs and outputs of the graph are parameters, activations, gradients.
     """
 
@@ -142,7 +142,7 @@ class Rules:
         return found
 
     def by_last_input(self) -> dict[fx.Node, list[Region]]:
-        """Group the regions by the last of their forward inputs."""
+        """Group the regions by their last forward input."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[fx.Node, list[Region]] = {}
         for region in self.regions:

@@ -69,7 +69,7 @@ class Expressions:
 
     Attributes:
         symbols: the symbol of every input and member.
-        definitions: the definitions of members that compute something, in order.
+        definitions: the definitions of members that are not copies, in order.
         constants: symbols of exact values.
         numbers: the values of constants that the graph shows.
         masks: constants that are booleans.

@@ -67,7 +67,7 @@ class Factors:
 
     Attributes:
         values: the forward values by symbol, with autograd's graph.
-        cut: the statistics as inputs, in the shape of the inputs.
+        cut: the statistics that became inputs, expanded to the shape of the inputs.
         contributions: the term that each element adds to a statistic.
         responses: the responses by the gradient that enters, then by symbol.
         rows: the w_s by the gradient that enters, then by statistic.
@@ -103,7 +103,7 @@ class Factors:
     def jacobians(self, output: Symbol) -> list[Jacobian[Tensor]]:
         """Return the Jacobian of an output for each gradient that it depends on.
 
-        A forward value that a weight gradient reads is its own factor, in the 2-norm.
+        A forward value that a weight gradient reads is its own factor, measured in the 2-norm.
         """
         if output in self.values:
             return [Jacobian(self.values[output], order=2)]

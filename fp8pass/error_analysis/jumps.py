@@ -1,4 +1,4 @@
-"""Find comparisons that make the results of a region jump at their threshold.
+"""Find comparisons that make results of a region jump at a threshold.
 
 A comparison is harmless if both outcomes give the same result at the threshold: softplus is x above
 20 and log(1 + exp(x)) below 20, and both are equal at 20 within rounding. If the results differ, as

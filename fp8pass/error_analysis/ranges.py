@@ -30,7 +30,7 @@ MASK = -1e9  # also stands for infinite masks
 DIVISOR = "something divides by it, and values that share a scale may be rounded to zero"
 
 # The search for exponentials scales inputs by this factor. A product of up to four inputs grows by
-# no more than `GROWTH`.
+# no more than `GROWTH`, so faster growth counts as exponential.
 FACTOR = 8.0
 GROWTH = FACTOR**4
 

@@ -25,7 +25,7 @@ from fp8pass.graph.symbols import TORCH_FUNCTIONS, Underivable
 
 ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever PyTorch's defaults
 HUGE = 1e6  # larger than every sample, except for masks (`ranges.py`)
-SCALES = (1.0, 0.5, 2.0)  # factors of the given moments
+SCALES = (1.0, 0.5, 2.0)  # factors of values with the given moments
 CONSTANTS = (64.0, 1 / 64)  # the values of constants besides 1, at the first scale
 ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # shape of samples, at each scale
 

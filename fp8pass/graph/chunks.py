@@ -4,8 +4,8 @@
 
 The submodule `body` takes a chunk of each tensor in `rows` and all tensors in `shared`. The results
 with rows are concatenated. The last `sums` results are sums over the rows of the chunk, and are
-added up. The last chunk also takes the remainder of the rows. Passes see one operator, which
-`unroll_chunks` expands before Inductor compiles the graph.
+added up over chunks. The last chunk also takes the remainder of the rows. Passes see one operator,
+which `unroll_chunks` expands before Inductor compiles the graph.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ FLEX_ATTENTION = set(compat.FLEX_ATTENTION)
 
 QUANTIZERS = {op for op, dialect in OPERATORS.items() if not dialect.multiplies}
 
-# Operators of the dialect that reduce a tensor, row or group to its amax.
+# Operators of the dialect (`dialect/ops.py`) that reduce a tensor, row or group to its amax.
 AMAX_OPERATORS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
 
 REDUCTIONS = {

@@ -324,7 +324,7 @@ def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs
 
 
 def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
-    """Return the matrix without zeros appended along `dim`, if it has no other padding."""
+    """Return the matrix without zeros appended along `dim`, if there is no other padding."""
     fill = [*matrix.args[2:], *matrix.kwargs.values()]
     if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(fill):
         return matrix

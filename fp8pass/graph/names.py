@@ -25,8 +25,8 @@ MAX_LISTED = 3
 _ROOT = re.compile(r"L\['(?:self|fn|mod|model_)'\]|L\['args'\]\[0\]")
 # A closure variable of the traced function.
 _CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
-# Parts of Dynamo's path that a module's name in a checkpoint does not have. `clean_path` also drops
-# names like `__dict__`, which occur if a module defines `__getattr__`.
+# Parts of Dynamo's path of a module that are not in the module's name in a checkpoint. `clean_path`
+# also drops names like `__dict__`, which occur if a module defines `__getattr__`.
 _WRAPPERS = ("_orig_mod", "_modules", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -59,7 +59,7 @@ def _matches(path: str, pattern: Pattern) -> bool:
 def warn_about_idle_patterns(
     option: str, patterns: tuple[Pattern, ...], what: str, names: list[str]
 ) -> None:
-    """Warn about patterns of an option that match none of `names`, each of which names a `what`.
+    """Warn about patterns of an option that match none of `names`. `what` is what names refer to.
 
     Functions cause no warning: a function is meant for many models, and need not match in each.
     """

@@ -65,7 +65,7 @@ def tensor(node: fx.Node) -> torch.Tensor:
 
 
 def is_non_tensor(node: fx.Node) -> bool:
-    """Whether a value is a size or an object, which the forward can pass on without memory."""
+    """Whether a value is a size or an object. Saving it for backward takes no memory."""
     return compat.is_sym_node(node) or compat.is_opaque(node)
 
 

@@ -74,7 +74,7 @@ def _elements_of_others(gather: fx.Node) -> int:
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:
-    """Whether `node` multiplies two matrices, and not a vector as in spectral norm."""
+    """Whether `node` multiplies two matrices. (Spectral norm multiplies by vectors only.)"""
     val = graph.value(node)
     is_product = kind(node) in (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
     return is_product and (val is None or val.ndim >= 2)

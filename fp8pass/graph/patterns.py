@@ -87,7 +87,7 @@ def _is_cast_or_copy(node: fx.Node) -> bool:
 
 
 def _is_reshape(node: fx.Node) -> bool:
-    """Whether `node` is a view in the same order. `matmul` also emits expands to the same shape."""
+    """Whether `node` is a view in the same order, or an expand to the same shape (`matmul`)."""
     if is_call(node, aten.expand.default):
         x: fx.Node = node.args[0]  # type: ignore[assignment]
         return shape_text(tensor(node)) == shape_text(tensor(x))

@@ -40,7 +40,7 @@ class PointwiseOp:
     Attributes:
         formula: the value in sympy, for error rules.
         triton: the value in Triton, for kernels. `{0}`, `{1}`, ... stand for operands, which are
-            fp32 values or constants. `codegen/kernels/device_functions.py` defines the functions.
+            fp32 values or constants. `codegen/kernels/device_functions.py` defines `sigmoid` etc.
     """
 
     formula: Formula | None = None

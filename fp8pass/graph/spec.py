@@ -47,7 +47,8 @@ def verify(g: fx.Graph) -> None:
     """Raise MalformedGraph unless `g` is well formed.
 
     - Nodes come after their operands, and every used node has a fake value.
-    - While the graph contains operators of the dialect, no other operator reads an FP8 tensor.
+    - While the graph contains operators of the dialect (`dialect/ops.py`), no other operator reads
+      an FP8 tensor.
     - Every operator of the dialect has valid operands (`OPERANDS`) that fit together (`CHECKS`).
     """
     g.lint()
@@ -219,7 +220,7 @@ def _check_scaled_mm(
 
 
 def _check_joined_parts(*operands: fx.Node) -> Iterator[str]:
-    """Check that both operands are joined, unless a kernel stores one operand contiguously."""
+    """Check that `joined` computes both operands, unless a kernel stores one contiguously."""
     joined = [x for x in operands if graph.is_call(x, fp8.joined.default)]
     others = [x for x in operands if x not in joined]
     if any(_is_visible(_skip_transpose(x)) for x in others):

@@ -75,7 +75,7 @@ class Magnitude(sympy.Function):
 
 
 class Sigmoid(sympy.Function):
-    """1 / (1 + e^-x). The derivative is an expression of the sigmoid."""
+    """1 / (1 + e^-x). The derivative is written with the sigmoid itself."""
 
     nargs = 1
     is_real = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-# On a node that replaces an operator: the name of the replaced operator, a part of value names.
+# On a node that replaces an operator: the name of the replaced operator, for use in value names.
 ORIGINAL_OPERATOR = "fp8pass_original_operator"
 
 # On views and copies that passes add. These nodes do not count as operators of the model.
