@@ -26,8 +26,7 @@ where they are multiplied by bytes.
                                    at times of the forward and of the backward
 
 (1) limits recomputation to one block. Without (1), the values that the backward of the last block
-needs would be recomputed from the first block's input, and all blocks' values would be alive at
-once.
+needs would be recomputed from the first block's input, and all these values would be alive at once.
 
 (2) limits the peak of saved values, recomputed values and gradients (`backward_memory.py`). The
 allowance is the peak of the cuts' plan minus the saved bytes of this plan, so that the peak falls

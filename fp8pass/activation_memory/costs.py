@@ -74,7 +74,7 @@ def save_price(node: fx.Node) -> float:
     if compat.must_recompute(graph.operator_of(node)) and math.isfinite(recompute_price(node)):
         return math.inf
     price = graph.nbytes(node) * UNITS_PER_BYTE
-    # A saved view is copied, or it would keep its base alive. The cuts prefer to save the base.
+    # A saved view is copied, or it would keep its base alive. Saving the base costs less.
     return price + graph.nbytes(node) if kind(node) is Kind.VIEW else price
 
 

@@ -115,12 +115,12 @@ class HostTransfer:
         )
 
     def limit_sending(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield, for some times, values computed then or later and the time left to copy them."""
+        """Yield pairs: the values computed after a sample time, and the time left to copy them."""
         for now in _sample_times(self.computed[v] for v in values):
             yield {v for v in values if self.computed[v] >= now}, self.forward_seconds - now
 
     def limit_fetching(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield, for some times, values used by then and the time until then to copy them."""
+        """Yield pairs: the values used by a sample time, and the time until then to copy them."""
         for now in _sample_times(self.used[v] for v in values):
             yield {v for v in values if self.used[v] <= now}, now
 

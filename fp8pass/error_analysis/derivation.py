@@ -74,7 +74,7 @@ class RegionRule:
 
     Attributes:
         amplifications: the amplification of each node that may be stored.
-        jumping: members that must not be computed from inexact values, as a comparison would jump.
+        jumping: members that must not be computed from inexact values, because results would jump.
         ungrouped: nodes with elements that cannot share a scale, each with the reason.
         outliers: nodes that may have a few huge or infinite elements.
         grows: whether the region contains an exponential without a bound.
@@ -104,7 +104,7 @@ class InputFacts:
     outliers: Collection[fx.Node] = ()
 
     def key(self, region: Region) -> tuple[object, ...]:
-        """Return a key that is equal for equal regions with the same facts."""
+        """Return a key that is equal for regions of equal structure with the same facts."""
         return tuple(
             (self.moments.get(n), n in self.weights, n in self.outliers) for n in region.inputs
         )
@@ -230,7 +230,9 @@ class Derivation:
         stored: Collection[Symbol] = (),
         relative_to_row: bool = False,
     ) -> Amplifications:
-        """Return the bound for each source and each output. The backward reads `stored` symbols.
+        """Return the bound for each source and each output.
+
+        The backward reads the symbols in `stored` instead of recomputing them.
 
         Raises:
             Underivable: the region is not linear in gradients.

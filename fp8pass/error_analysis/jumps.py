@@ -155,8 +155,8 @@ class ThresholdSearch:
     def find_jumping(self, outputs: list[Symbol]) -> list[ThresholdComparison]:
         """Return the comparisons that make an output or one of its factors jump.
 
-        If a mask and another comparison change together, the mask is held constant. If no result
-        jumps then, only the mask is returned.
+        If a mask and another comparison change together, and no result jumps while the mask is held
+        constant, only the mask is returned.
         """
         found = [c for s in self.expressions.values if len((c := self._search_along(s)).row)]
         if not found:

@@ -110,7 +110,7 @@ class Region:
 
 
 def is_movement(node: fx.Node) -> bool:
-    """Whether `node` only selects or moves elements of operands."""
+    """Whether `node` only selects or moves elements of its operands."""
     return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in PARTIAL_VIEWS
 
 
@@ -176,7 +176,7 @@ class Splitter:
             self.junctions.add(node)
 
     def _is_discrete(self, node: fx.Node) -> bool:
-        """Whether a forward node is neither a float nor computed by a comparison with a formula."""
+        """Whether a forward node is neither a float nor computed from comparisons with formulas."""
         if node in self.backward or graph.value(node) is None or _is_float(node):
             return False
         derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)

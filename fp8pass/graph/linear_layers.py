@@ -9,8 +9,8 @@ A linear layer multiplies an activation by a weight:
   random numbers.
 
 Experts are many linear layers in one GEMM, each on its own rows of the input. The numbers of rows
-differ in grouped GEMMs (`_grouped_mm`) and are equal in batched GEMMs (`bmm`). A `bmm` of a single
-matrix, which `einsum` emits, is an ordinary linear layer.
+may differ in grouped GEMMs (`_grouped_mm`) and are equal in batched GEMMs (`bmm`). A `bmm` of a
+single matrix, which `einsum` emits, is an ordinary linear layer.
 
 Three kinds of GEMMs are listed with a `flaw` and stay in high precision: the weight is a product of
 parameters (low-rank, orthogonal); the weight is a buffer or a constant (a Fourier or mel matrix, a

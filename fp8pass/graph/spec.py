@@ -273,7 +273,7 @@ def _check_scaled_grouped_mm(
 def _check_scaled_grouped_outer(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check that operands come from `transpose_segments`, with the scales that it applied."""
+    """Check that operands come from `transpose_segments`, with the scales of that operator."""
     for data, scale in ((a, a_scale), (b, b_scale)):
         transposed = _skip_host_copies(data)
         if _is_visible(transposed):
