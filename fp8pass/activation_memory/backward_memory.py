@@ -1,12 +1,13 @@
 """Bytes alive during the backward: saved values, recomputed values and gradients.
 
-The peak is more than the saved bytes. A recomputed value lives until its last use like a saved
-value, often in more bytes, and weight gradients add up until the end. The backward of a model's
-first block comes last, so that recomputing its values can raise the peak instead of lowering it.
+The peak exceeds the saved bytes. A recomputed value stays alive until its last use like a saved
+value, often with more bytes, and weight gradients accumulate until the end. The backward of a
+model's first block comes last, so recomputing the values of this block can raise the peak instead
+of lowering it.
 
 Only values with a buffer count: results of GEMMs and attention, quantized data, sums of the
-residual stream. Pointwise operators are fused with their users. A time is the position of a node
-in the backward. The estimate only looks at some times (`_pick_times`).
+residual stream. Pointwise operators are fused with their users and have no buffer. A time is the
+position of a node in the backward. The estimate looks at a few times only (`_pick_times`).
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class Lifetime(NamedTuple):
 
     @classmethod
     def union(cls, lifetimes: Iterable[Lifetime]) -> Lifetime:
-        """Return the shortest lifetime that includes all given ones."""
+        """Return the shortest lifetime that includes all given lifetimes."""
         found = [cls(), *lifetimes]
         return cls(min(x.first for x in found), max(x.last for x in found))
 
 
-# A range of indices into `BackwardMemory.times`, and the bytes that a value takes there.
+# A range of indices into `BackwardMemory.times`, and the bytes that a value takes at these times.
 Span = tuple[range, float]
 
 
@@ -102,7 +103,7 @@ class BackwardMemory:
     def alive_fetched(self, value: fx.Node) -> range:
         """Return when a value is alive on the device if it is saved in host memory.
 
-        The copy back takes memory for some time before the value is used.
+        The copy to the device takes memory already before the first use.
         """
         used = self._times_between(*self.lifetimes[value])
         return range(max(used.start - 1, 0), used.stop)
@@ -116,7 +117,7 @@ class BackwardMemory:
         return range(bisect_left(self.times, first), bisect_right(self.times, last))
 
     def _recomputed_buffers(self, value: fx.Node) -> list[tuple[float, float, float]]:
-        """Return first position, last position and bytes of the buffers of a recomputed value.
+        """Return first position, last position and bytes of each buffer of a recomputed value.
 
         The kernel that quantizes the operands of a recomputed GEMM also writes their transposes,
         which the GEMMs of the backward read.
@@ -132,7 +133,7 @@ class BackwardMemory:
         return [buffer for buffer in buffers if buffer[2]]
 
     def _find_uses(self) -> dict[fx.Node, Lifetime]:
-        """Return the span of the buffers that are computed from each node of the backward."""
+        """Map each node of the backward to its first and last use by a node with a buffer."""
         found: dict[fx.Node, Lifetime] = {}
         for node in reversed(self.backward):
             found[node] = Lifetime.union(self._use(user, found) for user in node.users)
@@ -147,7 +148,7 @@ class BackwardMemory:
     def _starts(self) -> dict[fx.Node, int]:
         """Return the positions at which buffers of gradients are allocated.
 
-        One kernel writes all quantized data of a region, hence at the same position.
+        One kernel writes all quantized data of a region, so these buffers share a position.
         """
         region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
         starts: dict[fx.Node, int] = {}
@@ -162,9 +163,9 @@ class BackwardMemory:
     def _find_lifetimes(self, values: list[fx.Node]) -> dict[fx.Node, Lifetime]:
         """Return the lifetimes of values if everything may be recomputed.
 
-        One of two consecutive sums of the residual stream is saved (`budget.py`), so that at most
-        one sum lies between a value and the uses that it is recomputed for. `within` is the first
-        use before that sum.
+        One of two consecutive sums of the residual stream is saved (`budget.py`), so at most one
+        sum lies between a value and the uses that the value is recomputed for. `within` is the
+        value's first use before that sum.
         """
         lifetimes: dict[fx.Node, Lifetime] = {}
         within: dict[fx.Node, float] = {}
@@ -207,9 +208,9 @@ def is_buffered(node: fx.Node) -> bool:
     """Whether a node's result has a buffer of its own."""
     if is_residual_sum(node) or node.op == "placeholder":
         return True
-    if node.target is fp8.quantize.default:  # its transpose is computed in the same kernel
+    if node.target is fp8.quantize.default:  # no buffer if only its transpose is read
         return any(u.target is not fp8.transpose.default for u in node.users)
-    if kind(node) is Kind.VIEW:  # its base counts
+    if kind(node) is Kind.VIEW:  # the base has the buffer
         return False
     return kind(node) in BUFFERED_KINDS or any(reads_memory(user) for user in node.users)
 
@@ -231,5 +232,5 @@ def _unquantized(node: fx.Node) -> fx.Node:
 def _recomputed_bytes(value: fx.Node) -> float:
     """Return the bytes of a recomputed value's buffer."""
     if value.target is fp8.quantize.default and len(value.users) > 1:
-        return 0.0  # the backward reads the transpose; only the GEMM of the forward reads this
+        return 0.0  # the backward reads the transpose; only the forward reads `value`
     return graph.nbytes(value) if is_buffered(value) else 0.0

@@ -1,15 +1,16 @@
 """Plans within a memory budget that add the least time, by a mixed-integer linear program.
 
-The cuts of `cuts.py` recompute only values that are nearly free. A smaller budget is met by
-recomputing any value that is the same again: results of GEMMs and attention, whole blocks. LLMQ's
-levels (non-GEMM, SwiGLU, norms, FFN, QKV, attention, block) are points on the curve that this
-traces. Each forward value v has four binary variables, and two more if it may be in host memory.
-any_v is the sum of all of them:
+The cuts of `cuts.py` recompute only values that are cheap to recompute. For a smaller budget, this
+program recomputes any value that can be computed again with the same result: results of GEMMs and
+attention, whole blocks. LLMQ's levels of recomputation (non-GEMM, SwiGLU, norms, FFN, QKV,
+attention, block) are points on the resulting curve of bytes and time. Each forward value v has four
+binary variables, and two more if v may be in host memory. any_v is the sum of these variables:
 
     save_exact_v     host_exact_v      recompute_exact_v      from exact values
     save_low_bit_v   host_low_bit_v    recompute_inexact_v    from any values
 
-Wherever save_exact_v or save_low_bit_v stands below without bytes, the host's variable is added.
+Below, the variables save_exact_v and save_low_bit_v include the variables of host memory, except
+where they are multiplied by bytes.
 
     minimize    Σ seconds(v) (recompute_exact_v + recompute_inexact_v) + price(v) save_low_bit_v
                 + Σ slowdown(v) (host_exact_v + host_low_bit_v) + waits
@@ -24,18 +25,18 @@ Wherever save_exact_v or save_low_bit_v stands below without bytes, the host's v
        (3)      Σ copy_seconds(v) (host_exact_v + host_low_bit_v) - wait ≤ time for the copies
                                    at times of the forward and of the backward
 
-(1) limits recomputation to one block. Without it, the values that the backward of the last block
-needs would be recomputed from the first block's input, and all be alive at once.
+(1) limits recomputation to one block. Without (1), the values that the backward of the last block
+needs would be recomputed from the first block's input, and all these values would be alive at once.
 
 (2) limits the peak of saved values, recomputed values and gradients (`backward_memory.py`). The
-allowance is the peak of the cuts' plan minus its saved bytes, so that the peak falls with the
-budget. `excess` is a variable with a high price. The smallest budgets need it, because there
-recomputation holds more bytes than it saves.
+allowance is the peak of the cuts' plan minus the saved bytes of this plan, so that the peak falls
+with the budget. `excess` is a variable with a high price. The smallest budgets need `excess`,
+because their recomputed values take more bytes than recomputation saves.
 
 (3) limits the copies to and from host memory that computation cannot hide (`host_transfer.py`). The
 waits of the forward and of the backward are variables, with their duration as price.
 
-Solved by HiGHS, through scipy.
+HiGHS solves the program, through scipy.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import ADDITIONS
 
-# A solution may take this much longer than the fastest, and the search for it this long: repeated
-# layers have very many solutions that are equally good.
+# A plan may be slower than the fastest plan by this share, and the search may take this many
+# seconds, because repeated layers have very many equally good solutions.
 RELATIVE_GAP = 0.03
 TIME_LIMIT_S = 15.0
 
-# The lowest price of recomputing a value, as a share of the highest: without a price the solver
-# would recompute values that are not needed.
+# The lowest price of recomputing a value, as a share of the highest price. Without a price the
+# solver would recompute values that are not needed.
 NEGLIGIBLE_SHARE = 1e-6
 
 # The price of a byte of the peak above the limit, relative to the average price of a saved byte.
@@ -88,7 +89,7 @@ EXCESS_PRICE = 30
 
 INFEASIBLE = 2  # scipy's status
 
-# The ways in which the backward can get a value. A value has a variable for each of the first four.
+# The ways in which the backward can get a value. Each value has variables for the first four ways.
 SAVE_EXACT, SAVE_LOW_BIT, RECOMPUTE_EXACT, RECOMPUTE_INEXACT, HOST_EXACT, HOST_LOW_BIT = range(6)
 WAYS_WITHOUT_HOST = 4
 ALL_WAYS = range(6)
@@ -100,11 +101,11 @@ ON_HOST = {SAVE_EXACT: HOST_EXACT, SAVE_LOW_BIT: HOST_LOW_BIT}
 FORWARD_WAIT, BACKWARD_WAIT, EXCESS = -3, -2, -1
 CONTINUOUS = 3
 
-MEGA = 1e6  # bytes in the solver's unit, since its tolerances are absolute
+MEGA = 1e6  # the solver's unit in bytes, because its tolerances are absolute
 
 
 class _Variable(NamedTuple):
-    """A binary variable: whether it may be 1, its saved bytes, seconds and bytes on the host."""
+    """A binary variable: whether it may be 1, and the bytes, seconds and host bytes if it is 1."""
 
     allowed: bool
     bytes: float
@@ -121,9 +122,9 @@ class BudgetProblem:
     Args:
         needs: the needed values, at least one.
         choices: how values may be saved.
-        memory: bytes alive in the backward; without it the peak is not limited.
+        memory: bytes alive in the backward. If None, the peak is not limited.
         allowance: bytes by which the peak may exceed the budget at no price.
-        transfer: copies to host memory; without it no value is saved there. It needs `memory`.
+        transfer: copies to host memory; requires `memory`. If None, host memory is not used.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class BudgetProblem:
         return float(self.bytes @ self._smallest)
 
     def smallest(self) -> Decisions:
-        """Return a plan that meets the smallest budget, however long it takes."""
+        """Return a plan that meets the smallest budget, however slow the plan is."""
         return self._plan(self._smallest)
 
     @cached_property
@@ -219,7 +220,7 @@ class BudgetProblem:
         return found
 
     def _variables_of(self, value: fx.Node) -> tuple[_Variable, ...]:
-        """Return the variables of a value without host memory, in the order of ways."""
+        """Return a value's variables for the ways without host memory, in the order of ways."""
         choices = self.choices
         choice, free = choices.cheapest(value), choices.facts.is_free(value)
         exact = 0.0 if free else save_price(value) / UNITS_PER_BYTE
@@ -254,18 +255,18 @@ class BudgetProblem:
         return found
 
     def _vector(self, attribute: str) -> np.ndarray:
-        """Return an attribute of all variables by column; 0 for the continuous ones."""
+        """Return an attribute of all variables by column; 0 for continuous variables."""
         values = [getattr(x, attribute) for x in self.variables.values()]
         return np.array(values + CONTINUOUS * [0.0], dtype=float)
 
     # --- constraints ----------------------------------------------------------------------------
 
     def _columns(self, value: fx.Node, ways: Iterable[int]) -> dict[int, float]:
-        """Return a row with 1 in the columns of a value and some ways."""
+        """Return a row of a matrix with 1 in the columns of `ways` of a value."""
         return {self.columns[key]: 1 for way in ways if (key := (value, way)) in self.columns}
 
     def _availability(self) -> LinearConstraint:
-        """Return a row for each operand that a value is recomputed from, and each needed value."""
+        """Return a row for each needed value, operand of a recomputed value, and pair of sums."""
         rows: list[dict[int, float]] = []
         lower: list[int] = []
         for value in self.values:
@@ -304,7 +305,7 @@ class BudgetProblem:
                     yield graph.skip_views_and_casts(operand), later
 
     def _alive(self) -> csr_matrix:
-        """Return the megabytes that each variable (column) holds at each time (row)."""
+        """Return the megabytes that each variable (column) keeps alive at each time (row)."""
         if self.memory is None:
             return csr_matrix((0, len(self.bytes)))
         alive = np.zeros((len(self.memory.times), len(self.bytes)))
@@ -322,7 +323,7 @@ class BudgetProblem:
         return csr_matrix(alive)
 
     def _waits(self) -> list[LinearConstraint]:
-        """Return a row for each time: copies that are not done by then add to a wait."""
+        """Return a row for each time. Copies that are not done by that time add to a wait."""
         sent = {key: x.host_bytes for key, x in self.variables.items() if x.host_bytes}
         if self.transfer is None or not sent:
             return []
@@ -349,7 +350,7 @@ class BudgetProblem:
     def _plan(self, chosen: np.ndarray) -> Decisions:
         """Return the decisions about needed values and the values they are recomputed from.
 
-        The solver may choose more variables that cost nothing.
+        The solver may also set variables of other values, if they cost nothing.
         """
         plan: Decisions = {}
         needed = set(self.needs.all)
@@ -372,7 +373,7 @@ class BudgetProblem:
         return Decision(None, 0, SavedReason.RECOMPUTED)
 
     def _save(self, value: fx.Node, way: int) -> Decision:
-        """Return the decision to save a value in one of the ways that save it."""
+        """Return the decision to save a value, exactly or in low bits, on the device or host."""
         on_host = way in ON_HOST.values()
         if way in (SAVE_LOW_BIT, HOST_LOW_BIT):
             return replace(self.choices.cheapest(value), on_host=on_host)

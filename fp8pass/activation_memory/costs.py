@@ -1,4 +1,4 @@
-"""The costs of saving and recomputing values: in units for the cuts, in seconds for a budget.
+"""The costs of saving and recomputing values, in units for `cuts.py` and seconds for `budget.py`.
 
 Recomputing a byte costs one unit. Saving a byte costs `UNITS_PER_BYTE`, as much as recomputing 256
 bytes. So fused recomputation is nearly free, but the statistics of a row (4 bytes) are cheaper to
@@ -19,7 +19,7 @@ from fp8pass.graph.flops import EXPENSIVE_KINDS, flops, is_fp8_gemm
 
 UNITS_PER_BYTE = 256
 
-# The share of a pointwise operator's memory traffic that is left when it is fused with its users.
+# The share of a pointwise operator's memory traffic that remains if its users are fused with it.
 FUSED_SHARE = 0.25
 
 WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION)
@@ -38,7 +38,7 @@ def recompute_price(node: fx.Node) -> float:
         return 0  # a constant or a subgraph of the module, which both graphs have
     if node.op != "call_function" or compat.must_save(node):
         return math.inf
-    if graph.is_getitem(node):  # recomputed with its operator, or not at all
+    if graph.is_getitem(node):  # recomputed together with its operator, or not at all
         return math.inf if math.isinf(recompute_price(graph.operator_of(node))) else 0
     kind_ = kind(node)
     if kind_ is Kind.COLLECTIVE:
@@ -57,8 +57,8 @@ def recompute_price(node: fx.Node) -> float:
 def _price_of_collective(node: fx.Node) -> float:
     """Return 0 for a gather that `repeat_gathers` or a checkpointed region recomputes.
 
-    Other collectives have an infinite price, because all ranks must decide alike, even if their
-    values differ.
+    Other collectives have an infinite price, because all ranks must make the same decision, even if
+    their tensors differ.
     """
     collective: Any = node.args[0] if node.target is WAIT_TENSOR else node
     is_gather = collective.target is ALL_GATHER
@@ -74,12 +74,12 @@ def save_price(node: fx.Node) -> float:
     if compat.must_recompute(graph.operator_of(node)) and math.isfinite(recompute_price(node)):
         return math.inf
     price = graph.nbytes(node) * UNITS_PER_BYTE
-    # A view is copied, so that it does not keep its base alive: prefer a base of the same size.
+    # A saved view is copied, or it would keep its base alive. Saving the base costs less.
     return price + graph.nbytes(node) if kind(node) is Kind.VIEW else price
 
 
 def can_run_again(node: fx.Node) -> bool:
-    """Whether computing `node` twice gives the same result, at any cost."""
+    """Whether computing `node` twice gives the same result, whatever the cost."""
     if math.isfinite(recompute_price(node)):
         return True
     operator = graph.operator_of(node)

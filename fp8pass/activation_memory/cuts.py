@@ -25,7 +25,7 @@ Price = Callable[[fx.Node], float]
 
 @dataclass(frozen=True)
 class Cut:
-    """The nodes that are saved and recomputed to give the backward the needed nodes, and the cost.
+    """The nodes to save and the nodes to recompute for the needs of the backward, and the cost.
 
     The cost is infinite if no choice gives the backward all needed nodes.
     """
@@ -36,7 +36,7 @@ class Cut:
 
 
 def cheapest_plan(needs: Needs, choices: FormatChoices) -> Decisions:
-    """Return the plan of the two cuts. It recomputes nothing expensive, and no chains of sums."""
+    """Return the plan of the two cuts. The plan recomputes no expensive nodes or chains of sums."""
     decisions: Decisions = {}
     for component in components(needs.values, needs.all, recompute_price):
         exact, rest = _cut_component(component, needs, choices)
@@ -55,8 +55,8 @@ def _cut_component(
     Recomputing a sum of a residual stream from the previous sum and its branch saves bytes under
     autocast, where the stream is in FP32 and its branches are in 16 bits. But if all sums are
     recomputed, each sum needs all previous sums. The backward, which starts at the last sum, would
-    then compute all sums at once and hold them until it reaches their layers. So this cuts again,
-    saving every second sum, until no sum is recomputed from another recomputed sum.
+    then compute all sums at once and keep each in memory until its layer. So the cuts are repeated
+    with every second sum saved, until no sum is recomputed from another recomputed sum.
     """
     saved: set[fx.Node] = set()
     while True:
@@ -72,9 +72,9 @@ def _chained_sums(
 ) -> set[fx.Node]:
     """Return every second of the sums that would be recomputed from one another.
 
-    `values` are in order. Norms and casts may lie between two sums, as in post-norm layers. A sum
-    may be recomputed if its branch is also computed from the previous sum, or from values that are
-    alive anyway, because that takes only time.
+    `values` are in the order of the graph. Norms and casts may lie between two sums, as in
+    post-norm layers. A sum may be recomputed if its branch is also computed from the previous sum,
+    or from values that are alive anyway, because such a recomputation takes time but no memory.
     """
     found: set[fx.Node] = set()
     after_a_sum: set[fx.Node] = set()
@@ -128,13 +128,14 @@ class _ComponentCuts:
         The other sets also contain values that cannot be computed from low bits:
 
         1. Masks. Saving exactly the value that a mask is computed from, for all its uses, may cost
-           less than the mask and the value in low bits. Hardswish has two masks, in 16 bits.
-        2. Values of a checkpointed region. They cannot be saved, so that the values that they are
+           less than the mask and the value in low bits. Two masks, as in hardswish, are as
+           large as a 16-bit value.
+        2. Values of a checkpointed region. They cannot be saved, so the values that the region is
            recomputed from must be exact.
-        3. Values that low bits do not make smaller, if something is needed exactly or cannot share
-           scales. They may follow from an input that is saved exactly in any case.
+        3. Values that low bits do not make smaller, if any value is needed exactly or cannot share
+           scales. Such values may be computed from an input that is saved exactly anyway.
         """
-        rigid: set[fx.Node] = set()  # cannot be computed from low bits; and masks of such values
+        rigid: set[fx.Node] = set()  # not computable from low bits, or masks of such values
         for node in self.component:
             if math.isinf(self._recompute_price(node)):
                 continue
@@ -197,8 +198,8 @@ class _ComponentCuts:
     def _exactly_available(self, first: Cut) -> set[fx.Node]:
         """Return the nodes that the backward can compute exactly after the first cut.
 
-        None of them may be saved in low bits, because an operator that tolerates no error may use
-        them.
+        These nodes must not be saved in low bits, because an operator that tolerates no error may
+        read them.
         """
         members, facts = set(self.component), self.choices.facts
         given = first.saved | first.recomputed
@@ -231,7 +232,7 @@ def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: boo
 
 
 def _why_exact(node: fx.Node, needs: Needs) -> str:
-    """Return why a value is saved exactly: the exact need of it, or of the nearest user."""
+    """Return why a value is saved exactly: why the value, or its nearest user, must be exact."""
     pending, seen = [node], {node}
     for value in pending:
         if value in needs.exact:
@@ -244,7 +245,7 @@ def _why_exact(node: fx.Node, needs: Needs) -> str:
 
 
 def components(values: list[fx.Node], needed: set[fx.Node], price: Price) -> list[list[fx.Node]]:
-    """Split the needed values and the values they can be recomputed from into independent sets."""
+    """Split needed values, and the values to recompute them from, into independent sets."""
     order = _relevant(values, needed, price)
     connected = nx.utils.UnionFind(order)
     for node in order:
@@ -298,7 +299,7 @@ def min_cut(
 
 
 class _Value(NamedTuple):
-    """A node of a component: its prices, whether it is needed, and its operands, by index."""
+    """A node of a component: its prices, whether it is needed, and the indices of its operands."""
 
     save_price: float
     recompute_price: float

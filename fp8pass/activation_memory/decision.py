@@ -19,7 +19,7 @@ class Decision:
     """How one forward value reaches the backward.
 
     Attributes:
-        format: None if the value is recomputed.
+        format: the format of the saved value; None if the value is recomputed.
         group_size: elements that share a scale; 0 if the value is saved exactly or recomputed.
         reason: the reason for the decision, as text.
         expected_error: relative RMS error of the gradients.
@@ -63,7 +63,7 @@ def decide_free(node: fx.Node, facts: JointFacts) -> Decision:
 
 
 def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
-    """Return the bytes of a plan's saved tensors on the device, except values alive anyway."""
+    """Return the bytes that a plan saves on the device, without values that stay alive anyway."""
     return sum(
         stored_bytes(node, decision) - host_bytes(node, decision)
         for node, decision in decisions.items()

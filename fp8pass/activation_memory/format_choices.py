@@ -31,17 +31,17 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle_patterns
 
-# Price of errors in bytes: rounding that makes a gradient wrong by 100% costs this many more bytes
-# per element. It decides between formats, and where to cut, if choices take about the same bytes.
-# It does not depend on the dtype, because rounding the sum of a residual stream in FP32 does the
-# same harm as rounding its branch in 16 bits.
+# The price of errors: rounding that makes a gradient wrong by 100% costs as much as this many bytes
+# per element. The price decides between formats, or between cuts, that take about the same bytes.
+# The price does not depend on the dtype, because rounding an FP32 sum of a residual stream does the
+# same harm as rounding the 16-bit branch.
 ERROR_BYTES = 0.5
 
-# A `keep_exact` pattern that contains it is the name of a value, `module:operator:number`, not the
-# path of a module.
+# A `keep_exact` pattern that contains this separator is the name of a value,
+# `module:operator:number`, not the path of a module.
 VALUE_SEPARATOR = ":"
 
-# Elements of attention's output that share a scale (`benchmarks/results/attention_storage.json`).
+# Elements of an attention output that share a scale (`benchmarks/results/attention_storage.json`).
 OUTPUT_GROUP = 32
 
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,7 +76,7 @@ class FormatChoices:
         names = {
             n: name
             for n, name in graph.value_names(self.rules.graph).items()
-            # `skip`, not `keep_exact`, is for the operands of linear layers.
+            # The option for operands of linear layers is `skip`, not `keep_exact`.
             if n not in self.rules.backward and kind(n) is not Kind.QUANTIZE
         }
         paths = {n: graph.module_path(n) for n in names}
@@ -104,7 +104,7 @@ class FormatChoices:
         return self.formats[0]
 
     def why_exact(self, node: fx.Node) -> str:
-        """Return why the backward needs `node` exactly, or ''. If all values are exact: ''."""
+        """Return why the backward needs `node` exactly, or ''. Return '' if low bits are off."""
         if self.config.save_format == "none":
             return ""
         if node in self._keep_exact:
@@ -112,7 +112,7 @@ class FormatChoices:
         return self.rules.why_exact(node)
 
     def must_be_available(self, node: fx.Node) -> bool:
-        """Whether the backward must have `node` exactly even if it does not use it itself.
+        """Whether the backward must have `node` exactly even if the backward does not read it.
 
         True for values that `keep_exact` names, because the user relies on them, and for values of
         a module in `keep_exact` that a checkpointed region recomputes.
@@ -167,7 +167,7 @@ class FormatChoices:
         return divisor_group(length, self.config.group_size, multiple=format.group_multiple)
 
     def _why_not_storable(self, node: fx.Node) -> str:
-        """Return why a value cannot be saved in low bits, whatever uses it; '' if it can."""
+        """Return why a value cannot be saved in low bits regardless of its uses, or ''."""
         val = graph.value(node)
         if self.config.save_format == "none":
             return SavedReason.NO_LOW_BITS
@@ -186,7 +186,7 @@ class FormatChoices:
         return self.rules.why_ungrouped(node)
 
     def _attention_output(self, node: fx.Node, amplification: Amplification) -> Decision:
-        """Return the decision about an output of attention that the user lets be inexact."""
+        """Return the decision about an attention output that the user allows to be inexact."""
         val = graph.tensor(node)
         group = None if compat.has_unbacked(val) else divisor_group(val.shape[-1], OUTPUT_GROUP)
         if group is None:
@@ -194,7 +194,7 @@ class FormatChoices:
         expected = amplification.expected
         reason = SavedReason.ATTENTION_OUTPUT.format(format=E2M5.name, expected=expected)
         option = Decision(E2M5, group, reason, expected * E2M5.relative_error, centred=True)
-        # Without a price for the error, because the user has already accepted it.
+        # The error has no price, because the user has already accepted it.
         return _with_price(node, option, error_bytes=0)
 
     def _option(
@@ -213,5 +213,5 @@ class FormatChoices:
 def _with_price(node: fx.Node, option: Decision, error_bytes: float) -> Decision:
     """Return an option with its price, where errors cost `error_bytes` per element."""
     bytes_ = stored_bytes(node, option) + error_bytes * graph.numel(graph.tensor(node))
-    # To save the value it is read once more, which costs as much as recomputing it.
+    # Saving reads the value once more, which costs as much as recomputing the value.
     return replace(option, price=bytes_ * UNITS_PER_BYTE + graph.nbytes(node))

@@ -8,8 +8,8 @@ bandwidth. The times follow from a roofline of all operators:
                          minus the length of the forward, because all copies end before it ends
     the backward waits   max over t of  seconds of the copies of values used by t, minus t
 
-So computation cannot hide the copies of a value that is used soon after it was computed. Small
-tensors stay on the device, because their copies take longer to launch than to run.
+So computation cannot hide the copies of a value that is used soon after the value was computed.
+Small tensors stay on the device, because their copies take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fp8pass.runtime.bandwidth import bandwidth
 # Bytes below which a copy takes no longer than its launch.
 SMALLEST = 1 << 20
 
-# How much longer other work takes during copies, as a share of their time: GEMMs take 4% longer
-# during copies in both directions.
+# How much longer other work takes during copies, as a share of the copies' time: GEMMs take 4%
+# longer during copies in both directions.
 SLOWDOWN = 0.04
 
 # Times of a step at which the mixed-integer program limits the copies.
@@ -63,7 +63,7 @@ class HostTransfer:
         bandwidth: bytes a second, each way.
         forward_seconds: duration of the forward.
         computed: when each forward value has been computed, in seconds of the forward.
-        used: when the backward first uses it, in seconds of the backward.
+        used: when the backward first uses each value, in seconds of the backward.
     """
 
     def __init__(self, g: fx.Graph, memory: BackwardMemory, choices: FormatChoices) -> None:
@@ -86,9 +86,9 @@ class HostTransfer:
     def may_send(self, value: fx.Node, bytes_: float) -> bool:
         """Whether `bytes_` of a value may be in host memory instead of on the device.
 
-        Values that stay alive anyway may not: parameters, leaves, data and results of the graph.
-        Nor may values that are computed only from parameters and data, because recomputing them
-        needs no saved value.
+        Values that stay alive anyway (parameters, leaves, data and results of the graph) stay on
+        the device. So do values that are computed only from parameters and data, because their
+        recomputation needs no saved value.
         """
         if bytes_ < SMALLEST or value not in self.used or self.facts.is_free(value):
             return False
@@ -99,15 +99,15 @@ class HostTransfer:
         return val is not None and val.device == self.device and _is_dense(val)
 
     def seconds(self, bytes_: float) -> float:
-        """Return the time to copy so many bytes one way."""
+        """Return the time to copy `bytes_` one way."""
         return bytes_ / self.bandwidth
 
     def slowdown(self, bytes_: float) -> float:
-        """Return the seconds that copies there and back add to other work."""
+        """Return the seconds that copies to the host and back add to other work."""
         return SLOWDOWN * 2 * self.seconds(bytes_)
 
     def wait(self, decisions: Decisions) -> float:
-        """Return the seconds of a step that wait for copies under a plan."""
+        """Return the seconds that a step waits for copies under a plan."""
         sent = {n: self.seconds(host_bytes(n, d)) for n, d in decisions.items() if d.on_host}
         copies = ((self.computed[n], t) for n, t in sent.items())
         return forward_wait(copies, self.forward_seconds) + backward_wait(
@@ -115,12 +115,12 @@ class HostTransfer:
         )
 
     def limit_sending(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield values that are computed at some time or later, and the time left to copy them."""
+        """Yield pairs: the values computed after a sample time, and the time left to copy them."""
         for now in _sample_times(self.computed[v] for v in values):
             yield {v for v in values if self.computed[v] >= now}, self.forward_seconds - now
 
     def limit_fetching(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield values that are used by some time, and the time until then to copy them."""
+        """Yield pairs: the values used by a sample time, and the time until then to copy them."""
         for now in _sample_times(self.used[v] for v in values):
             yield {v for v in values if self.used[v] <= now}, now
 
@@ -130,7 +130,7 @@ def _times_of_forward(
 ) -> dict[fx.Node, float]:
     """Return when forward values have been computed.
 
-    Values that only the backward uses are computed together with their operands.
+    Values that only the backward uses count as computed together with their operands.
     """
     begin = next((n for n in backward if n.op == "call_function"), graph.output_node(g))
     early = [n for n in forward if n < begin]
@@ -158,7 +158,7 @@ def backward_wait(copies: Iterable[tuple[float, float]]) -> float:
 
 
 def find_bandwidth(config: Config, device: torch.device) -> float:
-    """Return bytes a second each way: the configured bandwidth, or else the measured one."""
+    """Return the configured or else the measured bandwidth, in bytes a second each way."""
     return config.host_bandwidth or bandwidth(device)
 
 

@@ -36,7 +36,7 @@ class Needs:
 
 
 def find_needs(gm: fx.GraphModule, choices: FormatChoices) -> Needs:
-    """Find the values that cross from the forward to the backward of a joint graph."""
+    """Find the forward values that the backward of a joint graph needs."""
     facts, backward = choices.facts, choices.rules.backward
     needs = Needs([n for n in gm.graph.nodes if n not in backward and n.op != "output"])
     for gradient in graph.outputs(gm.graph)[facts.num_fwd_outputs :]:

@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 
 
 class BudgetTooSmall(ConfigError):
-    """A graph saves at least more than its memory budget. No smaller budget can be met either."""
+    """The smallest plan of a graph exceeds the memory budget, so no smaller budget can be met."""
 
 
 class Planner:
@@ -56,7 +56,7 @@ class Planner:
         return plan
 
     def nearest(self, budget: float) -> Decisions:
-        """Return the fastest plan within `budget`, or within the smallest budget."""
+        """Return the fastest plan within `budget`, or within the smallest possible budget."""
         return self.within(max(budget, self._least))
 
     @property
@@ -82,7 +82,7 @@ class Planner:
         )
 
     def _name_largest(self) -> str:
-        """Name the largest saved value of the smallest budget, as the end of a clause."""
+        """Return the end of a clause: the largest value that the smallest plan saves."""
         plan, facts = self.problem.smallest(), self.choices.facts
         sizes = {node: saved_bytes({node: d}, facts) for node, d in plan.items()}
         node = max(sizes, key=lambda node: sizes[node])
@@ -93,8 +93,8 @@ class Planner:
         """Return plans from the smallest budget that can be met up to the plan of the cuts.
 
         No point is both larger and slower than another point, or than `chosen`. A point that is
-        both smaller and faster than `chosen` is so by less than the solver's tolerance, and left
-        out.
+        both smaller and faster than `chosen` is left out, because the difference is within the
+        solver's tolerance.
         """
         budgets = np.linspace(self._least, max(self.most, self._least), points)[:-1]
         plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
@@ -108,7 +108,7 @@ class Planner:
     def point(self, decisions: Decisions) -> FrontierPoint:
         """Return the saved bytes, peak, time and error of a plan.
 
-        Values that the cuts recompute take no time, because generated code recomputes them where
+        Values that the cuts recompute count as free, because generated code recomputes them where
         it reads the saved values. The roofline of single operators does not include such fusion.
         """
         seconds = sum(

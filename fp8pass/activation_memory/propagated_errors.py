@@ -17,7 +17,7 @@ from fp8pass.error_analysis.error_rules import Rules
 
 
 def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisions:
-    """Return `decisions`, where expected errors include the uses of recomputed values."""
+    """Return `decisions` with expected errors that include the uses of recomputed values."""
     found, worst = dict(decisions), dict[fx.Node, Amplification]()
     for node in reversed(g.nodes):
         decision = decisions.get(node)
@@ -37,7 +37,7 @@ def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisio
 
 
 def _include(decision: Decision, use: Amplification) -> Decision:
-    """Return the decision with the error of a use, if that is larger."""
+    """Return the decision with the expected error of a use, if this error is larger."""
     assert decision.format is not None
     error = use.expected * decision.format.relative_error
     if not decision.low_bit or error <= decision.expected_error:

@@ -1,9 +1,9 @@
 """Spend the rest of a budget on formats of more bits, where a byte reduces errors most.
 
-This is a knapsack problem: each value that a plan saves in low bits has the formats that the error
-rules allow, and the sum of errors over all elements is to be the smallest within the budget. Each
-additional bit reduces the error by less than the previous bit. So taking steps to the next format
-in the order of their error reduction per byte is optimal, until the first step that does not fit.
+This is a knapsack problem: for each value in low bits, choose one of the formats that the error
+rules allow, to minimize the sum of errors over all elements within the budget. Each additional bit
+reduces the error by less than the previous bit. So taking steps to the next format in the order of
+their error reduction per byte is optimal, until the first step that does not fit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Step:
 def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float) -> Decisions:
     """Return the plan that saves the same values, in as many bits as `budget` bytes allow.
 
-    `decisions` save at most `budget` bytes.
+    `decisions` must save at most `budget` bytes.
     """
     plan = dict(decisions)
     left = budget - saved_bytes(plan, choices.facts)
@@ -51,7 +51,7 @@ def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float)
 
 
 def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterator[_Step]:
-    """Yield the steps from the format of a value in low bits to larger formats."""
+    """Yield the steps from the format of a value in low bits to formats of more bits."""
     if not decision.low_bit:
         return
     options = choices.options(value)
@@ -66,9 +66,10 @@ def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterat
 
 
 def _rounding_error(format: Format) -> float:
-    """Return the RMS error in a group, relative to its values. Most of them are small.
+    """Return the relative RMS error of a group in which most values are small.
 
-    This is about the error that docs/formats.md measures for values with tails. `relative_error`
-    alone is the same for 6 and for 8 bits, which differ in the range of small values.
+    The result is close to the error that docs/formats.md measures for values with tails.
+    `relative_error` alone is the same for 6 and for 8 bits, which differ in the range of small
+    values.
     """
     return format.relative_error + format.flushed_share

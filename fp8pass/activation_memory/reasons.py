@@ -1,4 +1,4 @@
-"""The reasons for decisions about forward values, and the only place that words them."""
+"""The reasons for decisions about forward values. No other module contains their wording."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class SavedReason(str, Enum):
-    """Why a value is saved in its format, or recomputed. `format` fills in the parameters."""
+    """Why a value is saved in its format, or recomputed. `str.format` fills in the parameters."""
 
     # Saved at no cost.
     PARAMETER = "parameter"

@@ -1,4 +1,6 @@
-"""Error rules: how much gradients amplify an error of a stored value (AGoQ 4.1, 8.1).
+"""Error rules: how much gradients amplify an error of a stored value.
+
+The rules follow sections 4.1 and 8.1 of the AGoQ paper.
 
 | question | file |
 | --- | --- |
@@ -6,12 +8,12 @@
 | What is the rule of one region of operators? | derivation.py |
 | How is a joint graph cut into regions? | regions.py |
 | What are the formulas of a region's values? | expressions.py |
-| What values do they have? | samples.py |
+| Which samples are the formulas evaluated on? | samples.py |
 | What are the factors that gradients are multiplied by? | factors.py |
-| How large are bound and expectation of the amplification? | amplification.py |
+| How large are the bound and the expected value of the amplification? | amplification.py |
 | Which comparisons make results jump? | jumps.py |
 | Which values have outliers, grow exponentially, or are divisors? | ranges.py |
-| Which sums may cancel, so that errors of terms are amplified? | differences.py |
+| Which sums may cancel, which amplifies errors of their terms? | differences.py |
 | Which values have no positive, or no negative, elements? | signs.py |
 | Which values are summed in scans and gradients of small parameters? | summed_values.py |
 | How much does attention amplify errors? | attention.py |

@@ -1,12 +1,13 @@
-"""Compute how much the gradients of a region amplify errors of its values (AGoQ 4.1, 8.1).
+"""Compute how much the gradients of a region amplify errors of the region's values.
 
-The *bound* is the largest effect of any perturbation, to first order. Storing a value k as
-k (1 + δ) perturbs each gradient factor h (`factors.py`) by
+The formulas follow sections 4.1 and 8.1 of the AGoQ paper. The *bound* is the largest effect of any
+perturbation, to first order. Storing a value k as k (1 + δ) perturbs each gradient factor h
+(`factors.py`) by
 
     Δh = c δ + Σ_t e_t Σ_j ω_t,j δ_j   (directly, and through statistics t of k)
 
-Norms with ‖A x‖ ≤ ‖A‖ ‖x‖ and the triangle inequality give a bound per unit of ‖δ‖_∞: for RMSNorm
-these are AGoQ's Eq. 15 and 20. `formulas.py` writes the same bounds in symbols.
+Norms with ‖A x‖ ≤ ‖A‖ ‖x‖ and the triangle inequality give a bound per unit of ‖δ‖_∞. For RMSNorm
+the bounds are Eq. 15 and 20 of the paper. `formulas.py` writes the same bounds in symbols.
 
 The *expected* amplification is the effect of independent perturbations on average: the Frobenius
 norm of an output's derivative by the value.
@@ -36,9 +37,9 @@ def compute_bounds(
 ) -> Amplifications:
     """Return ‖Δ‖ / ‖·‖ of each output's factors per unit relative perturbation of a source.
 
-    Rounding errors are relative to the value. With `relative_to_row` perturbations are relative to
-    the largest value of the row, as where a format rounds small values to zero. The largest ratio
-    over the scales of the samples counts.
+    Perturbations are relative to the value or, with `relative_to_row`, to the largest value of the
+    row, as in a format that rounds small values to zero. The result is the largest ratio over the
+    scales of the samples.
     """
     bounds = Bounds(factors, sources, relative_to_row)
     found: Amplifications = {s: dict.fromkeys(outputs, 0.0) for s in sources}
@@ -88,7 +89,7 @@ class Bounds:
         return _sum(terms)
 
     def _perturbation(self, factor: Tensor, order: float) -> BySource:
-        """Bound the `order`-norm of Δfactor: AGoQ's Eq. 8 and Eq. 12."""
+        """Bound the `order`-norm of Δfactor (Eq. 8 and 12 of the AGoQ paper)."""
         local, through = self._differentiate(factor)
         terms = [{s: self._norm(x * self._sizes[s], order) for s, x in local.items()}]
         for key, slope in through.items():
@@ -97,7 +98,7 @@ class Bounds:
         return _sum(terms)
 
     def _row(self, each: Tensor) -> BySource:
-        """Return ω: the derivative of a statistic, the sum of `each`, by elements of sources."""
+        """Return ω, the derivative of a statistic by elements of sources. `each` is the summand."""
         local, through = self._differentiate(each)
         terms = [local]
         for key, slope in through.items():
@@ -107,7 +108,7 @@ class Bounds:
     def _differentiate(self, x: Tensor) -> tuple[BySource, dict[Key, Tensor]]:
         """Return the element-wise derivatives by sources and by statistics.
 
-        They are the gradient of the sum, because no element depends on other elements.
+        The gradient of `x.sum()` has these derivatives, as no element depends on other elements.
         """
         if not x.requires_grad or not self._inputs:
             return {}, {}
@@ -118,7 +119,7 @@ class Bounds:
         return local, {key: x for key, x in found.items() if key not in local}
 
     def _norm(self, x: Tensor, order: float) -> Tensor:
-        """Return the norm over the elements of a statistic. The samples are a part of them."""
+        """Return the norm over the elements of a statistic, estimated from the samples."""
         x = x.detach().abs()
         if order == 1:
             return x.mean(-1, keepdim=True) * self.length
@@ -140,21 +141,21 @@ def _sum(terms: Iterable[BySource]) -> BySource:
 
 
 def _largest_ratio(change: Tensor, size: Tensor) -> float:
-    """Return the largest ratio over the scales of two bounds, each averaged over rows."""
+    """Return the largest ratio of two bounds over the scales. Bounds are averaged over rows."""
     change, size = change.mean((-2, -1)), size.mean((-2, -1))
     ratio = torch.where(change == 0, 0.0, change / size)
     largest = float(ratio.max())
     return largest if math.isfinite(largest) else math.inf
 
 
-@torch.enable_grad()  # compilers run without
+@torch.enable_grad()  # compilers disable gradients
 def estimate_expected(
     samples: Samples, sources: Sequence[Symbol], outputs: Sequence[Symbol]
 ) -> Amplifications:
     """Return the relative RMS change of each output per unit relative RMS error of each source.
 
-    The product of a Jacobian with random signs has the Jacobian's expected square norm, so that one
-    pass of autograd for each output is enough.
+    The product of a Jacobian with random signs has the Jacobian's square norm in expectation, so
+    one pass of autograd for each output is enough.
     """
     inexact = set(samples.expressions.values)
     leaves = {

@@ -1,19 +1,20 @@
-"""Bound and estimate how much attention amplifies errors of its operands (AGoQ 8.1.3).
+"""Bound and estimate how much attention amplifies errors of its operands.
 
-For one head over L tokens, A = P V with P = softmax(S), S = Q Kᵀ / √d. With the gradient factors
-∂A/∂V = Pᵀ, ∂A/∂S = P ∘ (V - z), ∂A/∂Q = (∂A/∂S) K / √d, the norms of matrices multiply:
+The bounds follow section 8.1.3 of the AGoQ paper. For one head over L tokens, A = P V with
+P = softmax(S), S = Q Kᵀ / √d. The gradient factors are ∂A/∂V = Pᵀ, ∂A/∂S = P ∘ (V - z) and
+∂A/∂Q = (∂A/∂S) K / √d. Their errors are bounded by products of matrix norms:
 
     ‖Δ(AB)‖₂ ≤ ‖ΔA‖₂ ‖B‖₂ + ‖A‖₂ ‖ΔB‖₂          ‖Δ softmax(S)‖₂ ≤ ‖ΔS‖₂
     ‖Δ(A ∘ B)‖₂ ≤ ‖ΔA‖₂ ‖B‖_∞ + ‖A‖₂ ‖ΔB‖_∞      (Eq. 8)
 
 With entries of unit variance, ‖Q‖₂ = Θ(√(L d)), the bounds grow as L √d for ∂A/∂V and as
-L^1.5 √d for ∂A/∂Q and ∂A/∂K. The bound of RMSNorm is constant. The operands of attention stay
-exact.
+L^1.5 √d for ∂A/∂Q and ∂A/∂K. The bound of RMSNorm, in contrast, is constant. The operands of
+attention therefore stay exact.
 
 The backward reads the output once, in the row sums δ = Σ ∂A ∘ A of ∂S = P ∘ (∂A Vᵀ - δ). A part
-that all rows of V share cancels, but an error in proportion to that part does not: if the user
-allows an inexact output (`Config.attention_output`), its difference from its mean over tokens is
-rounded.
+that all rows of V share cancels, but an error in proportion to this part does not. So if the user
+allows an inexact output (`Config.attention_output`), only the difference between the output and its
+mean over tokens is rounded.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ import torch
 from sympy import Expr
 from torch import Tensor
 
-PERTURBATION = 1e-4  # small enough to be linear, far above the rounding errors of fp64
+PERTURBATION = 1e-4  # small enough for linear effects, far above the rounding errors of fp64
 LARGEST_SAMPLE = 256  # tokens
 
 
 def derive_bounds(length: Expr, head_dim: Expr) -> dict[str, Expr]:
-    """Return ‖Δ‖₂ of ∂A/∂V, ∂A/∂Q and ∂A/∂K per unit relative perturbation of Q, K and V (Case 1).
+    """Return ‖Δ‖₂ of ∂A/∂V, ∂A/∂Q and ∂A/∂K per unit relative perturbation of Q, K and V.
 
-    For entries of unit variance ‖ΔQ‖₂ = ‖Q‖₂ = √(L d) and ‖ΔQ‖_∞ = ‖Q‖_∞ = 1, and ‖P‖₂ ≤ √L.
+    This is Case 1 of the paper, which stores the inputs only. For entries of unit variance,
+    ‖ΔQ‖₂ = ‖Q‖₂ = √(L d), ‖ΔQ‖_∞ = ‖Q‖_∞ = 1, and ‖P‖₂ ≤ √L.
     """
     q, p = sympy.sqrt(length * head_dim), sympy.sqrt(length)
-    p_error = 2 * q * q / sympy.sqrt(head_dim)  # of S: ‖ΔQ‖₂ ‖K‖₂ + ‖Q‖₂ ‖ΔK‖₂
-    s_error = p_error + p  # of ∂A/∂S
+    p_error = 2 * q * q / sympy.sqrt(head_dim)  # error of S: ‖ΔQ‖₂ ‖K‖₂ + ‖Q‖₂ ‖ΔK‖₂
+    s_error = p_error + p  # error of ∂A/∂S
     q_error = sympy.expand((s_error + p) * q / sympy.sqrt(head_dim))
     return {"v": p_error, "q": q_error, "k": q_error}
 
 
 def bound_amplification(length: int, head_dim: int) -> float:
-    """Return the bound for ∂A/∂V, the smallest of the three, relative to ‖P‖₂ ≤ √L."""
+    """Return the bound for ∂A/∂V, the smallest of the three bounds, relative to ‖P‖₂ ≤ √L."""
     bounds = derive_bounds(sympy.Integer(length), sympy.Integer(head_dim))
     return float(bounds["v"] / sympy.sqrt(length))
 
@@ -54,8 +56,9 @@ def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> 
     """Return the relative RMS error of the worst of dq, dk and dv, for operands of unit variance.
 
     The operands in `inexact`, letters of `qkv` and `o` for the output, have independent relative
-    errors, and the result is per unit of these. For `qkv` it includes the error of dq + dk + dv if
-    all three are one value. Over few tokens errors differ between heads, so that several are drawn.
+    errors. The result is per unit of these errors. For `qkv` the result includes the error of
+    dq + dk + dv, in case q, k and v are one value. Over few tokens errors differ between heads, so
+    several heads are drawn.
     """
     random = torch.Generator().manual_seed(0)
     size = min(length, LARGEST_SAMPLE), head_dim
@@ -83,7 +86,7 @@ def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> 
 def _perturb(
     operands: Sequence[Tensor], noise: Sequence[Tensor], gradient: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return dq, dk and dv, and the same with q, k, v and the output multiplied by `noise`."""
+    """Return dq, dk and dv, exact and with q, k, v and the output multiplied by `noise`."""
     q, k, v = operands
     scores = _compute_scores(q, k)
     logsumexp, output = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ v
@@ -93,7 +96,7 @@ def _perturb(
 
 
 def _relative_change(exact: Tensor, inexact: Tensor) -> float:
-    """For a single token the gradients of q and k are zero, and the change is infinite or NaN."""
+    """Return the relative change: infinite or NaN for a single token, where dq and dk are zero."""
     return float((inexact - exact).norm() / exact.norm())
 
 

@@ -1,4 +1,4 @@
-"""Derive the error rule of one region: how much each value that may be stored amplifies errors."""
+"""Derive the error rule of one region: how much gradients amplify an error of each stored value."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Amplification:
 
     Attributes:
         bound: the largest amplification of any perturbation, to first order.
-        expected: the root mean square for independent perturbations.
-        flush_bound: the bound for errors relative to the largest value of a row, which formats make
-            that round small values to zero.
+        expected: the root mean square amplification of independent perturbations.
+        flush_bound: the bound for errors relative to the largest value of a row. Formats that round
+            small values to zero have such errors.
         needs_signs: whether the format must not round any value to zero, because the backward
-            compares with zero, as in ReLU, or sums over positions.
+            compares the value with zero, as in ReLU, or sums over positions.
     """
 
     bound: float
@@ -74,8 +74,8 @@ class RegionRule:
 
     Attributes:
         amplifications: the amplification of each node that may be stored.
-        jumping: members that must not be computed from inexact values: a comparison would jump.
-        ungrouped: nodes that cannot be stored with a common scale of elements, with the reason.
+        jumping: members that must not be computed from inexact values, because results would jump.
+        ungrouped: nodes with elements that cannot share a scale, each with the reason.
         outliers: nodes that may have a few huge or infinite elements.
         grows: whether the region contains an exponential without a bound.
         reason: why no rule could be derived, or ''.
@@ -94,7 +94,7 @@ class InputFacts:
     """Facts about the inputs of a region.
 
     Attributes:
-        moments: moments of values.
+        moments: the mean and the standard deviation of values.
         weights: exact inputs that are parameters.
         outliers: values that may have a few huge or infinite elements.
     """
@@ -104,14 +104,14 @@ class InputFacts:
     outliers: Collection[fx.Node] = ()
 
     def key(self, region: Region) -> tuple[object, ...]:
-        """Return a key that is equal for equal regions with the same facts."""
+        """Return a key that is equal for regions of equal structure with the same facts."""
         return tuple(
             (self.moments.get(n), n in self.weights, n in self.outliers) for n in region.inputs
         )
 
 
 _rule_cache: dict[object, RegionRule] = {}
-_LARGEST_CACHE = 1 << 12  # rules; then the cache is emptied
+_LARGEST_CACHE = 1 << 12  # rules; a full cache is emptied
 
 
 def derive(region: Region, facts: InputFacts) -> RegionRule:
@@ -129,7 +129,7 @@ def _derive(region: Region, facts: InputFacts) -> RegionRule:
         return Derivation(region, facts).rule()
     except Underivable as error:
         return RegionRule(reason=str(error))
-    except Exception as error:  # a region without a rule is always safe; a bug here fails a test
+    except Exception as error:  # values without a rule stay exact; tests raise
         if checks_are_on():
             raise
         log.debug("no rule was found:", exc_info=True)
@@ -141,7 +141,7 @@ class Derivation:
 
     Attributes:
         expressions: the region in symbols.
-        samples: values of its symbols.
+        samples: values of the symbols.
         grows: whether the region contains an exponential without a bound.
 
     Raises:
@@ -166,7 +166,7 @@ class Derivation:
 
     @cached_property
     def storable(self) -> list[Symbol]:
-        """The symbols of element-wise forward values."""
+        """The symbols of forward values that may be stored: element-wise values."""
         found, nodes = self.expressions, (*self.region.inputs, *self.region.nodes)
         other = found.constants.union(found.statistics, found.gradients)
         forward = self._symbols(n for n in nodes if n not in self.region.backward)
@@ -203,7 +203,7 @@ class Derivation:
         )
 
     def _amplifications(self, compared: Collection[Symbol]) -> dict[Symbol, Amplification]:
-        """Return the largest amplification over the outputs, if all other values are recomputed.
+        """Return the largest amplification of each symbol, with all other values recomputed.
 
         Symbols in `compared` are compared with zero.
         """
@@ -223,14 +223,16 @@ class Derivation:
             )
         return found
 
-    @torch.enable_grad()  # compilers run without
+    @torch.enable_grad()  # compilers disable gradients
     def bounds(
         self,
         sources: Collection[Symbol],
         stored: Collection[Symbol] = (),
         relative_to_row: bool = False,
     ) -> Amplifications:
-        """Return the bound of each output by each source. Symbols in `stored` are not recomputed.
+        """Return the bound for each source and each output.
+
+        The backward reads the symbols in `stored` instead of recomputing them.
 
         Raises:
             Underivable: the region is not linear in gradients.
@@ -249,7 +251,7 @@ class Derivation:
         """Return the bounds of each output in Case 1 and Case 2, summed over the stored values.
 
         Case 1 stores the inputs and recomputes all other values; Case 2 also stores the values that
-        the backward reads (AGoQ 4.1).
+        the backward reads (section 4.1 of the AGoQ paper).
         """
         cached = {self.expressions.symbols[n] for n in self.region.cached}
         return self._total(set()), self._total(cached - self.expressions.constants)

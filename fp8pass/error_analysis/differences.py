@@ -1,8 +1,8 @@
 """Find differences: sums of terms that may nearly cancel, which amplifies errors of the terms.
 
-Samples do not show cancellation, because samples of two values are independent and have no mean.
-The backward therefore never computes a difference from low bits of its terms: it reads the stored
-difference, or exact terms.
+Samples do not show cancellation, because samples of two values are independent, with mean zero.
+The backward therefore never computes a difference from terms in low bits, but reads the stored
+difference or exact terms.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ARITHMETIC = (
     *(aten.neg.default, aten.pow.Tensor_Scalar),
 )
 
-# The results have a typical size. Samples show how much they and a number cancel.
+# Operators with results of a typical size. Samples show how much a result and a number cancel.
 BOUNDED = (
     *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
     *(aten.expm1.default, aten.sin.default, aten.cos.default),
@@ -46,7 +46,7 @@ class Differences:
     """The nodes of a graph that are differences.
 
     Args:
-        constants: nodes that are exact. It may still grow, in the order of the graph.
+        constants: nodes that are exact. The caller may add nodes later, in the graph's order.
         signs: the known signs of nodes.
     """
 
@@ -56,8 +56,8 @@ class Differences:
     def __contains__(self, node: fx.Node) -> bool:
         """Whether a node is a difference with an inexact term.
 
-        The variance of each row is a difference. The deviations of batch normalization are not,
-        because AOTAutograd subtracts the mean twice.
+        The variance of each row is a difference. The deviations of batch normalization are not
+        differences, because AOTAutograd subtracts the mean twice.
         """
         if node.target in VARIANCES:
             return _is_for_each_row(node)
@@ -77,8 +77,8 @@ class Differences:
     def is_of_equals(self, node: fx.Node) -> bool:
         """Whether a node is a difference of two inexact values that are not statistics.
 
-        Both may be different elements of one value. One symbol for all elements would make their
-        difference zero.
+        The two values may be different elements of one value. A single symbol for all elements
+        would make their difference zero.
         """
         terms = _terms(node)
         if terms is None or node not in self:
@@ -87,7 +87,7 @@ class Differences:
         return len(inexact) == 2 and all(_reduction(x) is None for x in inexact)
 
     def _is_bounded(self, node: fx.Node) -> bool:
-        """Whether arithmetic computes a value from numbers, `BOUNDED` results and sigmoids."""
+        """Whether a value is arithmetic on numbers, `BOUNDED` results and sigmoids alone."""
         if node.target in BOUNDED or self._is_sigmoid(node):
             return True
         return node.target in ARITHMETIC and all(
@@ -125,7 +125,7 @@ class Differences:
     def _is_negated(self, node: fx.Node) -> bool:
         """Whether a node is a negation, or a product with a negative number.
 
-        Such a product of a constant may be a mask, and does not count.
+        A constant times a negative number does not count, because it may be a mask.
         """
         negated = False
         while True:
@@ -162,7 +162,7 @@ def _terms(node: fx.Node) -> list[Term] | None:
 
 
 def _number(x: Any) -> float | None:
-    """Return the number that a term is; None for other tensors and symbolic sizes."""
+    """Return a term that is a number as a float; None for other tensors and symbolic sizes."""
     if isinstance(x, fx.Node):
         return filled_with(x)
     return float(x) if isinstance(x, (int, float)) else None
@@ -195,20 +195,20 @@ def _reduction(x: Any) -> fx.Node | None:
 
 
 def _is_for_each_row(variance: fx.Node) -> bool:
-    """Whether a variance keeps the first dimension. Without dimensions it is one number."""
+    """Whether a variance keeps the first dimension. A variance without `dim` is one number."""
     rank = graph.tensor(variance.all_input_nodes[0]).ndim
     dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
     return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)
 
 
 def find_expanded_distances(g: fx.Graph) -> set[fx.Node]:
-    """Return the x and y of squared distances that a GEMM computes as x² + y² - 2 x y.
+    """Return the x and y of squared distances that are computed as x² + y² - 2 x y with a GEMM.
 
-    The gradient of x is 2 x Σ g - 2 g y. Its terms nearly cancel, and the backward may add them far
-    from each other in the graph.
+    The gradient of x is 2 x Σ g - 2 g y. The two terms nearly cancel, and the backward may compute
+    the terms far from each other in the graph.
     """
     nothing = frozenset[fx.Node]()
-    # The values that a node copies, and the values of squares and of products that it adds up.
+    # For each node: the values that it copies, and the values in squares and products that it adds.
     values = dict[fx.Node, frozenset[fx.Node]]()
     squares, products, found = dict(values), dict(values), set[fx.Node]()
     for node in g.nodes:
@@ -239,6 +239,6 @@ def _is_linear(node: fx.Node) -> bool:
 
 def _is_scaled_copy(node: fx.Node) -> bool:
     """Whether a node moves or stacks elements, or multiplies them by a number."""
-    if node.target is aten.pow.Tensor_Scalar:  # x¹ is in the gradient of x²
+    if node.target is aten.pow.Tensor_Scalar:  # x¹ is a part of the gradient of x²
         return bool(node.args[1] == 1)
     return _is_negation_or_copy(node) or node.target in STACKS or _factor(node) is not None

@@ -1,14 +1,14 @@
 """Decide which values may be stored in low bits, from the gradients that the backward computes.
 
-The maths of every region of a joint graph (`regions.py`) is perturbed to first order
-(`derivation.py`). The *amplification* of a value is the relative error of the gradients per unit
-relative error of the value, in the worst case (`bound`) and for independent rounding errors
-(`expected`). A format is allowed if
+`derivation.py` perturbs the values of each region of a joint graph (`regions.py`) to first order.
+The *amplification* of a value is the relative error of the gradients per unit relative error of the
+value, in the worst case (`bound`) and for independent rounding errors (`expected`). A format is
+allowed if
 
     bound × half step of the format ≤ error_tolerance
 
-Attention has a rule of its own (`attention.py`). A value stays exact, with a reason, if its rule
-cannot be derived, if it is not a float, or if a mask may have made elements huge (`ranges.py`).
+Attention has a rule of its own (`attention.py`). A value must be stored exactly if its rule cannot
+be derived, if the value is not a float, or if a mask may have made elements huge (`ranges.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE
 
-# Their gradients are linear in the value that is stored for them and have its relative error.
+# Operators with gradients that are linear in the stored value, and so have its relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
@@ -68,7 +68,7 @@ class _Findings:
     Attributes:
         rules: the rule of each region.
         outliers: values that may have a few huge or infinite elements.
-        ungrouped: values that cannot be stored with a common scale of elements, with the reason.
+        ungrouped: values with elements that cannot share a scale, each with the reason.
         recomputable: members that may be computed from inexact values.
     """
 
@@ -91,8 +91,7 @@ class Rules:
 
     Args:
         g: the joint graph.
-        config: the user's options, perhaps with `calibration` of values. Other values have unit
-            variance.
+        config: the user's options. Values without `calibration` count with unit variance.
         facts: which inputs and outputs of the graph are parameters, activations, gradients.
     """
 
@@ -128,12 +127,12 @@ class Rules:
 
     @cached_property
     def _findings(self) -> _Findings:
-        """The rules of all regions. Inputs of a region are checked for outliers first."""
+        """The rules of all regions. A region's rule depends on the outliers among its inputs."""
         if self._are_off:
             return _Findings({region: RegionRule() for region in self.regions})
         found = _Findings()
         ready = self.by_last_input()
-        with compat.real_tensors():  # the passes run where tensors are fake
+        with compat.real_tensors():  # passes run under a fake tensor mode
             for node in self.graph.nodes:
                 if node in self.junctions and not found.outliers.isdisjoint(node.all_input_nodes):
                     found.outliers.add(node)
@@ -143,7 +142,7 @@ class Rules:
         return found
 
     def by_last_input(self) -> dict[fx.Node, list[Region]]:
-        """Return the regions by the last of their forward inputs."""
+        """Group the regions by their last forward input."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[fx.Node, list[Region]] = {}
         for region in self.regions:
@@ -153,7 +152,7 @@ class Rules:
         return found
 
     def input_facts(self, region: Region, outliers: Set[fx.Node] | None = None) -> InputFacts:
-        """Return the facts about the inputs of a region. `outliers` are all that are known yet."""
+        """Return the facts about a region's inputs. `outliers` are the outliers known so far."""
         moments = {n: self._moments[n] for n in region.values if n in self._moments}
         outliers = self._findings.outliers if outliers is None else outliers
         return InputFacts(moments, self._weights, outliers)
@@ -162,7 +161,8 @@ class Rules:
     def _uses_in_regions(self) -> dict[fx.Node, list[Use]]:
         """The uses of each node in regions.
 
-        Next to a scan values are exact, or need signs if no exponential grows there.
+        In a region next to a scan, values must be exact if an exponential may grow near the scan.
+        Otherwise their format must preserve signs.
         """
         rules = self._findings.rules
         exact, bounded = set[Region](), set[Region]()
@@ -184,7 +184,7 @@ class Rules:
 
     @property
     def _are_off(self) -> bool:
-        """Whether errors of any size are tolerated, so that no rule has to be derived."""
+        """Whether errors of any size are tolerated. Then no rule is derived."""
         return math.isinf(self.error_tolerance)
 
     def why_ungrouped(self, node: fx.Node) -> str:
@@ -198,12 +198,12 @@ class Rules:
     def why_exact(self, node: fx.Node) -> str:
         """Return why the backward needs `node` exactly, or ''."""
         uses = self._uses(node)
-        if self._are_off:  # the user's choices still hold
+        if self._are_off:  # the user's choices still apply
             uses = (BY_CHOICE for user in node.users if self._is_by_choice(user))
         return next((x for x in uses if isinstance(x, str)), "")
 
     def amplification(self, node: fx.Node) -> Amplification:
-        """Return how much an error of `node` is amplified in the gradients: the worst use."""
+        """Return how much the gradients amplify an error of `node` in the worst of its uses."""
         if self._are_off:
             return UNITY
         uses = [x for x in self._uses(node) if isinstance(x, Amplification)]
@@ -213,9 +213,9 @@ class Rules:
         return replace(worst, flush_bound=flush_bound, needs_signs=needs_signs)
 
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
-        """Return how much an error that `node` inherits is amplified, use by use.
+        """Return, for each use, the amplification of an error that `node` has from its operands.
 
-        The amplifications of a region's inputs include the errors of all members and outputs.
+        Uses in regions are left out, because the amplifications of a region's inputs include them.
         """
         if self._are_off:
             return []
@@ -231,7 +231,7 @@ class Rules:
     def may_be_recomputed(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may be computed from operands that were stored in `format`.
 
-        The amplifications of a region's inputs include the recomputation of its members.
+        The amplifications of a region's inputs already include the errors of recomputed members.
         """
         if format.lossless or node in self.constants:
             return True
@@ -255,7 +255,7 @@ class Rules:
         yield from self._uses_outside(node)
 
     def _uses_outside(self, node: fx.Node) -> Iterator[Use]:
-        """Yield uses by operators outside of regions, and by sums that end in other regions."""
+        """Yield uses by operators outside of regions, and in gradients of small parameters."""
         if node in self._small_sums:
             yield Amplification(CANCELLATION, CANCELLATION, CANCELLATION, needs_signs=True)
         for user in node.users:
@@ -265,7 +265,7 @@ class Rules:
     def _uses_by(self, user: fx.Node, node: fx.Node) -> Iterator[Use]:
         is_backward = user in self.backward
         if user in self.junctions:
-            # `logcumsumexp`, and backwards written by hand, use the exponential of such a sum
+            # `logcumsumexp`, and backwards written by hand, take the exponential of such a sum
             yield ADDED_TO_GRADIENT if is_backward and node not in self.backward else UNITY
         elif self._is_by_choice(user):
             yield BY_CHOICE
@@ -317,7 +317,7 @@ def _read_moments(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:
 
 
 def _read_attention_sizes(user: fx.Node) -> tuple[int, int]:
-    """Return tokens and head dimension of an attention operator, from its first matrix."""
+    """Return the tokens and the head dimension of an attention operator's first matrix."""
     values = (graph.value(n) for n in user.all_input_nodes)
     matrix = next(v for v in values if v is not None and v.ndim >= 2 and v.is_floating_point())
     *_, length, head_dim = (compat.size_hint(s) for s in matrix.shape)

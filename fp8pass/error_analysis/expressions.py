@@ -1,9 +1,9 @@
 """Write regions as mathematics: every node gets a symbol with a sympy definition.
 
 A symbol stands for a single element. Casts, views and broadcasts have the symbol of their operand.
-A reduction defines a *statistic*, one number for many elements. The definition of a pointwise
-operator is its formula (`graph/pointwise.py`). Derivatives, bounds and error estimates follow from
-the definitions (`derivation.py`).
+A reduction defines a *statistic*, one number for many elements. A pointwise operator is defined by
+its formula (`graph/pointwise.py`). `derivation.py` computes derivatives, bounds and error estimates
+from the definitions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Pointwise:
 class Statistic:
     """`symbol = weight · Σ value` over `length` elements.
 
-    The mean in a variance counts as a constant, because deviations from it sum to zero.
+    The mean in a variance counts as a constant, because deviations from the mean sum to zero.
 
     Attributes:
         symbol: the result.
@@ -56,7 +56,7 @@ class Statistic:
 
     @property
     def slope(self) -> Expr:
-        """The derivative of the summand by its element."""
+        """The derivative of the summand by the element."""
         return sympy.diff(self.value, self.operand)
 
 
@@ -69,9 +69,9 @@ class Expressions:
 
     Attributes:
         symbols: the symbol of every input and member.
-        definitions: the definitions of members that compute something, in order.
+        definitions: the definitions of members that are not copies, in order.
         constants: symbols of exact values.
-        numbers: the values of constants that are in the graph.
+        numbers: the values of constants that the graph shows.
         masks: constants that are booleans.
         nonpositive: symbols of inputs without positive elements.
         gradients: symbols of gradients that enter the region.
@@ -91,7 +91,7 @@ class Expressions:
 
     @property
     def length(self) -> int:
-        """The elements of the longest reduction along rows, or 1."""
+        """The number of elements in the longest reduction along rows, or 1."""
         statistics = (d for d in self.definitions if isinstance(d, Statistic))
         return max((d.length for d in statistics if not d.over_rows), default=1)
 
@@ -102,7 +102,7 @@ class Expressions:
         return any(x.as_base_exp()[1].free_symbols for x in powers)
 
     def expand(self, expression: Expr) -> Expr:
-        """Write `expression` with inputs, statistics, and roots of statistics only."""
+        """Rewrite `expression` in terms of inputs, statistics, and roots of statistics only."""
         for definition in reversed(self.definitions):
             if isinstance(definition, Pointwise) and not self._is_root(definition):
                 expression = expression.xreplace({definition.symbol: definition.value})
@@ -117,7 +117,7 @@ def express(region: Region) -> Expressions:
     """Write a region in symbols.
 
     Raises:
-        Underivable: an operator has no formula, or it divides by a value that may vanish.
+        Underivable: an operator has no formula, or divides by a value that may vanish.
     """
     found = Expressions()
     for node, role in region.inputs.items():
@@ -146,7 +146,7 @@ def _add_constant(node: fx.Node, symbol: Symbol, found: Expressions) -> None:
 def _define(node: fx.Node, found: Expressions) -> None:
     operator = graph.operator_of(node)
     if operator.target is aten.var_mean.correction:
-        if operator is not node:  # its two results are defined one by one
+        if operator is not node:  # its getitems are defined instead
             (_define_total if node.args[1] else _define_variance)(node, operator, found)
     elif graph.is_getitem(node):
         raise _unbounded(operator)
@@ -195,7 +195,7 @@ def _symbol_like(name: str, value: Expr) -> Symbol:
 
 
 def _symbol(name: str, **assumptions: bool) -> Symbol:
-    """Return a symbol named as nodes are in printed graphs. No sympy function has such a name."""
+    """Return a symbol with a node's name in printed graphs. No sympy function has such a name."""
     return Symbol(f"%{name}", **assumptions)
 
 
@@ -239,7 +239,7 @@ def _add_statistic(statistic: Statistic, found: Expressions) -> None:
 
 
 def _find_reduced(node: fx.Node, found: Expressions) -> tuple[Symbol, int]:
-    """Return the symbol that a node reduces, and how many elements it reduces to one."""
+    """Return the symbol that a node reduces, and how many elements are reduced to one."""
     before = graph.numel(graph.tensor(node.args[0]))  # type: ignore[arg-type]
     val = node.meta["val"]
     after = graph.numel(val[0] if isinstance(val, (tuple, list)) else val)

@@ -1,16 +1,16 @@
 """Compute the gradient factors of a region as numbers, element by element.
 
 An output of the backward is linear in the gradients g that enter the region. Over the elements that
-a statistic reduces, its Jacobian is diagonal plus a few rank-one terms,
+a statistic reduces, the output's Jacobian is a diagonal plus a few rank-one terms,
 
     J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of g)
 
-where a, u_s and w_s are the *gradient factors*, functions of forward values. They are computed by
-the operators of the backward, which are linear and run on factors instead of gradients.
+where a, u_s and w_s are the *gradient factors*, functions of forward values. The operators of the
+backward are linear. Run on factors instead of gradients, they compute the factors of an output.
 
 Each statistic of forward values is *cut*: it becomes an input with the same value for all elements
-of a row. The remaining graph is element-wise, so that one pass of autograd gives the derivatives of
-a factor by every forward value and every statistic. The cost is linear in the number of operators.
+of a row. The remaining graph is element-wise, so one pass of autograd gives the derivatives of a
+factor by every forward value and every statistic. The cost is linear in the number of operators.
 """
 
 from __future__ import annotations
@@ -27,25 +27,24 @@ from fp8pass.error_analysis.expressions import Definition, Expressions, Pointwis
 from fp8pass.error_analysis.samples import evaluate
 from fp8pass.graph.symbols import Underivable
 
-# The symbol of a statistic of forward values, or the (gradient, statistic, statistic) of a mean
-# over factors.
+# The symbol of a statistic of forward values or, for a mean over factors, a triple (gradient,
+# statistic, statistic).
 Key: TypeAlias = Hashable
 
-# One row of a Jacobian: the response of a value to a gradient that enters the region. It contains a
-# under the symbol of the gradient, and u_s under the symbol of each statistic s.
+# One row of a Jacobian: the response of a value to a gradient that enters the region. The symbol of
+# the gradient maps to a, and the symbol of each statistic s maps to u_s.
 Response = dict[Symbol, Tensor]
 
-# The largest cost of a derivation, in evaluations of one operator on samples with its derivatives:
-# about 0.2 seconds.
+# The largest cost of a derivation, in passes of autograd through one operator: about 0.2 seconds.
 LARGEST_COST = 30_000
-EVALUATION = 8  # the cost of setting up one operator, in passes of autograd through one operator
+EVALUATION = 8  # the cost of setting up one operator, in the same unit
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Jacobian(Generic[T]):
-    """diag(diagonal) + Σ column rowᵀ. The diagonal counts with its norm of order `order`."""
+    """diag(diagonal) + Σ column rowᵀ. `order` is the order of the diagonal's norm."""
 
     diagonal: T | None
     pairs: Collection[tuple[T, T]] = ()
@@ -62,16 +61,16 @@ class Factors:
 
     Args:
         expressions: the region in symbols.
-        inputs: values of its constants and forward inputs, all of one shape.
+        inputs: values of the region's constants and forward inputs, all of one shape.
         stored: symbols that the backward reads instead of recomputing them, with their values.
-        statistics: the values of all statistics. Without it they are computed from the inputs.
+        statistics: the values of all statistics; by default they are computed from `inputs`.
 
     Attributes:
         values: the forward values by symbol, with autograd's graph.
-        cut: the statistics as inputs, in the shape of the inputs.
+        cut: the statistics that became inputs, expanded to the shape of the inputs.
         contributions: the term that each element adds to a statistic.
-        responses: by the gradient that enters, then by symbol.
-        rows: w_s, by the gradient that enters, then by statistic.
+        responses: the responses by the gradient that enters, then by symbol.
+        rows: the w_s by the gradient that enters, then by statistic.
 
     Raises:
         Underivable: the region is not linear in gradients.
@@ -104,7 +103,7 @@ class Factors:
     def jacobians(self, output: Symbol) -> list[Jacobian[Tensor]]:
         """Return the Jacobian of an output for each gradient that it depends on.
 
-        A forward value that a weight gradient reads is its own factor, in the 2-norm.
+        A forward value that a weight gradient reads is its own factor, measured in the 2-norm.
         """
         if output in self.values:
             return [Jacobian(self.values[output], order=2)]
@@ -131,7 +130,7 @@ class Factors:
         return self._cut(symbol, each, definition.over_rows)
 
     def _cut(self, key: Key, each: Tensor, over_rows: bool = False) -> Tensor:
-        """Return a statistic as an input. The samples are a part of the elements it reduces."""
+        """Return a statistic as an input, estimated from the samples if its value is not given."""
         each = each.expand(self.shape)
         if self._statistics is None:
             mean = each.detach().mean(-2 if over_rows else -1, keepdim=True)
@@ -144,12 +143,12 @@ class Factors:
     # --- backward -------------------------------------------------------------------------------
 
     def _respond_to(self, gradient: Symbol, definitions: Iterable[Definition]) -> None:
-        """Compute the response of every symbol to one gradient that enters: the chain rule."""
+        """Compute the response of every symbol to one entering gradient, by the chain rule."""
         one = torch.ones(self.shape, dtype=torch.float64)
         found = self.responses[gradient] = {gradient: {gradient: one}}
         rows = self.rows[gradient] = {}
         for definition in definitions:
-            symbols = sorted(definition.value.free_symbols, key=str)  # sums do not depend on hashes
+            symbols = sorted(definition.value.free_symbols, key=str)  # a fixed order of sums
             operands = {s: found[s] for s in symbols if s in found}
             if not operands:
                 continue
@@ -160,7 +159,7 @@ class Factors:
             found[definition.symbol] = response
 
     def _map(self, definition: Definition, operands: Mapping[Symbol, Response]) -> Response:
-        """Return the response of a definition to the responses of its operands."""
+        """Return the response of a definition, from the responses of its operands."""
         columns = dict.fromkeys(t for response in operands.values() for t in response)
         return {
             t: self._run(definition, {s: r[t] for s, r in operands.items() if t in r})
@@ -198,7 +197,7 @@ class Factors:
 
 
 def split_at_gradients(expressions: Expressions) -> tuple[list[Definition], list[Definition]]:
-    """Return the definitions without and with a dependence on a gradient."""
+    """Return the definitions that do not depend on a gradient, and the definitions that do."""
     dependent = set(expressions.gradients)
     forward, backward = list[Definition](), list[Definition]()
     for definition in expressions.definitions:
@@ -215,11 +214,11 @@ def _leaf(x: Tensor, differentiable: bool = True) -> Tensor:
 
 
 def check_cost(expressions: Expressions, outputs: Iterable[Symbol]) -> None:
-    """Refuse a region if it would take too long to derive its rule.
+    """Refuse a region if deriving its rule would take too long.
 
-    Each statistic of a gradient adds a term to all Jacobians after it, and each mean over such a
-    term is another statistic: many normalizations in a row, as in Sinkhorn's iterations, take too
-    long. The cost is counted and not measured, so that plans do not depend on the machine's load.
+    Each statistic of a gradient adds a term to all later Jacobians, and each mean over such a term
+    is another statistic. So many normalizations in a row, as in Sinkhorn's iterations, take too
+    long. The cost is counted, not measured, so that plans do not depend on the machine's load.
 
     Raises:
         Underivable: the cost is above `LARGEST_COST`.

@@ -1,11 +1,12 @@
-"""Summarize the error rules of a graph for `fp8pass.explain`, with bounds as formulas (AGoQ 4.1).
+"""Summarize the error rules of a graph for `fp8pass.explain`, with bounds as formulas.
 
-A formula is the bound that `amplification.py` computes as a number. The Jacobian of an output,
+A formula states the bound that `amplification.py` computes as a number (section 4.1 of the AGoQ
+paper). The chain rule gives the Jacobian of an output,
 
     J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of a gradient)
 
-comes from the chain rule, and so does its perturbation. A formula grows exponentially with the
-number of operators, so that no decision depends on formulas.
+and the perturbation of J. Formulas grow exponentially with the number of operators, so no decision
+depends on formulas.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.symbols import Underivable
 from fp8pass.plan import RuleSummary
 
-# The most operators of a region with a formula: four times a norm.
+# Regions with more operators get no formula. A norm has about a quarter as many.
 LARGEST_FORMULA = 40
 
 ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
@@ -88,7 +89,7 @@ class ChainRule:
     def differentiate(self, expression: Expr, result: Symbol | None = None) -> Coefficients:
         """Return the total derivative of an expression of symbols and means.
 
-        A derivative that contains `expression`, as in exp' = exp, is written with `result`.
+        If the derivative contains `expression`, as in exp' = exp, `result` replaces `expression`.
         """
         means = {sympy.Dummy(f"mean_{i}"): m for i, m in enumerate(_outermost_means(expression))}
         flat = expression.xreplace({m: dummy for dummy, m in means.items()})
@@ -141,7 +142,7 @@ def _outermost_means(expression: Expr) -> list[Mean]:
 def _reappears_in_its_derivative(value: Expr) -> bool:
     """Whether the derivative is a function of the result, which a backward may have stored.
 
-    exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³.
+    Examples: exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³.
     """
     if isinstance(value, sympy.Pow):
         return bool(value.exp.is_negative) or not value.exp.is_integer
@@ -153,7 +154,7 @@ def _mean(expression: Expr, length: Expr) -> Expr:
 
 
 class Formulas:
-    """The bounds of one region.
+    """The bounds of one region, as formulas.
 
     Attributes:
         expressions: the region in symbols.
@@ -186,7 +187,7 @@ class Formulas:
         return total
 
     def _perturbation(self, factor: Expr, chain: ChainRule, order: float) -> Expr:
-        """Return the `order`-norm of Δfactor per unit of ‖δ‖_∞: AGoQ's Eq. 8 and Eq. 12."""
+        """Return the `order`-norm of Δfactor per unit of ‖δ‖_∞ (Eq. 8 and 12 of the AGoQ paper)."""
         total = ZERO
         for differential, coefficient in chain.differentiate(factor).items():
             through = differential != chain.source
@@ -201,7 +202,7 @@ class Formulas:
         return self._norms[key]
 
     def _compute_norm(self, expression: Expr, order: float) -> Expr:
-        """Take common factors out of a norm. Constants count by their maximum."""
+        """Return a norm with common factors taken out. Constant factors count by their maximum."""
         expression = self.expressions.expand(expression)
         if expression.is_Add:
             expression = sympy.factor_terms(expression)
@@ -232,7 +233,7 @@ def _list_jacobians(output: Symbol, chains: Iterable[ChainRule]) -> list[Jacobia
 
 def summarize_rules(rules: Rules) -> list[RuleSummary]:
     """Summarize each region that has a backward and values that may be stored."""
-    known: dict[object, tuple[Region, RuleSummary]] = {}  # one of each set of equal regions
+    known: dict[object, tuple[Region, RuleSummary]] = {}  # the first of equal regions
     summaries = []
     with compat.real_tensors():
         for region in rules.regions:
@@ -268,7 +269,7 @@ def _short_name(node: fx.Node) -> str:
 
 
 def _summarize(region: Region, facts: InputFacts, reason: str) -> RuleSummary:
-    """Compute the bounds of the output with the largest one, in both cases."""
+    """Summarize a region by the bounds of its worst output in Case 1 and Case 2."""
     nothing = RuleSummary("", (), (), 0.0, 0.0, "", reason)
     if reason:
         return nothing

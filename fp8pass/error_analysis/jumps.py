@@ -1,12 +1,13 @@
-"""Find comparisons that make the results of a region jump at their threshold.
+"""Find comparisons that make results of a region jump at a threshold.
 
 A comparison is harmless if both outcomes give the same result at the threshold: softplus is x above
-20 and log(1 + exp(x)) below, which are equal at 20 within rounding. If the results differ, as for a
-mask or the gradient of ReLU6, the backward must use the outcome of the forward.
+20 and log(1 + exp(x)) below 20, and both are equal at 20 within rounding. If the results differ, as
+for a mask or the gradient of ReLU6, the backward must use the outcome of the forward.
 
-A comparison of x with zero is special, because no relative perturbation of x crosses zero. The
-backward may compute it from an inexact x in any format that preserves signs, or from another value
-with the sign of x. But x itself must not be computed from an inexact value.
+A comparison of x with zero is special, because no relative perturbation changes the sign of x. The
+backward may repeat the comparison with an inexact x, in any format that preserves signs, or with
+another value of the same sign. But x must not be recomputed from inexact values, which might change
+its sign.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from fp8pass.error_analysis.factors import Factors
 from fp8pass.error_analysis.samples import ON_CPU, Samples, evaluate
 from fp8pass.graph.symbols import Magnitude, Sign, Underivable, UnitStep
 
-# Results that differ by less than this share of the largest one are equal within rounding.
+# Results that differ by less than this share of the largest result are equal within rounding.
 TOLERANCE = 2**-7
 
-# The values of an input among which thresholds are searched: both signs of these magnitudes.
+# The search for thresholds tries these magnitudes of an input, with both signs.
 GRID = torch.logspace(-6, 7, 53, base=2, **ON_CPU)
-ROWS = 8  # samples of the other inputs
+ROWS = 8  # samples of the inputs that are not varied
 BISECTIONS = 40
-LARGEST_BATCH = 4096  # thresholds along one input
+LARGEST_BATCH = 4096  # most thresholds along one input
 
 
 class ThresholdComparison(NamedTuple):
@@ -40,7 +41,7 @@ class ThresholdComparison(NamedTuple):
     Attributes:
         symbol: the symbol of the formula.
         compared: the expression that is compared.
-        root: the earliest symbol with the sign of `compared`, if there is one.
+        root: the earliest symbol with the sign of `compared`, if any.
         is_mask: whether the formula is the comparison and nothing else.
     """
 
@@ -55,11 +56,11 @@ def find_jumps(
 ) -> tuple[set[Symbol], set[Symbol]]:
     """Find comparisons of inexact values that make an output jump at the threshold.
 
-    Return symbols that are compared with zero, so that the backward needs their exact sign, and
-    symbols of comparisons that need exact operands.
+    Return two sets: symbols that are compared with zero, because the backward needs their exact
+    signs, and symbols of comparisons that need exact operands.
 
     Raises:
-        Underivable: a comparison that jumps is a part of a larger formula.
+        Underivable: a comparison that causes a jump is a part of a larger formula.
     """
     signs, exact, parts = set[Symbol](), set[Symbol](), set[str]()
     if comparisons := _list_comparisons(expressions):
@@ -95,7 +96,7 @@ def _list_comparisons(expressions: Expressions) -> list[ThresholdComparison]:
 
 
 def find_sign_roots(expressions: Expressions) -> dict[Symbol, Symbol]:
-    """Map each forward symbol to the earliest one with the same sign, or the opposite sign."""
+    """Map each pointwise symbol to the earliest symbol with the same or the opposite sign."""
     roots: dict[Symbol, Symbol] = {}
     for definition in expressions.definitions:
         if isinstance(definition, Pointwise):
@@ -105,7 +106,7 @@ def find_sign_roots(expressions: Expressions) -> dict[Symbol, Symbol]:
 
 
 def _find_root(value: Expr, roots: Mapping[Symbol, Symbol], fixed: set[Symbol]) -> Symbol | None:
-    """Return the root of an expression, if the sign of only one factor may change."""
+    """Return the root of an expression, or None unless exactly one factor may change its sign."""
     if isinstance(value, (sympy.tanh, sympy.erf, Magnitude)):
         return _find_root(value.args[0], roots, fixed)
     factors = set(sympy.Mul.make_args(value))
@@ -125,7 +126,7 @@ class Crossings(NamedTuple):
 
     Attributes:
         below, above: the inputs of the two points, [inputs, pairs].
-        comparison: the index of the comparison that differs, [pairs].
+        comparison: the index of the comparison with different outcomes, [pairs].
         row: the row of `Samples` that both points take their statistics from, [pairs].
     """
 
@@ -136,9 +137,10 @@ class Crossings(NamedTuple):
 
 
 class ThresholdSearch:
-    """Searches the thresholds of comparisons and compares the results on both sides.
+    """Searches for the thresholds of comparisons and compares the results on both sides.
 
-    A grid along each input finds points on both sides of a threshold. Bisection brings them closer.
+    A grid along each input finds two points on both sides of a threshold. Bisection moves the two
+    points together.
     """
 
     def __init__(
@@ -153,8 +155,8 @@ class ThresholdSearch:
     def find_jumping(self, outputs: list[Symbol]) -> list[ThresholdComparison]:
         """Return the comparisons that make an output or one of its factors jump.
 
-        If a mask and another comparison change together, only the mask is returned if nothing jumps
-        while the mask is constant.
+        If a mask and another comparison change together, and no result jumps while the mask is held
+        constant, only the mask is returned.
         """
         found = [c for s in self.expressions.values if len((c := self._search_along(s)).row)]
         if not found:
@@ -175,7 +177,7 @@ class ThresholdSearch:
         return [c for i, c in enumerate(self.comparisons) if i in jumping]
 
     def _search_along(self, varied: Symbol) -> Crossings:
-        """Find neighbours in the grid of one input with different outcomes of a comparison."""
+        """Find neighbours in the grid of one input that give a comparison different outcomes."""
         grid = torch.cat([-GRID.flip(0), GRID])
         rows = min(self._inputs[varied].shape[1], ROWS)
         shape = len(grid), rows
@@ -232,7 +234,7 @@ def _list_results(factors: Factors, outputs: list[Symbol]) -> list[Tensor]:
 
 
 def _differs(before: list[Tensor], after: list[Tensor], scales: list[float]) -> Tensor:
-    """Return at which points some result differs on the two sides."""
+    """Return a mask of the points at which a result differs between the two sides."""
     found = torch.zeros(before[0].shape, dtype=torch.bool)
     for a, b, scale in zip(before, after, scales, strict=True):
         largest = max(scale, float(a.abs().nan_to_num().max()), float(b.abs().nan_to_num().max()))

@@ -1,13 +1,13 @@
 """Find outliers, unbounded exponentials and divisors, which cannot be stored in low bits.
 
-Values in one group share a scale, and values far below the largest one are rounded to zero.
+Values in one group share a scale, and values far below the largest value are rounded to zero.
 
-- *Outliers*: a mask adds -1e9 or -inf to some elements. Rounding them to few bits makes the other
-  elements of the group zero or NaN. The value before the mask may be stored instead.
-- *Exponentials*: a cumulative decay is far larger than samples of unit variance. Its exponential
-  turns an error of 1% of the sum into a factor, and elements of one group differ by orders of
-  magnitude. Nothing grows if the argument is bounded from above, as in softmax, or if a bounded
-  function follows, as in a sigmoid.
+- *Outliers*: a mask adds -1e9 or -inf to some elements. Rounding such elements to few bits makes
+  the other elements of the group zero or NaN. The value before the mask may be stored instead.
+- *Exponentials*: a cumulative decay is far larger than samples of unit variance. If the decay is
+  wrong by 1%, its exponential is wrong by a factor, and elements of one group differ by orders of
+  magnitude. Results do not grow if the argument is bounded from above, as in softmax, or if a
+  bounded function follows, as in a sigmoid.
 - *Divisors*: the backward of atan divides by 1 + x². In a group with an x of 30, 4 bits would make
   the divisor 0 for all x below 3. A divisor recomputed from an inexact x is never 0.
 """
@@ -26,14 +26,15 @@ from fp8pass.error_analysis.factors import split_at_gradients
 from fp8pass.error_analysis.samples import HUGE, SCALES, Samples, evaluate
 from fp8pass.graph.symbols import Where
 
-MASK = -1e9  # infinity is found in the same way
+MASK = -1e9  # also stands for infinite masks
 DIVISOR = "something divides by it, and values that share a scale may be rounded to zero"
 
-# Inputs are scaled by this factor. A product of up to four inputs grows by no more than `GROWTH`.
+# The search for exponentials scales inputs by this factor. A product of up to four inputs grows by
+# no more than `GROWTH`, so faster growth counts as exponential.
 FACTOR = 8.0
 GROWTH = FACTOR**4
 
-COLUMNS = 64  # elements of each row in which divisors are searched
+COLUMNS = 64  # elements of each row that are searched for divisors
 
 
 def find_outliers(
@@ -45,7 +46,7 @@ def find_outliers(
 
     Args:
         expressions: the region in symbols.
-        samples: its samples.
+        samples: samples of the region.
         weights: constants that are parameters.
         outliers: inputs that may have outliers.
     """
@@ -65,7 +66,7 @@ def find_outliers(
 
 
 def _list_addends(expressions: Expressions) -> set[Symbol]:
-    """Return the constants that are a term of a sum, or a choice of a condition."""
+    """Return the constants that are a term of a sum, or one of the two values of a `Where`."""
     found: set[Expr] = set()
     for definition in expressions.definitions:
         value = definition.value
@@ -93,8 +94,8 @@ def grows_exponentially(
 def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
     """Return the symbols that make a result infinite or NaN if they are rounded to zero.
 
-    The sum of a row contains one of its largest values, which is not rounded to zero. The sum of a
-    column may contain zeros only.
+    The sum of a row does not become zero, because it contains the largest value of a group. The sum
+    of a column may consist of zeros only.
     """
     few = {s: x[..., :COLUMNS] for s, x in samples.values.items()}
     _, backward = split_at_gradients(expressions)
@@ -116,7 +117,7 @@ def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
 def _fails_at_zero(
     definition: Definition, values: dict[Symbol, Tensor], zeros: set[Symbol], is_divisor: bool
 ) -> bool:
-    """Whether a definition is infinite or NaN if `zeros` are zero, or a divisor is zero."""
+    """Whether a definition is infinite or NaN, or a zero divisor, if the symbols `zeros` are 0."""
     before = evaluate(definition.value, values)
     after = evaluate(definition.value, {**values, **{s: 0 * values[s] for s in zeros}})
     bad = ~after.isfinite()

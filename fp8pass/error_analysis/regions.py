@@ -1,15 +1,15 @@
-"""Cut a joint graph into regions, for which error rules are derived.
+"""Cut a joint graph into regions. Error rules are derived region by region.
 
 A region is a maximal set of connected pointwise operators, casts, views and reductions of the
-forward and the backward, between GEMMs, attention and the edges of the graph. Three more kinds of
-nodes end a region:
+forward and the backward. GEMMs, attention and the edges of the graph end a region. So do three more
+kinds of nodes:
 
 - a *junction*, a sum of independent values (`x + attention(x)`), or a difference of two values
-  (`differences.py`). It has the relative error of its operands. Without junctions the residual
-  stream would join all layers into one region;
-- *movement* of elements (slices, concatenations, gathers), which has their error, too;
-- a *discrete* value, such as an index. An inexact operand may change it completely, so that the
-  backward reads the value of the forward. Comparisons with a known formula stay in the region.
+  (`differences.py`). A junction counts with the relative error of its operands. Without junctions
+  the residual stream would join all layers into one region;
+- *movement* of elements (slices, concatenations, gathers), which does not change relative errors;
+- a *discrete* value, such as an index. An inexact operand may change a discrete value completely,
+  so the backward reads the forward's value. Comparisons with a known formula stay in the region.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, 
 
 
 class Role(Enum):
-    """The kind of value that an input of a region is."""
+    """The roles of the inputs of a region."""
 
     VALUE = "value"  # computed in the forward: may be stored inexactly
     GRADIENT = "gradient"  # depends on a gradient from outside
@@ -75,10 +75,10 @@ class Region:
 
     @property
     def cached(self) -> list[fx.Node]:
-        """The values that Case 2 stores besides the inputs: forward values that the backward reads.
+        """The members that the backward reads. Case 2 of AGoQ stores them besides the inputs.
 
-        Values that no forward operator uses, such as the cube of a statistic, are left out: the
-        backward computes them.
+        Values that no forward operator uses, such as the cube of a statistic, are left out, because
+        the backward computes such values.
         """
         members, forward = set(self.nodes), set[fx.Node]()
         for node in reversed(self.nodes):
@@ -90,7 +90,7 @@ class Region:
         ]
 
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for regions of equal structure and sizes: repeated layers."""
+        """Return a key that is equal for regions of equal structure and sizes (repeated layers)."""
         number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
         roles = tuple(
             (role, graph.shape_text(graph.tensor(n)), filled_with(n), n in self.nonpositive)
@@ -176,7 +176,7 @@ class Splitter:
             self.junctions.add(node)
 
     def _is_discrete(self, node: fx.Node) -> bool:
-        """Whether a forward node is not a float, nor computed from comparisons with a formula."""
+        """Whether a forward node is neither a float nor computed from comparisons with formulas."""
         if node in self.backward or graph.value(node) is None or _is_float(node):
             return False
         derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)

@@ -1,9 +1,10 @@
 """Compute the values of a region on random samples, or on real data.
 
-Inputs are normal, gradients are normal with unit variance, masks are random. The same numbers come
-at several scales, because a bound has to hold for the values in training: the amplification of
-`tanh(x) ** 1000` depends on the size of x. Parameters, buffers and data are 1, then much larger and
-much smaller, because their values change in training: `tanh(50 * x)` is steep near zero.
+Inputs and gradients are drawn from normal distributions, gradients with unit variance. Masks are
+random. The same inputs are used at several scales, because a bound has to hold for the values in
+training: the amplification of `tanh(x) ** 1000` depends on the size of x. Parameters, buffers and
+data are set to 1, then to much larger and much smaller values, because they change in training:
+`tanh(50 * x)` is steep near zero.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import Tensor
 from fp8pass.error_analysis.expressions import Definition, Expressions, Pointwise
 from fp8pass.graph.symbols import TORCH_FUNCTIONS, Underivable
 
-ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # regardless of the defaults
+ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever PyTorch's defaults
 HUGE = 1e6  # larger than every sample, except for masks (`ranges.py`)
-SCALES = (1.0, 0.5, 2.0)  # times the given moments, which come first
+SCALES = (1.0, 0.5, 2.0)  # factors of values with the given moments
 CONSTANTS = (64.0, 1 / 64)  # the values of constants besides 1, at the first scale
 ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # shape of samples, at each scale
 
@@ -49,7 +50,7 @@ UNIT_VARIANCE = Moments()
 
 
 class Samples:
-    """Values of symbols, [scales and constants, rows, width]. A statistic has one for each row.
+    """Values of symbols, [scales and constants, rows, width]. Statistics have one value per row.
 
     Attributes:
         inputs: the values of constants, forward inputs and gradients.
@@ -87,12 +88,12 @@ class Samples:
         return sign * sizes[:, None, None]
 
     def use(self, data: Mapping[Symbol, Tensor]) -> None:
-        """Replace the inputs with real tensors: the same subset of rows of each."""
+        """Replace the inputs with the same subset of rows of each real tensor."""
         constants = self.expressions.constants
         length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
         counts = {x.numel() for s, x in data.items() if s not in constants}
         if len(counts) != 1 or (count := counts.pop()) % length or count < length:
-            return  # the inputs broadcast against each other: their rows would not match
+            return  # the inputs broadcast against each other, so their rows would not match
         self.width = length
         rows = min(count // length, LARGEST_WIDTH)
         chosen = torch.linspace(0, count // length - 1, rows, device="cpu").long()
@@ -138,7 +139,7 @@ class Samples:
 
 
 def _compute(definition: Definition, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """Compute a symbol. The samples are a part of the elements that a statistic reduces."""
+    """Compute a symbol. A statistic is estimated from the samples, a part of its elements."""
     result = evaluate(definition.value, values)
     if isinstance(definition, Pointwise):
         return result
@@ -177,9 +178,9 @@ _FUNCTIONS = {n: _with_tensors(f) if callable(f) else f for n, f in TORCH_FUNCTI
 def rounding(x: Tensor, relative_error: float) -> Tensor:
     """Return factors that round `x` with a relative RMS error of `relative_error`.
 
-    The error is a function of the value, as in a format: in a sum over tokens the errors of
-    repeated rows add up, while independent errors would average out. The grid is uniform in the
-    logarithm. Unlike a format it has no largest and no smallest number.
+    Equal values have equal errors, as in a format: in a sum over tokens the errors of repeated rows
+    add up, while independent errors would average out. The logarithms of the rounded numbers are
+    equally spaced. Unlike in a format, there is no largest and no smallest number.
     """
     step = relative_error * math.sqrt(12)
     position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step

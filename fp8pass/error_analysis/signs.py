@@ -1,10 +1,10 @@
 """Infer which values of a graph have no positive, or no negative, elements.
 
-A cumulative decay may be of any size, but its exponential is at most 1 if the graph shows that the
-terms of the sum are nonpositive: -exp(a) · softplus(b), as in Mamba and in gated delta rules, or a
-`logsigmoid`. One pass over the nodes computes signs from the signs of operands. Interval analysis
-(`torch.utils._sympy.value_ranges`) has no rules for views, reductions, scans and padding, which are
-most of the table below.
+A cumulative decay may be of any size. But its exponential is at most 1 if all terms of the sum are
+nonpositive, such as -exp(a) · softplus(b) in Mamba and in gated delta rules, or a `logsigmoid`. One
+pass over the nodes computes signs from the signs of operands. PyTorch's interval analysis
+(`torch.utils._sympy.value_ranges`) cannot do this, because it has no rules for views, reductions,
+scans and padding, which are most of the table below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8pass.graph.patterns import ZEROS
 
 
 class KnownSign(Flag):
-    """The signs that all elements of a value have."""
+    """The signs that all elements of a value are known to have."""
 
     UNKNOWN = 0
     NONNEGATIVE = 1
@@ -70,7 +70,7 @@ def infer_signs(g: fx.Graph) -> dict[fx.Node, KnownSign]:
     return known
 
 
-Rule = Callable[..., KnownSign]  # of a node and the signs of its arguments
+Rule = Callable[..., KnownSign]  # takes a node and the signs of its arguments
 
 
 def _keep(node: fx.Node, x: KnownSign, *_: KnownSign) -> KnownSign:
@@ -86,7 +86,7 @@ def _subtract(node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = POSI
 
 
 def _is_rest_of_scan(difference: fx.Node) -> bool:
-    """Whether a node is `c[..., -1:] - c` of a cumulative sum, the sum after each position."""
+    """Whether a node is `c[..., -1:] - c` for a cumulative sum c: the sum after each position."""
     last, scan = difference.args[:2]
     if not (isinstance(last, fx.Node) and isinstance(scan, fx.Node)) or difference.kwargs:
         return False
@@ -103,7 +103,7 @@ def _multiply(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
 
 
 def _divide(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
-    """A tensor as a divisor may contain zeros of either sign."""
+    """Return UNKNOWN for a tensor as the divisor, which may contain zeros of either sign."""
     return a * b if isinstance(node.args[1], (int, float)) else KnownSign.UNKNOWN
 
 
@@ -121,7 +121,7 @@ def _where(node: fx.Node, condition: KnownSign, a: KnownSign, b: KnownSign) -> K
 
 
 def _implied_sign(condition: Any, x: Any) -> KnownSign:
-    """Return the sign of `x` that `x > number` implies: softplus is `x` where that is large."""
+    """Return the sign of `x` that the condition `x > number` implies, as in softplus."""
     if condition.target not in (aten.gt.Scalar, aten.ge.Scalar) or condition.args[0] is not x:
         return KnownSign.UNKNOWN
     number = condition.args[1]

@@ -1,19 +1,21 @@
-"""Find values that are multiplied by gradients and summed: in scans, and for small parameters.
+"""Find values that are multiplied by gradients and summed, in scans and for small parameters.
 
 *Scans*. A recurrence that is written with `cumsum` (gated linear attention, HGRN, minGRU)
-multiplies by exp(c), sums, and multiplies by exp(-c): the smallest elements of a row before the sum
-may be the largest after it. In groups with a common scale they would be rounded to zero. If the
-arguments of all exponentials next to the sum are nonpositive, as in Mamba2 and gated delta rules,
-small elements stay small, and formats of a wide range are allowed.
+multiplies values by exp(c), sums them, and multiplies the sum by exp(-c). The smallest elements of
+a row before the sum may become the largest elements after the sum. A common scale of a group would
+round these elements to zero. If the arguments of all exponentials next to the sum are nonpositive,
+as in Mamba2 and gated delta rules, small elements stay small, and formats of a wide range are
+allowed.
 
 *Small parameters*. The gradient of a parameter of few elements consists of a few sums:
 
     out = sum(weights(scale)[..., None] * streams, -2)     hyper-connections, gates of whole layers
     grad scale = sum over tokens of f(token) * <grad out, streams>
 
-In hyper-connections the sums were 7 to 21% of the norm of their terms, so that an error of 12% of
-each term changed the sign of gradients. Adam divides by the size of the gradient, so that a small
-gradient counts as much as a large one. In the gradient of a matrix few of thousands of sums cancel.
+In hyper-connections these sums were 7 to 21% of the norm of their terms, so an error of 12% of each
+term changed the sign of gradients. Adam divides by the size of the gradient, so a small gradient
+counts as much as a large gradient. The gradient of a matrix consists of thousands of sums, and few
+of these sums cancel.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
 SCANNED = "its gradients are summed over positions, where the smallest may count most"
 
 SMALL = 32  # elements; parameters with fewer are small
-WIDE = 16  # elements of a row that is summed; the smallest group that shares a scale
-CANCELLATION = 10.0  # norm of the terms over their sum; more in one of twelve random sums
+WIDE = 16  # elements; shorter rows are not stored in groups that share a scale
+CANCELLATION = 10.0  # norm of the terms over their sum; larger in one of twelve random sums
 
 
 def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list[set[Region]]:
@@ -67,12 +69,12 @@ def _reach(scan: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[f
 def find_factors_of_small_gradients(
     g: fx.Graph, backward: Collection[fx.Node], forward_outputs: int
 ) -> set[fx.Node]:
-    """Return the forward values that are multiplied in the gradients of small parameters.
+    """Return the forward values that are factors in the gradients of small parameters.
 
     Args:
         g: a joint graph.
-        backward: its nodes that depend on a gradient.
-        forward_outputs: how many of its outputs belong to the forward.
+        backward: the nodes of `g` that depend on a gradient.
+        forward_outputs: how many outputs of `g` belong to the forward.
     """
     gradients = graph.outputs(g)[forward_outputs:]
     waiting = [x for x in gradients if isinstance(x, fx.Node) and _is_small(x)]
@@ -99,9 +101,9 @@ def _is_small(gradient: fx.Node) -> bool:
 
 
 def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
-    """Whether to search from `user` to its operand: through narrow values, and to one wide value.
+    """Whether to search from `user` to its operand `node`.
 
-    Operators with several results end the search.
+    The search ends if both are wide, or if `node` has several results.
     """
     is_tensor = isinstance(graph.value(node), torch.Tensor)
     return is_tensor and not (_is_wide(node) and _is_wide(user))

@@ -15,11 +15,11 @@ origins.py         values that depend on the data, on parameters or on constants
 output_heads.py    layers that compute logits; MoE routers
 linear_layers.py   the GEMMs of linear layers, forward and backward
 chunks.py          subgraphs that run on chunks of rows
-row_graph.py       the graph of such a chunk, and its inputs
-row_writer.py      writes that graph, operator by operator
+row_graph.py       the graph that computes a chunk of rows, and its inputs
+row_writer.py      writes the graph of a chunk, operator by operator
 multiples.py       gradients that are multiples of the incoming gradient
 flops.py           floating-point operations
-spec.py            checks that a graph is well formed
+spec.py            check that a graph is well formed
 
 This package re-exports the most common helpers: `graph.emit`, `graph.tensor`, ...
 """

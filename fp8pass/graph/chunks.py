@@ -1,11 +1,11 @@
-"""Subgraphs that run on one chunk of rows after another, so that no value has all rows.
+"""Subgraphs that run on one chunk of rows at a time, so that no value inside has all rows.
 
     losses, dx, dw = in_chunks(body, 4, rows=[x, y, g], shared=[w], sums=1)
 
-The submodule `body` takes a chunk of `rows` and all of `shared`. The results with rows are
-concatenated. The last `sums` results are sums over the rows of the chunk, and are added up.
-The last chunk also takes the remainder of the rows. Passes see one operator; `unroll_chunks`
-expands it before Inductor compiles the graph.
+The submodule `body` takes a chunk of each tensor in `rows` and all tensors in `shared`. The results
+with rows are concatenated. The last `sums` results are sums over the rows of the chunk, and are
+added up over chunks. The last chunk also takes the remainder of the rows. Passes see one operator,
+which `unroll_chunks` expands before Inductor compiles the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8pass.graph.joint import JointFacts
 def in_chunks(
     body: Any, count: int, rows: list[Tensor], shared: list[Tensor], sums: int
 ) -> tuple[Tensor, ...]:
-    """Run `body` on `count` chunks of `rows`: the eager reference of unrolled chunks."""
+    """Run `body` on `count` chunks of `rows`. Unrolled chunks must give the same results."""
     bounds = chunk_bounds(len(rows[0]), count)
     results = [body(*(x[start:end] for x in rows), *shared) for start, end in bounds]
     parts = list(zip(*results, strict=True))

@@ -1,6 +1,6 @@
-"""Classify operators: a table of operators for each kind.
+"""Classify operators into kinds, with a table of operators for each kind.
 
-`kind` is a pure function of a node, so it also works on nodes that passes created.
+`kind` depends on the node alone, and so also works on nodes that passes created.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kind(Enum):
     OTHER = "other"
 
 
-# Views of a part of the elements.
+# Views that show only a part of the elements.
 PARTIAL_VIEWS = {
     aten.slice.Tensor,
     aten.select.int,
@@ -51,7 +51,7 @@ PARTIAL_VIEWS = {
     aten.unfold.default,
 }
 
-# Not `OpOverload.is_view`, which includes `view.dtype` and views of complex numbers.
+# A list, because `OpOverload.is_view` also includes `view.dtype` and views of complex numbers.
 VIEWS = (
     graph.RESHAPES
     | PARTIAL_VIEWS
@@ -66,7 +66,8 @@ VIEWS = (
     }
 )
 
-# GEMMs of groups of rows or, in a weight gradient, of groups of the contraction.
+# GEMMs that multiply each group of rows by a matrix of its own. In a weight gradient the groups
+# split the contraction.
 GROUPED_GEMMS = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 
 # GEMMs of a batch of matrices.
@@ -90,7 +91,7 @@ FLEX_ATTENTION = set(compat.FLEX_ATTENTION)
 
 QUANTIZERS = {op for op, dialect in OPERATORS.items() if not dialect.multiplies}
 
-# Operators of the dialect that reduce a tensor, row or group to its amax.
+# Operators of the dialect (`dialect/ops.py`) that reduce a tensor, row or group to its amax.
 AMAX_OPERATORS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
 
 REDUCTIONS = {
@@ -155,7 +156,7 @@ CREATIONS = {
 
 
 def kind(node: fx.Node) -> Kind:
-    """Return the kind of a node's operator. A getitem has the kind of its operator."""
+    """Return the kind of a node's operator. A getitem has the kind of the operator it reads."""
     if compat.is_sym_node(node):
         return Kind.SYMBOL
     if node.op in ("placeholder", "get_attr"):
@@ -171,7 +172,7 @@ def kind(node: fx.Node) -> Kind:
     schema = compat.schema_of(target)
     if target.namespace == "_c10d_functional":
         return Kind.COLLECTIVE
-    # Attention is tagged as random, but draws no numbers without dropout.
+    # PyTorch tags attention as random, but attention without dropout draws no numbers.
     has_zero_dropout = _argument(node, "dropout_p", missing=1.0) in (None, 0.0)
     if torch.Tag.nondeterministic_seeded in target.tags and not has_zero_dropout:
         return Kind.RANDOM
@@ -192,7 +193,7 @@ _KINDS: tuple[tuple[Set[Any], Kind], ...] = (
     (REDUCTIONS, Kind.REDUCTION),
     (MOVEMENTS, Kind.MOVEMENT),
     (CREATIONS, Kind.CREATION),
-    (POINTWISE.keys(), Kind.POINTWISE),  # `kind` also uses PyTorch's tag
+    (POINTWISE.keys(), Kind.POINTWISE),  # `kind` also accepts PyTorch's tag
 )
 
 
@@ -205,9 +206,10 @@ def is_attention_mask(node: fx.Node) -> bool:
 
 
 def attention_output(backward: fx.Node) -> fx.Node | None:
-    """Return the output that an attention backward reads, [batch, heads, tokens, head dim].
+    """Return the attention output that an attention backward reads.
 
-    Return None for other operators, and for variable-length attention, which has other layouts.
+    The shape is [batch, heads, tokens, head dim]. Return None for other operators, and for
+    variable-length attention, which has other layouts.
     """
     if kind(backward) is not Kind.ATTENTION or not compat.is_operator(backward.target):
         return None

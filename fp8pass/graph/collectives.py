@@ -1,7 +1,7 @@
-"""Collectives: which nodes communicate, and which tensor an all-gather produces.
+"""Find collectives, and the tensor that an all-gather produces.
 
-DTensor gathers along another dimension than the first in two steps: it gathers along the first
-one, then concatenates the parts: `cat(split(wait_tensor(all_gather_into_tensor(shard))), dim)`.
+If a tensor is not sharded along its first dimension, DTensor gathers along the first dimension,
+then concatenates the parts: `cat(split(wait_tensor(all_gather_into_tensor(shard))), dim)`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Gather:
 
     Attributes:
         node: the collective.
-        wait: its result, the shards of all ranks concatenated along the first dimension.
-        whole: the tensor, sharded along `dim`; `wait` if that is the first dimension.
+        wait: the result of `node`, the shards of all ranks concatenated along the first dimension.
+        whole: the unsharded tensor; `wait` if `dim` is 0.
+        dim: the dimension that was sharded.
     """
 
     node: fx.Node
@@ -45,12 +46,12 @@ class Gather:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """The process group as arguments of the collective: its size and its name."""
+        """The size and the name of the process group, as arguments of the collective."""
         return tuple(self.node.args[1:])
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node is a collective or waits for one."""
+    """Whether a node starts a collective or waits for its result."""
     return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
@@ -60,9 +61,9 @@ def starts_communication(node: fx.Node) -> bool:
 
 
 def remove_unused(g: fx.Graph) -> None:
-    """Remove unused nodes, including collectives, which FX keeps as side effects.
+    """Remove unused nodes, including collectives, which FX keeps because they have side effects.
 
-    All ranks have the same graph, and so remove the same collectives.
+    The removal is safe: all ranks have the same graph, and so remove the same collectives.
     """
     g.eliminate_dead_code(lambda node: node.is_impure() and not is_collective(node))
 

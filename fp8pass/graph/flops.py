@@ -1,4 +1,4 @@
-"""Floating-point operations of GEMMs, convolutions and attention."""
+"""Count the floating-point operations of GEMMs, convolutions and attention."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED_GEMMS, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
-# Libraries run these operators. They are recomputed only under a memory budget.
+# Operators that library kernels run. The backward recomputes them only under a memory budget.
 EXPENSIVE_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 
 
 def total_flops(g: fx.Graph) -> tuple[float, float]:
-    """Return the operations of all GEMMs, convolutions and attention, and the part of FP8 GEMMs."""
+    """Return the FLOPs of all expensive operators, and the FLOPs of FP8 GEMMs alone."""
     expensive = [n for n in g.nodes if is_expensive(n)]
     total, in_fp8 = sum(map(flops, expensive)), sum(map(flops, filter(is_fp8_gemm, expensive)))
     for chunks in chunks_of(g):
@@ -46,8 +46,8 @@ def is_fp8_gemm(node: fx.Node) -> bool:
 
 
 def flops(node: fx.Node) -> float:
-    """Return the operations of a GEMM, convolution or attention."""
-    # Not `all_input_nodes`, which lists a tensor once even if two operands are that tensor.
+    """Return the number of floating-point operations of a GEMM, convolution or attention."""
+    # `all_input_nodes` would list a tensor once even if two operands are the same tensor.
     nodes = [n for n in node.args if isinstance(n, fx.Node)]
     operands = [graph.tensor(n) for n in nodes if graph.value(n) is not None]
     if kind(node) is Kind.ATTENTION:
@@ -89,7 +89,7 @@ def _as_traced(values: Any) -> Any:
 
 
 def _attention_flops(operands: list[torch.Tensor], *, backward: bool) -> float:
-    """Count two products, of scores and of values; five in the backward. Masks do not reduce them.
+    """Count two GEMMs in the forward and five in the backward. Masks do not reduce the count.
 
     `operands` begin with query and key, [..., heads, length, dim].
     """

@@ -16,10 +16,11 @@ class JointFacts:
     """The lifetimes of a joint graph's inputs, and the number of its forward outputs.
 
     Attributes:
-        parameters: inputs that live through the step in any case: parameters and buffers.
+        parameters: parameters and buffers, which stay alive throughout the step.
         weights: the parameters that are an `nn.Parameter`, trained or frozen.
-        leaves: other inputs that autograd keeps alive: leaves that require a gradient.
-        activations: inputs that require a gradient and are not leaves: outputs of other graphs.
+        leaves: other leaves that require a gradient, which autograd keeps alive.
+        activations: inputs that require a gradient and are not leaves, that is, outputs of other
+            graphs.
         overwritten: inputs that the forward writes to, such as running statistics. The backward
             cannot read their old values.
         num_fwd_outputs: how many of the graph's outputs belong to the forward.
@@ -33,7 +34,7 @@ class JointFacts:
     num_fwd_outputs: int = 0
 
     def is_free(self, node: fx.Node) -> bool:
-        """Whether the backward can read `node` without extra memory: it is alive in any case."""
+        """Whether `node` stays alive anyway, so that the backward reads it without extra memory."""
         is_alive = node in self.parameters or node in self.leaves
         return is_alive and node not in self.overwritten
 
@@ -47,7 +48,7 @@ class JointFacts:
         return replace(self, **sets)
 
     def map_to_subgraph(self, inputs: Iterable[tuple[fx.Node, fx.Node]]) -> JointFacts:
-        """Return the facts about a subgraph, from pairs of its input and the value passed to it."""
+        """Return the facts about a subgraph, from pairs of an input and the value passed to it."""
         pairs = list(inputs)
         return JointFacts(
             parameters=frozenset(n for n, value in pairs if value in self.parameters),
@@ -68,5 +69,5 @@ def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
 
 
 def select_inputs(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
-    """Return the `nodes` that are inputs of the Dynamo graph with one of these indices."""
+    """Return the `nodes` that are inputs of the Dynamo graph at these indices."""
     return frozenset(n for n in nodes if compat.input_index(n) in indices)

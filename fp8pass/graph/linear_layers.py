@@ -2,23 +2,23 @@
 
 A linear layer multiplies an activation by a weight:
 
-- A weight is an `nn.Parameter`, trained or frozen, or is computed from at least as many parameters
-  as it has elements (`origins.py`): normalized, masked, scaled, gathered, added to. Casts, views
-  and transposes are skipped.
-- An activation depends on the data: on an input other than parameters and buffers, or on random
-  numbers.
+- A weight is an `nn.Parameter`, trained or frozen, or a matrix computed from parameters by
+  normalizing, masking, scaling, gathering or adding. Such a matrix must not have more elements than
+  these parameters (`origins.py`). Casts, views and transposes of a weight are skipped.
+- An activation depends on the data, that is, on an input other than parameters and buffers, or on
+  random numbers.
 
-Experts are many linear layers in one GEMM, each on its own rows of the input. Grouped GEMMs
-(`_grouped_mm`) have groups of any size, batched GEMMs (`bmm`) equal ones. A `bmm` of a single
-matrix, which `einsum` emits, is an ordinary linear layer.
+Experts are many linear layers in one GEMM, each on its own rows of the input. The numbers of rows
+may differ in grouped GEMMs (`_grouped_mm`) and are equal in batched GEMMs (`bmm`). A `bmm` of a
+single matrix, which `einsum` emits, is an ordinary linear layer.
 
 Three kinds of GEMMs are listed with a `flaw` and stay in high precision: the weight is a product of
 parameters (low-rank, orthogonal); the weight is a buffer or a constant (a Fourier or mel matrix, a
 graph's Laplacian, a rotation); or both operands are parameters (an orthogonality penalty, learned
 queries). Other GEMMs are not listed.
 
-A GEMM of the backward belongs to the layer with the same autograd step (`seq_nr`). Where that is
-unknown, data flow decides, and module paths decide between layers with a shared input.
+A GEMM of the backward belongs to the layer that shares its operand and its autograd step
+(`seq_nr`, if known). If several layers match, the module path decides.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from fp8pass.graph.output_heads import (
 from fp8pass.graph.tags import ADDED_BY_PASS
 from fp8pass.plan import Linear
 
-# A routine reason cannot be changed; the user can change this one.
+# This reason is not routine (`Reason.routine`), because the user can register a parameter instead.
 NOT_A_PARAMETER = "its weight is a buffer or constant: only parameters run in FP8"
-# A narrow weight has at most this smaller side, and at least this ratio between its sides.
+# A weight is narrow if its smaller side is at most this long and its sides have this ratio or more.
 MAX_NARROW_SIDE, MIN_NARROW_RATIO = 64, 16
 # GEMMs that add their first operand to the product.
 GEMMS_WITH_BIAS = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default}
@@ -63,9 +63,10 @@ class Reason:
     """Why a layer stays in high precision.
 
     Attributes:
-        text: the reason; '' for a layer that does not.
-        chosen: whether it is the user's choice. The saved input stays in high precision, too.
-        routine: whether the user can neither change it nor gain by changing it.
+        text: the reason; '' if nothing prevents FP8.
+        chosen: whether high precision is a choice: an option, an output head or a router. Then the
+            saved input stays in high precision, too.
+        routine: whether the user cannot change the reason, or would gain nothing by a change.
     """
 
     text: str = ""
@@ -75,19 +76,19 @@ class Reason:
 
 @dataclass
 class Layer:
-    """The GEMMs of one use of a linear layer, or of a GEMM that is almost one.
+    """The GEMMs of one call of a linear layer, or of a product that is almost a linear layer.
 
     Attributes:
         weight: the parameter, the node that computes it from parameters, or a buffer.
-        input: the other operand of the forward.
+        input: the other operand of the forward GEMM.
         forward: the GEMM of the forward.
         in_features, out_features: the sizes of the weight.
         rows: the leading sizes of the input; their product is the number of rows.
-        flaw: why it is not activation × weight; '' for a linear layer.
-        experts: the number of weights, if each row of the input uses one of several; else 0.
-        is_head: whether it computes logits (`output_heads.py`).
-        is_router: whether it chooses experts (`output_heads.py`).
-        dgrad, wgrad: the GEMMs of the backward, if `weight` is a parameter.
+        flaw: why the forward GEMM is not activation × weight; '' for a linear layer.
+        experts: the number of weights if each row of the input uses one of several weights; else 0.
+        is_head: whether the layer computes logits (`output_heads.py`).
+        is_router: whether the layer chooses experts (`output_heads.py`).
+        dgrad, wgrad: the GEMMs of the backward that compute the gradients of `input` and `weight`.
     """
 
     weight: fx.Node
@@ -114,7 +115,7 @@ class Layer:
         return Reason(self.flaw, routine=self.flaw not in ("", NOT_A_PARAMETER))
 
     def gemms(self) -> Iterator[tuple[str, fx.Node]]:
-        """Yield all GEMMs, each after its role."""
+        """Yield the role and the node of each GEMM."""
         yield "forward", self.forward
         for role, nodes in (("dgrad", self.dgrad), ("wgrad", self.wgrad)):
             yield from ((role, node) for node in nodes)
@@ -128,7 +129,7 @@ class Layer:
         simulated: tuple[str, ...] = (),
         fast: tuple[str, ...] = (),
     ) -> Linear:
-        """Return the entry for the plan, with the roles of the rewritten GEMMs."""
+        """Return the layer's entry in the plan. The keywords list roles of rewritten GEMMs."""
         return Linear(
             self.module,
             f"{times}{_product_text(self.rows)}",
@@ -151,7 +152,7 @@ class GraphPart:
     Attributes:
         gm: the graph.
         layers: its linear layers, and GEMMs that are almost linear layers.
-        times: `count × ` for a subgraph of chunks, to print before the rows; '' for the graph.
+        times: text before the rows: `count × ` for a subgraph of chunks, '' for a whole graph.
     """
 
     gm: fx.GraphModule
@@ -173,7 +174,7 @@ def parts_with_layers(
 
 
 def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[tuple[str, Layer]]:
-    """Yield the layers in graphs that operators of the forward call, with the operator's name.
+    """Yield each layer of a graph that an operator of the forward calls, after the operator's name.
 
     These operators are `torch.cond`, `scan`, `while_loop` and `map`. The passes do not rewrite the
     called graphs.
@@ -194,7 +195,7 @@ def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[t
 
 
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
-    """Return the linear layers of a graph, with flawed ones, and the GEMMs of their gradients."""
+    """Return the linear and the flawed layers of a graph, with the GEMMs of their gradients."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
     head_gemms, router_gemms = find_logit_gemms(g) | fused_gradients(g).gemms, find_router_gemms(g)
     layers: list[Layer] = []
@@ -234,7 +235,7 @@ def _multiplies_matrices(node: fx.Node) -> bool:
 
 
 def first_factor_index(gemm: fx.Node) -> int:
-    """Return the position of the first factor: a bias comes before it."""
+    """Return the position of the first factor among the arguments, which may start with a bias."""
     return 1 if gemm.target in GEMMS_WITH_BIAS else 0
 
 
@@ -246,7 +247,7 @@ def _product_text(sizes: tuple[Any, ...]) -> str:
 
 
 def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | None:
-    """Return the layer of a forward GEMM, from the origins of its operands."""
+    """Return the layer that a forward GEMM computes, or None if neither operand is a weight."""
     a, b = gemm_operands(gemm)
     found = []
     for weight, other in ((b, a), (a, b)):
@@ -263,7 +264,7 @@ def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | Non
 
 
 def _experts_of(gemm: fx.Node, batch: Any, flaw: str) -> int:
-    """Return the number of experts; 0 for a single weight, or a batch that is not of weights."""
+    """Return the number of experts; 0 for a single weight, or for a batch of other matrices."""
     is_one = isinstance(batch, int) and batch == 1
     several = gemm.target in GROUPED_GEMMS or (
         gemm.target in BATCHED_GEMMS and not is_one and not flaw
@@ -274,7 +275,7 @@ def _experts_of(gemm: fx.Node, batch: Any, flaw: str) -> int:
 def _flaw(
     gemm: fx.Node, weight: fx.Node, other: fx.Node, facts: JointFacts, origins: Origins
 ) -> str | None:
-    """Return why a GEMM is not a linear layer with this weight, '' if it is; None to ignore it."""
+    """Return the flaw of a GEMM with this weight; '' for a linear layer, None if not a layer."""
     is_activation = origins.is_activation(other)
     if weight in facts.weights:
         return "" if is_activation else "none of its operands is an activation"
@@ -289,8 +290,8 @@ def _flaw(
     if weight in origins.computed:
         operator = graph.operator_name(weight)
         return f"its weight is computed by {operator} from fewer parameters than it has elements"
-    # A product of parameters is a low-rank or orthogonal weight. A batch of such products is
-    # learned queries, which attend to the data.
+    # A matrix that is a product of parameters is a low-rank or orthogonal weight. A batch of such
+    # products is not a weight but learned queries, which attend to the data.
     is_matrix = gemm.target in (aten.mm.default, aten.addmm.default)
     return "its weight is computed by a product of parameters" if is_matrix else None
 
@@ -309,10 +310,10 @@ def gemm_operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-    """Emit a node in the checkpoint region of a GEMM.
+    """Emit a node that prepares an operand, in the checkpoint region of the GEMM `like`.
 
-    A policy that saves the GEMM does not apply to the node. The node does not count among the
-    operators of the model.
+    A checkpoint policy that saves the GEMM does not apply to the node. Nodes outside the dialect do
+    not count as operators of the model.
     """
     node = graph.emit(like.graph, target, *args, like=like, **kwargs)
     if target not in OPERATORS:
@@ -323,7 +324,7 @@ def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs
 
 
 def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
-    """Return the matrix before zeros were appended along `dim`, and along no other dimension."""
+    """Return the matrix without zeros appended along `dim`, if there is no other padding."""
     fill = [*matrix.args[2:], *matrix.kwargs.values()]
     if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(fill):
         return matrix
@@ -332,7 +333,7 @@ def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
     assert isinstance(pad, (list, tuple))
     if not all(isinstance(length, int) for length in pad):
         return matrix
-    # The padding is (before, after) of the last dimension, then of the first one.
+    # The padding is (before, after) of the last dimension, then of the first dimension.
     ends = {1: pad[1], 0: pad[3] if len(pad) > 2 else 0}
     return x if ends[dim] == sum(map(abs, pad)) else matrix
 
@@ -343,7 +344,7 @@ def _is_head(layer: Layer, head_gemms: set[fx.Node]) -> bool:
 
 
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
-    """Return the forward operand and the gradient; None if the GEMM does not have one of each."""
+    """Return a GEMM's forward operand and gradient operand; (None, None) if either is missing."""
     a, b = gemm_operands(gemm)
     if (a in backward) == (b in backward):
         return None, None
@@ -351,7 +352,7 @@ def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | No
 
 
 def _elements(matrix: fx.Node) -> fx.Node:
-    """Return the node behind transposes, appended zeros and reshapes of a matrix or a batch."""
+    """Skip transposes, appended zeros and reshapes of a matrix or of a batch of matrices."""
     is_batch = tensor(matrix).ndim == 3
     skip = graph.skip_batched_transposes if is_batch else graph.skip_transposes
     return graph.skip_reshapes(_unpadded(skip(matrix)[0], dim=0))
@@ -365,7 +366,7 @@ def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
 
 
 def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
-    """Return the layer of a backward GEMM, among layers that share its operand."""
+    """Return the layer with the module path of a backward GEMM, or else the first of `layers`."""
     path = graph.module_path(gemm)
     return next((y for y in layers if y.module == path), layers[0])
 
@@ -381,10 +382,10 @@ def why_unsuitable_size(out_features: Any, in_features: Any) -> str:
 
 
 def is_narrow(out_features: Any, in_features: Any) -> bool:
-    """Whether a weight is too narrow to gain by FP8, as in an adapter of rank 16.
+    """Whether a weight is too narrow to gain speed from FP8, as in an adapter of rank 16.
 
-    A GEMM does about as many operations per byte as the smaller side is long. A GPU could do
-    several hundred per byte, and each cast adds a launch.
+    A GEMM does about as many operations per byte as the smaller side is long. A GPU can do several
+    hundred operations per byte, so FP8 does not speed up narrow GEMMs, but casts add launches.
     """
     smaller, larger = sorted(map(compat.size_hint, (out_features, in_features)))
     return 0 < smaller <= MAX_NARROW_SIDE and larger >= MIN_NARROW_RATIO * smaller

@@ -1,8 +1,8 @@
-"""Decide which values of a backward are multiples of its incoming gradient.
+"""Decide which values of a backward are multiples of the incoming gradient.
 
 Most backwards are linear in the incoming gradient. Some are not: a hook may clamp gradients, and
 an `autograd.Function` may add any tensor (DeepSeek's auxiliary loss). A value counts as a multiple
-only if every operator on the way is known to be linear.
+only if every operator between the gradient and the value is known to be linear.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8pass.graph.classify import VIEWS
 from fp8pass.graph.nodes import aten, prims
 from fp8pass.graph.patterns import filled_with
 
-# Linear in the first operand. The other operands must not depend on the gradient.
+# Operators that are linear in the first operand. Other operands must not depend on the gradient.
 LINEAR_IN_FIRST = {
     *VIEWS,
     *graph.CASTS,
@@ -35,9 +35,10 @@ LINEAR_IN_FIRST = {
     aten.sigmoid_backward.default,
     aten.threshold_backward.default,
 }
-# Linear in each operand. Only one of them may depend on the gradient.
+# Operators that are linear in each operand. Only one operand may depend on the gradient.
 BILINEAR = {aten.mul.Tensor, aten.mm.default}
-# Jointly linear in the operands at these positions. Each must be a multiple, or zero.
+# Operators that are jointly linear in the operands at these positions. Each of these operands must
+# be a multiple of the gradient, or zero.
 JOINTLY_LINEAR: dict[Any, tuple[int, ...]] = {
     aten.add.Tensor: (0, 1),
     aten.sub.Tensor: (0, 1),
@@ -50,7 +51,7 @@ JOINTLY_LINEAR: dict[Any, tuple[int, ...]] = {
 
 
 def is_multiple_of_gradient(node: fx.Node, depends: Callable[[Any], bool]) -> bool:
-    """Whether a node is a multiple of a gradient, if its operands that depend on it are.
+    """Whether a node is a multiple of a gradient, given that its dependent operands are multiples.
 
     Args:
         node: a node that depends on the gradient.

@@ -20,20 +20,20 @@ from fp8pass.graph.tags import ADDED_BY_PASS, ORIGINAL_OPERATOR
 # How many names or reasons a message lists.
 MAX_LISTED = 3
 
-# The variables that may hold the compiled module where Dynamo starts to trace. Autocast and other
-# wrappers of a forward pass it in `*args`.
+# The variables that may contain the compiled module where Dynamo starts to trace. Autocast and
+# other wrappers of a forward pass the module in `*args`.
 _ROOT = re.compile(r"L\['(?:self|fn|mod|model_)'\]|L\['args'\]\[0\]")
 # A closure variable of the traced function.
 _CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
-# Attributes on the way to a module that are not in its name in a checkpoint. `clean_path` also
-# drops names like `__dict__`, which occur if a module defines `__getattr__`.
+# Parts of Dynamo's path of a module that are not in the module's name in a checkpoint. `clean_path`
+# also drops names like `__dict__`, which occur if a module defines `__getattr__`.
 _WRAPPERS = ("_orig_mod", "_modules", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def matching_pattern(path: str, patterns: tuple[Pattern, ...]) -> str | None:
-    """Return the first pattern that matches a module path, or the name of the function.
+    """Return the text of the first pattern that matches a module path, or None.
 
-    A pattern matches the path, the path of a module above it, or a suffix of either.
+    A string matches the path, the path of an enclosing module, or a suffix of either path.
     """
     return next((pattern_text(p) for p in patterns if _matches(path, p)), None)
 
@@ -59,9 +59,9 @@ def _matches(path: str, pattern: Pattern) -> bool:
 def warn_about_idle_patterns(
     option: str, patterns: tuple[Pattern, ...], what: str, names: list[str]
 ) -> None:
-    """Warn about patterns of an option that match none of the names that a graph has of `what`.
+    """Warn about patterns of an option that match none of `names`. `what` is what names refer to.
 
-    A function is meant for many models, and may match nothing in one of them.
+    Functions cause no warning: a function is meant for many models, and need not match in each.
     """
     for pattern in patterns if names else ():
         if isinstance(pattern, str) and not any(_matches(name, pattern) for name in names):
@@ -84,7 +84,7 @@ def first_reasons(reasons: Mapping[str, str], between: str) -> Iterator[str]:
 
 
 def common_reasons(reasons: Mapping[str, str]) -> Iterator[str]:
-    """Yield the first few reasons, each after the first name and the number of other names."""
+    """Yield the first few reasons, each after its first name and the number of its other names."""
     names_of: dict[str, list[str]] = {}
     for name, why in reasons.items():
         names_of.setdefault(why, []).append(name)
@@ -127,7 +127,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def clean_path(path: str) -> str:
-    """Return the user's path of a module, from Dynamo's `L['self']._modules['a'].b[0]`."""
+    """Convert Dynamo's path, such as `L['self']._modules['a'].b[0]`, to the path in the model."""
     root = _ROOT.match(path)
     path = _CELL.sub("", path[root.end() :] if root else path)
     path = re.sub(r"^[LG](?=\[')|\['([^']*)'\]|\[(\d+)\]", r".\1\2.", path)

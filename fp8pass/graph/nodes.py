@@ -1,4 +1,4 @@
-"""Create a node, read its value, copy a graph module."""
+"""Create nodes, read the values of nodes, and copy graph modules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def emit(
     """Add a call to `target` at the graph's insertion point, with its fake value.
 
     The new node inherits its origin (module, source line, checkpoint region) from `like`.
-    Without `fake`, its value is computed from the values of its arguments.
+    Without `fake`, the fake value is computed from the fake values of the arguments.
     """
     node = g.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in _INHERITED_META if key in like.meta}
@@ -65,12 +65,12 @@ def tensor(node: fx.Node) -> torch.Tensor:
 
 
 def is_non_tensor(node: fx.Node) -> bool:
-    """Whether a value is a size or an object. Passing it to the backward costs no memory."""
+    """Whether a value is a size or an object. Saving it for backward takes no memory."""
     return compat.is_sym_node(node) or compat.is_opaque(node)
 
 
 def nbytes(node: fx.Node) -> int:
-    """Return the bytes of a node's value. Symbolic sizes count with their traced values."""
+    """Return the bytes of a node's value. A symbolic size counts as its traced value."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
         return bytes_of(val)
@@ -78,17 +78,17 @@ def nbytes(node: fx.Node) -> int:
 
 
 def bytes_of(val: torch.Tensor) -> int:
-    """Return the bytes of a fake tensor. Symbolic sizes count with their traced values."""
+    """Return the bytes of a fake tensor. A symbolic size counts as its traced value."""
     return numel(val) * val.element_size()
 
 
 def numel(val: torch.Tensor) -> int:
-    """Return the elements of a fake tensor. Symbolic sizes count with their traced values."""
+    """Return the number of elements. A symbolic size counts as its traced value."""
     return math.prod(map(compat.size_hint, val.shape))
 
 
 def stride_order(val: torch.Tensor) -> list[int]:
-    """Return the dimensions, outermost first. Expanded dimensions, of stride 0, are outermost."""
+    """Return the dimensions, outermost first. Expanded dimensions (stride 0) come first."""
     strides = [compat.size_hint(stride) for stride in val.stride()]
     return sorted(range(val.ndim), key=lambda dim: -strides[dim] if strides[dim] else -math.inf)
 
@@ -124,7 +124,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def operator_of(node: fx.Node) -> fx.Node:
-    """Return the operator behind a getitem, and any other node itself."""
+    """Return the operator that a getitem reads. Return other nodes unchanged."""
     return node.args[0] if is_getitem(node) else node  # type: ignore[return-value]
 
 

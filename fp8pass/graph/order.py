@@ -29,7 +29,7 @@ def ancestors(
 
 
 def insertion_point_after(node: fx.Node) -> fx.Node:
-    """Return the first node after `node` that is neither an input nor a result of its operator."""
+    """Return the first node after `node`, skipping inputs and getitems of the same operator."""
     following = node.next
     while following.op == "placeholder" or (
         following.target is operator.getitem and following.args[0] is node.args[0]
@@ -48,9 +48,9 @@ def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
 
 
 def depends_on(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
-    """Whether one of `reads` is computed from one of `stored`, in a sorted graph.
+    """Whether a node of `reads` is computed from a node of `stored`. The graph must be sorted.
 
-    The search ends at the last node of `reads`, so that its cost does not grow with the model.
+    The search ends at the last node of `reads`, so its cost does not grow with the model.
     """
     targets, seen = set(reads), set(stored)
     if not targets:
@@ -81,7 +81,7 @@ def sort_around(kernel: fx.Node) -> None:
 
 
 def sort_topologically(g: fx.Graph) -> None:
-    """Move each node after its operands, and no further. Inputs come first."""
+    """Move each node after its operands, but no further than necessary. Inputs come first."""
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
     waiting: dict[fx.Node, list[fx.Node]] = {}

@@ -19,10 +19,9 @@ class Origins:
     Attributes:
         weights: the parameters.
         computed: values computed from parameters without a product of two matrices. Buffers,
-            constants and random numbers (DropConnect's mask) may take part.
+            constants and random numbers, such as DropConnect's mask, may be operands.
         products: values computed from parameters with a product of two matrices.
-        constants: buffers, tensor attributes of modules, and values computed from these or from
-            nothing.
+        constants: buffers, tensor attributes of modules, and values that depend on nothing else.
     """
 
     weights: frozenset[fx.Node]
@@ -38,7 +37,7 @@ class Origins:
         for node in g.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            # Sizes do not count: an expanded table reads a size, but no element from there.
+            # Sizes do not count: expanding a table reads a tensor's size, but none of its elements.
             operands = {n for n in node.all_input_nodes if not compat.is_sym_node(n)}
             from_parameters = operands & (computed | products)
             if operands - from_parameters - constants - noise:
@@ -59,8 +58,8 @@ class Origins:
     def has_elements_of_parameters(self, node: fx.Node) -> bool:
         """Whether a matrix is computed from at least as many parameters as it has elements.
 
-        The parameters may be scaled, masked, moved or added to. A buffer times a learned factor is
-        not such a matrix, nor is a product of matrices.
+        The parameters may be scaled, masked, moved or added to. A buffer times a learned factor
+        does not count, nor does a product of matrices.
         """
         found = graph.ancestors([node], passes=lambda n: not _multiplies_matrices(n))
         elements = sum(graph.numel(graph.tensor(n)) for n in found & self.weights)
@@ -75,7 +74,7 @@ def _elements_of_others(gather: fx.Node) -> int:
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:
-    """Whether `node` is a product of two matrices. Spectral norm multiplies with vectors only."""
+    """Whether `node` multiplies two matrices. (Spectral norm multiplies by vectors only.)"""
     val = graph.value(node)
     is_product = kind(node) in (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
     return is_product and (val is None or val.ndim >= 2)

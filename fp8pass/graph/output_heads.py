@@ -1,15 +1,15 @@
 """Find output heads, the layers that compute logits, and MoE routers.
 
-A layer is an output head by its name, by sharing its weight with an embedding, or because a
-log-softmax reads its result through pointwise operators, views, reductions and copies alone. The
+A layer is an output head if it has a head's name, if it shares its weight with an embedding, or if
+a log-softmax reads its result through pointwise operators, views, reductions and copies alone. The
 search stops at additions to a residual stream: the last layer of a branch is not a head, even if
-the stream itself ends in a log-softmax.
+the stream ends in a log-softmax.
 
-Fused linear cross entropies compute gradients of a head in the forward. These GEMMs belong to the
-head, and stay in high precision with it.
+Fused linear cross entropies compute the gradients of a head in the forward. The GEMMs of these
+gradients belong to the head, and stay in high precision like the head.
 
-A layer is a router if a top-k or argmax reads its result in the same way: small errors would
-change the choice of experts.
+A layer is a router if a top-k or argmax reads its result through the same operators. Small errors
+of a router would change the choice of experts.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def has_head_name(path: str) -> bool:
 def stays_in_high_precision(
     path: str, layer: nn.Linear, logits: object, skip: tuple[Pattern, ...]
 ) -> bool:
-    """Whether a layer is skipped, or looks like an output head before a graph is traced.
+    """Whether a layer matches `skip` or looks like an output head, before a graph is traced.
 
-    Heads have a head's name, or `logits` as (out_features, in_features).
+    A head has a head's name, or its (out_features, in_features) are `logits`.
     """
     is_head = has_head_name(path) or (layer.out_features, layer.in_features) == logits
     return is_head or matching_pattern(path, skip) is not None
 
 
 def largest_embedding_size(model: nn.Module) -> tuple[int, int] | None:
-    """Return the size of the largest embedding, which an output head usually shares."""
+    """Return the size of the largest embedding. An output head usually has the same size."""
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
     return max(((m.num_embeddings, m.embedding_dim) for m in tables), default=None)
 
@@ -94,8 +94,8 @@ class FusedGradients:
     """Gradients of output heads that the forward computes, as fused linear cross entropies do.
 
     Attributes:
-        gemms: the products of gradients of logits with the weight or the input of their head.
-        values: these products, gradients of logits, and the values computed from them.
+        gemms: the GEMMs that multiply a gradient of logits by the weight or the input of its head.
+        values: the gradients of logits, the results of `gemms`, and the values computed from these.
     """
 
     gemms: set[fx.Node] = field(default_factory=set)
@@ -106,7 +106,7 @@ def fused_gradients(g: fx.Graph) -> FusedGradients:
     """Find the gradients of output heads that the forward of a joint graph computes."""
     backward, found = graph.tangent_dependent(g), FusedGradients()
     heads = find_logit_gemms(g)
-    heads_of = {head: {head} for head in heads}  # of each value that depends on logits
+    heads_of = {head: {head} for head in heads}  # the heads that a value depends on
     for node in (n for n in g.nodes if n not in backward and n not in heads):
         sources = set[fx.Node]().union(*(heads_of.get(n, ()) for n in node.all_input_nodes))
         if kind(node) is Kind.GEMM:
@@ -124,7 +124,7 @@ def fused_gradients(g: fx.Graph) -> FusedGradients:
 
 
 def _whole(operand: fx.Node) -> fx.Node:
-    """Return the tensor that an operand is a part of: heads may be computed in chunks."""
+    """Return the whole tensor behind an operand. A head computed in chunks reads parts of it."""
     node = skip_views_and_casts(operand)
     while node.target in PARTIAL_VIEWS or graph.is_getitem(node):
         node = skip_views_and_casts(node.all_input_nodes[0])
@@ -148,7 +148,7 @@ def _joins_stream(node: fx.Node) -> bool:
 def _terms(node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
     """Return the terms of a sum, and all values that the layers before these terms depend on.
 
-    A term has the size of the sum, and no layer lies between the two.
+    A term has as many elements as the sum, and no layer lies between the term and the sum.
     """
     found = ancestors([node], lambda n: kind(n) in KINDS_BETWEEN)
     size = graph.numel(graph.tensor(node))

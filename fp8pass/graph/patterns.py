@@ -14,7 +14,7 @@ from fp8pass.graph.nodes import aten, is_call, operator_of, prims, shape_text, t
 
 fp8 = torch.ops.fp8pass
 
-# Views that keep the order of the elements: two views of a tensor with one shape are equal.
+# Views that keep the order of the elements: such views of a tensor are equal if their shapes are.
 RESHAPES = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -41,7 +41,7 @@ def is_quantized_operand(node: fx.Node) -> bool:
 
 
 def is_quantized_saved_value(node: fx.Node) -> bool:
-    """Whether a node quantizes a saved value. Each plane of packed data has a node."""
+    """Whether a node quantizes a saved value. Packed data have one such node for each plane."""
     return is_call(node, fp8.quantize.default) and not quantization_of(node).is_for_operands
 
 
@@ -61,7 +61,7 @@ def skip_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def skip_batched_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return the batch of matrices behind transposes, and whether `node` holds the transposes."""
+    """Return the batch of matrices behind transposes, and whether `node` transposes each matrix."""
     return _skip(node, is_batched_transpose)
 
 
@@ -72,7 +72,10 @@ def skip_views_and_casts(node: fx.Node) -> fx.Node:
 
 
 def _skip(node: fx.Node, skips: Callable[[fx.Node], bool]) -> tuple[fx.Node, bool]:
-    """Follow first operands while `skips` is true. Return the last node, and if steps were odd."""
+    """Follow first operands while `skips` is true.
+
+    Return the last node, and whether the number of steps is odd.
+    """
     odd = False
     while skips(node):
         node, odd = node.args[0], not odd  # type: ignore[assignment]
@@ -84,7 +87,7 @@ def _is_cast_or_copy(node: fx.Node) -> bool:
 
 
 def _is_reshape(node: fx.Node) -> bool:
-    """Whether `node` is a view in the same order. `matmul` expands operands to their own shape."""
+    """Whether `node` is a view in the same order, or an expand to the same shape (`matmul`)."""
     if is_call(node, aten.expand.default):
         x: fx.Node = node.args[0]  # type: ignore[assignment]
         return shape_text(tensor(node)) == shape_text(tensor(x))
@@ -154,7 +157,7 @@ def _first_column_of_split(node: fx.Node, last: int, sizes: Any, dim: Any = 0) -
     return sum(before) if known else None
 
 
-# Compute the first column of a view; None for views of other dimensions and for symbolic sizes.
+# Functions that return the first column of a view, or None for other dimensions or symbolic sizes.
 _FIRST_COLUMNS: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _first_column_of_slice,
     aten.split.Tensor: _first_column_of_split,
@@ -167,7 +170,7 @@ ONES = (aten.ones.default, aten.ones_like.default)
 
 
 def filled_with(node: fx.Node) -> float | None:
-    """Return the constant that fills a tensor, or None if the graph does not show one."""
+    """Return the constant that fills a tensor, or None if the graph shows no such constant."""
     while node.target in RESHAPES or node.target in CASTS:
         node = node.all_input_nodes[0]
     if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):
@@ -183,9 +186,9 @@ ADDITIONS = {aten.add.Tensor, aten.sub.Tensor}
 
 
 def is_residual_sum(node: fx.Node) -> bool:
-    """Whether `node` is a sum that another sum and a further node read.
+    """Whether `node` is a sum that at least two nodes read, among them another sum.
 
-    Both operands of such a sum have its shape, unlike the maximum that a softmax subtracts.
+    Both operands have the shape of the sum, unlike the maximum that a softmax subtracts.
     """
     return is_same_shape_addition(node) and len(node.users) > 1 and _is_term(node)
 

@@ -1,7 +1,7 @@
-"""Pointwise operators: one row for each, with its value in sympy and in Triton.
+"""A table of pointwise operators, with the value of each operator in sympy and in Triton.
 
 An operator without a formula has no error rule yet, and an operator without Triton has no fused
-kernel yet. PyTorch does not tag all of them as pointwise, but `classify.py` does.
+kernel yet. `classify.py` treats all of these operators as pointwise, even if PyTorch does not.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from fp8pass.graph.symbols import (
 
 @dataclass(frozen=True)
 class PointwiseOp:
-    """The value of one operator, in sympy and in Triton; None where it is not supported.
+    """The value of one operator, in sympy and in Triton; None if not supported.
 
     Attributes:
         formula: the value in sympy, for error rules.
-        triton: the value in Triton, for kernels. `{0}`, `{1}`, ... are operands, fp32 values or
-            constants. `codegen/kernels/device_functions.py` defines the functions.
+        triton: the value in Triton, for kernels. `{0}`, `{1}`, ... stand for operands, which are
+            fp32 values or constants. `codegen/kernels/device_functions.py` defines `sigmoid` etc.
     """
 
     formula: Formula | None = None
@@ -48,7 +48,7 @@ class PointwiseOp:
 
 
 _SILU_BACKWARD = "{0} * sigmoid({1}) * (1.0 + {1} * (1.0 - sigmoid({1})))"
-# Triton's tanh needs a library of the device.
+# Written with the sigmoid, because Triton's tanh needs a device library.
 _TANH = "tl.where(tl.abs({0}) < 1e-3, {0}, 2.0 * sigmoid(2.0 * {0}) - 1.0)"
 
 POINTWISE: dict[Any, PointwiseOp] = {
@@ -70,7 +70,7 @@ POINTWISE: dict[Any, PointwiseOp] = {
     aten.abs.default: PointwiseOp(elementwise(Magnitude), "tl.abs({0})"),
     aten.sign.default: PointwiseOp(elementwise(Sign)),
     # Powers, exponentials, logarithms.
-    aten.pow.Tensor_Scalar: PointwiseOp(power),  # `POWERS` has its Triton
+    aten.pow.Tensor_Scalar: PointwiseOp(power),  # Triton: see `POWERS`
     aten.square.default: PointwiseOp(elementwise(lambda a: a**2), "{0} * {0}"),
     aten.sqrt.default: PointwiseOp(elementwise(square_root), "tl.sqrt({0})"),
     aten.rsqrt.default: PointwiseOp(elementwise(lambda a: square_root(a, -1)), "tl.rsqrt({0})"),
@@ -126,19 +126,19 @@ POINTWISE: dict[Any, PointwiseOp] = {
     aten.maximum.default: PointwiseOp(clamp(1), "largest({0}, {1})"),
     aten.minimum.default: PointwiseOp(clamp(-1), "smallest({0}, {1})"),
     aten.where.self: PointwiseOp(elementwise(Where), "tl.where({0}, {1}, {2})"),
-    # Casts and copies, which the error rules and the readers of kernels skip.
+    # Casts and copies, which error rules and fused kernels skip.
     prims.convert_element_type.default: PointwiseOp(),
     aten._to_copy.default: PointwiseOp(),
     aten.clone.default: PointwiseOp(),
     aten.copy.default: PointwiseOp(),
     aten.lift_fresh_copy.default: PointwiseOp(),
-    # Random numbers that are functions of a seed.
+    # Random numbers that depend on a seed only.
     **dict.fromkeys(compat.seeded_random_ops(), PointwiseOp()),
 }
 if hasattr(prims, "fma"):  # some PyTorch versions lack it
     POINTWISE[prims.fma.default] = PointwiseOp(elementwise(lambda a, b, c: a * b + c))
 
-# The Triton of `aten.pow.Tensor_Scalar`, by exponent.
+# The Triton code of `aten.pow.Tensor_Scalar`, by exponent.
 POWERS: dict[float, str] = {
     -1.0: "1.0 / {0}",
     -0.5: "tl.rsqrt({0})",
@@ -148,17 +148,17 @@ POWERS: dict[float, str] = {
     3.0: "{0} * {0} * {0}",
 }
 
-# The Triton of all other operators, by name.
+# The Triton code of all other operators, by name.
 TRITON_TEMPLATES: dict[str, str] = {
     str(op): row.triton for op, row in POINTWISE.items() if row.triton
 }
 
 
 def triton_template(target: str, arguments: Sequence[Any]) -> str | None:
-    """Return the Triton of a call to an operator, or None if kernels cannot compute the call.
+    """Return the Triton code of a call to an operator, or None if kernels cannot compute the call.
 
-    The call must have as many arguments as the template, and no constant that is NaN: if all
-    elements of a matrix are known to be equal, CUDA 13 packs half of them wrongly.
+    The call must have as many arguments as the template, and no NaN constant: NaN makes all
+    elements of a matrix equal, and CUDA 13 packs half of the elements of such a matrix wrongly.
     """
     if any(x != x for x in arguments):
         return None

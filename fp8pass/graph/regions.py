@@ -1,7 +1,8 @@
 """Inline the regions that `torch.compiler.nested_compile_region` marks in a Dynamo graph.
 
-Dynamo traces equal regions once, and calls that graph with the parameters of each region. The graph
-does not show which inputs are parameters, and it has the module paths of the first region.
+Dynamo traces equal regions once, and calls the traced graph with the parameters of each region. The
+traced graph does not show which inputs are parameters, and contains only the module paths of the
+first region.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ STACK = "nn_module_stack"
 
 @dataclass(frozen=True)
 class Renaming:
-    """Renames module paths of the first region to the paths of another region with the same graph.
+    """Maps module paths of the first region to paths of another region with the same graph.
 
     Attributes:
-        prefixes: pairs of an old and a new prefix, split at the dots, the longest first.
+        prefixes: pairs of an old and a new path prefix, split at the dots; longest old prefix
+            first.
     """
 
     prefixes: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> Renaming:
-        """Derive the prefixes from old and new paths of the modules of corresponding parameters."""
+        """Derive the prefixes from the old and the new module path of each parameter."""
         found = set()
         for old, new in pairs:
             same = 0
@@ -72,14 +74,14 @@ def inline_regions(gm: fx.GraphModule) -> None:
 
 
 def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]) -> Renaming:
-    """Return the renaming for a call with `operands` of a region traced with operands `first`."""
+    """Return the renaming for a call with `operands`. The first call had the operands `first`."""
     if operands is first:
         return Renaming()
     pairs = []
     for placeholder, one, other in zip(_placeholders(region), first, operands, strict=True):
         module = module_path(placeholder).split(".")
         old, new = (_module_of_source(x) for x in (one, other))
-        # Sources may begin with a variable, which does not belong to the path.
+        # A source may begin with a variable, which is not a part of the module path.
         if new and old[-len(module) :] == module:
             begin = len(old) - len(module)
             pairs.append((tuple(module), tuple(new[begin:])))

@@ -1,9 +1,9 @@
-"""The graph of a chunk of rows, and its inputs. `row_writer.py` writes the operators.
+"""A graph that computes a chunk of rows, and its inputs. `row_writer.py` adds the operators.
 
 A value of the original graph has rows if the product of its leading dimensions is the number of
-rows, or the number of rows that a shift leaves. In the chunk's graph a value has one dimension for
-the rows, the first one. A value from outside becomes an input: flattened if it has rows, else
-shared by all chunks.
+rows, or the number of rows that a shift leaves. The chunk's graph flattens these dimensions into
+its first dimension. A value from outside becomes an input. An input without rows is shared by all
+chunks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.graph.nodes import aten, emit, tensor
 
-# On a node outside of the chunks: its value is a gradient, for an incoming gradient of 1.
+# Metadata key of nodes outside the chunks that compute gradients for an incoming gradient of 1.
 UNIT_TANGENT = "fp8pass_unit_tangent"
 
 
 class NotRowwise(Exception):
-    """A subgraph cannot run on chunks of rows. The message continues a sentence with "because"."""
+    """A subgraph cannot run on chunks of rows. The message is the reason, without "because"."""
 
 
 def describe(node: fx.Node) -> str:
@@ -35,7 +35,7 @@ def describe(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Shift:
-    """A slice of one of the leading dimensions `lead`: it drops rows at the start and at the end.
+    """A slice along a leading dimension. The slice drops rows at the start and at the end.
 
     Attributes:
         lead: the leading dimensions before the slice.
@@ -62,26 +62,26 @@ class Shift:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How many leading dimensions of a value are rows, and whether it has only shifted rows."""
+    """How many leading dimensions of a value are rows, and whether a shift has dropped rows."""
 
     dims: int
     shifted: bool
 
 
 class RowGraph:
-    """A graph `body` that computes a subgraph for any number of rows, with its inputs.
+    """A graph `body` that computes a subgraph for any number of rows, and the inputs of `body`.
 
     Args:
-        rows: the number of all rows.
+        rows: the total number of rows.
         example: the number of rows of the fake values in the body.
-        outside: maps a value that the subgraph reads to the value to read instead.
-        emit_outside: adds a node outside, to prepare such a value.
-        as_arguments: turns a shape into arguments for a node outside.
+        outside: maps a value that the subgraph reads to the value to pass to the body.
+        emit_outside: adds a node outside the body, to prepare an input.
+        as_arguments: turns a shape into arguments for a node outside the body.
 
     Attributes:
         body: the graph.
-        row_inputs: the values outside that have rows, each with its input of the body.
-        shared_inputs: the values outside that all rows share, each with its input of the body.
+        row_inputs: maps each value with rows outside the body to the body's placeholder for it.
+        shared_inputs: maps each value that all rows share to the body's placeholder for it.
         sums: the nodes of the subgraph that are sums over rows.
     """
 
@@ -102,16 +102,16 @@ class RowGraph:
         self.shift: Shift | None = None
         self._part: set[fx.Node] = set()
         self._written: dict[fx.Node, fx.Node] = {}
-        self._sums: dict[fx.Node, fx.Node] = {}  # no other node of the subgraph may read them
+        self._sums: dict[fx.Node, fx.Node] = {}  # sums, which no node of the subgraph may read
         self._shared: set[fx.Node] = set()  # nodes of the body without a dimension for rows
         self._prepared: dict[tuple[Any, ...], fx.Node] = {}
 
     def __getitem__(self, node: fx.Node) -> fx.Node:
-        """The body's node for a node of the subgraph. A sum is over the rows of the chunk."""
+        """Return the body's node for a node of the subgraph. A sum covers the chunk's rows only."""
         return self._sums.get(node) or self._written[node]
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Add the output. Return the values to pass: first with rows, then shared."""
+        """Add the output. Return the values with rows and the shared values to pass to the body."""
         rows, shared = self.row_inputs, self.shared_inputs
         for placeholder in reversed([*rows.values(), *shared.values()]):
             next(iter(self.body.nodes)).prepend(placeholder)
@@ -144,7 +144,7 @@ class RowGraph:
         raise NotRowwise(f"{describe(node)} needs all tokens")
 
     def _split(self, node: fx.Node) -> tuple[RowLayout, tuple[Any, ...], tuple[int, ...]]:
-        """Return a value's layout, its leading dimensions and its other, static dimensions."""
+        """Return a value's layout, its leading sizes and its other sizes, which must be static."""
         layout, shape = self.layout(node), tuple(tensor(node).shape)
         rest = shape[layout.dims :]
         if not all(isinstance(size, int) for size in rest):
@@ -152,7 +152,7 @@ class RowGraph:
         return layout, shape[: layout.dims], rest
 
     def _row_dim(self, x: Any, dim: Any) -> int:
-        """Return the dimension in the body of a dimension that is not one of the rows."""
+        """Return the body's dimension for `dim` of `x`, which must not be a dimension of rows."""
         layout = self.layout(x)
         dim = dim % tensor(x).ndim
         if dim < layout.dims:
@@ -209,7 +209,7 @@ class RowGraph:
 
     def _shared_input(self, operand: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
         base, flipped = graph.skip_transposes(operand)
-        if base is not operand:  # a weight and its transpose are one input
+        if base is not operand:  # a weight and its transpose share one input
             x = self._shared_input(base, tuple(tensor(base).shape))
             return self._emit(aten.permute.default, x, [1, 0], like=operand) if flipped else x
         source = self._reshape_outside(self.outside(operand), shape)
@@ -221,7 +221,7 @@ class RowGraph:
     def _row_input(
         self, operand: fx.Node, layout: RowLayout, lead: Sequence[Any], rest: Sequence[Any]
     ) -> fx.Node:
-        """Return the input for a value with rows: expanded to `lead`, and padded after a shift."""
+        """Return the input for a value with rows, expanded to `lead` and padded after a shift."""
         key = operand, layout.shifted, *map(str, (*lead, *rest))
         if key not in self._prepared:
             x, shape = self.outside(operand), (*lead, *rest)
@@ -232,7 +232,7 @@ class RowGraph:
         return self._placeholder_of_rows(self._prepared[key], rest)
 
     def _shift_mask(self, node: fx.Node, ndim: int) -> fx.Node:
-        """Return the input that marks the rows that the shift leaves, [c, 1, ...]."""
+        """Return a mask input, [c, 1, ...], that is true for the rows that the shift leaves."""
         assert self.shift is not None
         rest = [1] * (ndim - 1)
         key = ("shift", ndim)
@@ -247,7 +247,7 @@ class RowGraph:
         return self._placeholder_of_rows(self._prepared[key], rest)
 
     def _pad_shifted(self, x: fx.Node, rest: Sequence[Any]) -> fx.Node:
-        """Pad a value of the rows that a shift leaves with zeros for the dropped rows."""
+        """Insert zeros into a shifted value for the rows that the shift dropped."""
         shift = self.shift
         assert shift is not None
         x = self._reshape_outside(x, (*shift.remaining, *rest))
@@ -289,7 +289,7 @@ class RowGraph:
         return node
 
     def _view_rows(self, x: fx.Node, rest: tuple[int, ...], node: fx.Node) -> fx.Node:
-        """Give each row another shape."""
+        """Reshape each row to `rest`."""
         if tuple(tensor(x).shape[1:]) == rest:
             return x
         return self._emit(aten.view.default, x, [-1, *rest], like=node)

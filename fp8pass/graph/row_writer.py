@@ -1,15 +1,15 @@
-"""Rewrite a subgraph, operator by operator, so that it computes a chunk of its rows.
+"""Rewrite a subgraph, operator by operator, to compute a chunk of its rows.
 
 A matrix [T, N] has T rows. Other values have rows, too, if the product of their leading dimensions
 is T: `[B, S, V]` and `[T, 1]`, with T = B·S. Operators that compute each row by itself can run on
-any number c of rows; values with rows are flattened to `[c, ...]`:
+any number c of rows. The rewritten graph flattens values with rows to `[c, ...]`:
 
     before   x [B, S, V];  m = amax(x, [2], True);  y = sub(x, m);  g = mm(t(y), h)
     after    x [c, V];     m = amax(x, [1], True);  y = sub(x, m);  g = mm(t(y), h)
 
-A result either has rows, or is a sum over rows, as `g` is. The shift of a language model's loss,
-`x[:, :-1]`, drops rows. The chunks compute dropped rows, too, with zeros for missing inputs, and
-the results are sliced afterwards.
+A result either has rows, or is a sum over rows, like `g`. The shift of a language model's loss,
+`x[:, :-1]`, drops rows. The chunks compute the dropped rows, too, with zeros for missing inputs,
+and the results are sliced afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("fp8pass")
 
 # Sums over rows can be added up over chunks. Other reductions over rows cannot.
 SUM_OPERATORS = {aten.sum.default, aten.sum.dim_IntList}
-# Reductions with the reduced dimensions as second argument.
+# Reductions that take the reduced dimensions as the second argument.
 ROW_REDUCTIONS = SUM_OPERATORS | {
     aten.mean.dim,
     aten.amax.default,
@@ -55,7 +55,7 @@ class ChunkWriter(RowGraph):
     """Writes the graph of a chunk, operator by operator."""
 
     def write(self, node: fx.Node, part: set[fx.Node]) -> None:
-        """Add a node of the subgraph `part`, after its operands.
+        """Add a node of the subgraph `part` to the body. The node's operands must be added before.
 
         Raises:
             NotRowwise: the operator mixes rows, or has no implementation for chunks.
@@ -130,7 +130,7 @@ class ChunkWriter(RowGraph):
         return self._view_rows(self._row_operand(x), rest, node)
 
     def _slice_scatter(self, node: fx.Node) -> fx.Node:
-        """Rows that the shift dropped keep the values of `base`."""
+        """Write `source` to the rows that the shift leaves. Other rows come from `base`."""
         base, source = node.args[:2]
         dim = node.args[2] if len(node.args) > 2 else 0
         lead = tuple(tensor(node).shape[: self.layout(node).dims])
@@ -160,7 +160,7 @@ class ChunkWriter(RowGraph):
         )
 
     def _scatter(self, node: fx.Node) -> fx.Node:
-        """Write one element of each row, by comparing column numbers, which fuses."""
+        """Write one element of each row by comparing column numbers, because comparisons fuse."""
         x, dim, index, source = node.args[:4]
         val, shape = tensor(node), tensor(index).shape  # type: ignore[arg-type]
         last = dim % val.ndim == val.ndim - 1  # type: ignore[operator]

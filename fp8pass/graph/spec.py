@@ -1,4 +1,4 @@
-"""The spec of a well-formed graph, checked between passes (`FP8PASS_CHECK=1`, and in the tests)."""
+"""Check between passes that a graph is well formed (with `FP8PASS_CHECK=1`, and in the tests)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fp8pass.runtime.copies import from_host, settled, to_host
 
 fp8 = torch.ops.fp8pass
 
-# Operators that may read an FP8 tensor: the dialect, the kernels that replace it, and copies.
+# Namespaces of operators that may read FP8 tensors: the dialect, its kernels, and host copies.
 _FP8_NAMESPACES = ("fp8pass", "fp8pass_codegen", "fp8pass_host")
 _HOST_COPIES = (to_host, from_host, settled)
 
-# Operators between a quantized shard and its gathered matrix, or between tokens and their
-# permutation.
+# Operators that may lie between a quantized shard and its gathered matrix, or between quantized
+# tokens and the permuted tokens.
 _BETWEEN_SHARD_AND_MATRIX = {
     *(fp8.as_codes.default, fp8.as_bytes.default, WAIT_TENSOR, ALL_GATHER, aten.index.Tensor),
     *(VIEWS | {aten.cat.default, aten.clone.default}),
@@ -47,8 +47,9 @@ def verify(g: fx.Graph) -> None:
     """Raise MalformedGraph unless `g` is well formed.
 
     - Nodes come after their operands, and every used node has a fake value.
-    - While the graph contains operators of the dialect, no other operator reads an FP8 tensor.
-    - Every operator of the dialect has valid operands (`OPERANDS`), which fit together (`CHECKS`).
+    - While the graph contains operators of the dialect (`dialect/ops.py`), no other operator reads
+      an FP8 tensor.
+    - Every operator of the dialect has valid operands (`OPERANDS`) that fit together (`CHECKS`).
     """
     g.lint()
     has_dialect = any(n.target in OPERATORS for n in g.nodes)
@@ -61,7 +62,7 @@ def verify(g: fx.Graph) -> None:
 def verify_no_kernels(g: fx.Graph) -> None:
     """Raise MalformedGraph if a joint or inference graph calls a kernel.
 
-    Kernels replace the dialect only in the graphs that Inductor compiles.
+    Kernels replace operators of the dialect only in the graphs that Inductor compiles.
     """
     for node in g.nodes:
         if getattr(node.target, "namespace", None) == "fp8pass_codegen":
@@ -76,9 +77,9 @@ def verify_lowered(g: fx.Graph) -> None:
 
 
 def verify_guards(g: fx.Graph, before: int) -> None:
-    """Raise MalformedGraph if a pass added guards on dynamic shapes to the first `before` guards.
+    """Raise MalformedGraph if a pass added guards on dynamic shapes. `before` counts old guards.
 
-    Comparing two symbolic sizes adds such a guard, and PyTorch recompiles where it fails.
+    Comparing two symbolic sizes adds a guard, and PyTorch recompiles if a guard fails.
     """
     if added := compat.restrictions(g, before):
         raise MalformedGraph(f"a pass added guards on dynamic shapes: {', '.join(added)}")
@@ -106,7 +107,7 @@ def _problems(node: fx.Node, has_dialect: bool) -> Iterator[str]:
         yield from check(node, *node.args)
 
 
-# A predicate of one operand, and the text of the error if it is false.
+# A predicate of one operand, and the text of the error if the predicate is false.
 Constraint = tuple[Callable[[Any], bool], str]
 
 ANY: Constraint = (lambda x: True, "")
@@ -124,7 +125,7 @@ MASKABLE: Constraint = (
     "must be bfloat16, float16 or float32",
 )
 FORMAT: Constraint = (lambda name: name in FORMATS, "is an unknown format")
-# These two raise a ValueError that names the problem.
+# The next two predicates raise a ValueError that names the problem.
 QUANTIZATION: Constraint = (lambda text: bool(parse(str(text))), "")
 SIMULATED_FORMAT: Constraint = (lambda text: bool(simulated_format(str(text))), "")
 
@@ -148,7 +149,7 @@ OPERANDS: dict[Any, tuple[Constraint, ...]] = {
 }
 
 
-# Checks of operands that must fit together. They yield problems.
+# Checks that operands fit together. Each check yields the problems that it finds.
 
 
 def _check_amax(node: fx.Node, x: fx.Node, block: Any) -> Iterator[str]:
@@ -174,7 +175,7 @@ def _check_quantize(
 def _check_dequantize(
     node: fx.Node, planes: Any, scales: fx.Node, text: Any, dtype: Any
 ) -> Iterator[str]:
-    """All planes come from one tensor, and `scales` quantized it."""
+    """Check that all planes come from one tensor, which was quantized with `scales`."""
     how = parse(str(text))
     widths = how.format.planes
     if len(planes) != len(widths):
@@ -203,7 +204,7 @@ def _check_joined(node: fx.Node, parts: Any) -> Iterator[str]:
 def _check_scaled_mm(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
-    """Operands have the scales and the quantizations that they were quantized with."""
+    """Check that each operand comes with the scale and format that it was quantized with."""
     columns = tensor(node).shape[1]
     if _is_fp8(a) and not is_multiple_of_16(columns):
         yield f"its result has {columns} columns, but tensor cores need a multiple of 16"
@@ -219,7 +220,7 @@ def _check_scaled_mm(
 
 
 def _check_joined_parts(*operands: fx.Node) -> Iterator[str]:
-    """Both operands are joined, unless a kernel already stores one side contiguously."""
+    """Check that `joined` computes both operands, unless a kernel stores one contiguously."""
     joined = [x for x in operands if graph.is_call(x, fp8.joined.default)]
     others = [x for x in operands if x not in joined]
     if any(_is_visible(_skip_transpose(x)) for x in others):
@@ -254,7 +255,7 @@ def _check_transpose_segments(
 def _check_scaled_grouped_mm(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, offsets: Any, *rest: Any
 ) -> Iterator[str]:
-    """Operands have a scale for each row, and `b` has a matrix for each expert group."""
+    """Check that operands have a scale for each row, and `b` has a matrix for each expert group."""
     for data, scale in ((a, a_scale), (b, b_scale)):
         quantized = _skip_gather(_skip_transpose(data))
         has_row_scales = tensor(scale).ndim == 2
@@ -272,7 +273,7 @@ def _check_scaled_grouped_mm(
 def _check_scaled_grouped_outer(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
-    """Operands come from `transpose_segments`, with the scales that it used."""
+    """Check that operands come from `transpose_segments`, with the scales of that operator."""
     for data, scale in ((a, a_scale), (b, b_scale)):
         transposed = _skip_host_copies(data)
         if _is_visible(transposed):
@@ -363,7 +364,7 @@ def _skip_gather(node: fx.Node) -> fx.Node:
 
 
 def _is_visible(data: fx.Node) -> bool:
-    """Whether the graph shows how data were quantized: not in another graph, nor in a kernel."""
+    """Whether an operator of this graph computes `data`, rather than another graph or a kernel."""
     return data.op == "call_function" and not graph.is_getitem(data)
 
 
@@ -386,7 +387,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _agree(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether shapes may be equal. Symbolic sizes match any size: comparing them adds guards."""
+    """Whether shapes may be equal. Symbolic sizes are not compared, which would add guards."""
     static = (pair for pair in zip(a, b, strict=False) if all(isinstance(x, int) for x in pair))
     return len(a) == len(b) and all(x == y for x, y in static)
 

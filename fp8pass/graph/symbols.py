@@ -1,9 +1,9 @@
 """The sympy functions and helpers that the formulas of pointwise operators use.
 
 A formula takes the arguments of an operator, with an `Operand` for each tensor, and returns the
-sympy expression of one element. It raises `Underivable` where a relative perturbation of an operand
-has no bounded effect: at a division by a number that may vanish. Comparisons are allowed;
-`error_analysis/jumps.py` decides whether the result jumps there.
+sympy expression of one element. A formula raises `Underivable` if a relative perturbation of an
+operand may have an unbounded effect, for example at a division by a number that may vanish.
+Comparisons are allowed; `error_analysis/jumps.py` decides whether they make the result jump.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Underivable(Exception):
 
 
 class UnitStep(sympy.Function):
-    """1 for positive arguments, else 0. A relative perturbation never crosses zero."""
+    """1 for positive arguments, else 0. Relative perturbations do not change the result."""
 
     nargs = 1
     is_real = True
@@ -36,13 +36,13 @@ class UnitStep(sympy.Function):
 
 
 class Where(sympy.Function):
-    """`Where(c, a, b)`: a where c is 1, b where c is 0. The other one need not be finite."""
+    """`Where(c, a, b)`: a where c is 1, b where c is 0. The other value need not be finite."""
 
     nargs = 3
     is_real = True
 
     def fdiff(self, argindex: int = 1) -> Expr:
-        """A change of the condition is a jump, not a derivative."""
+        """Differentiate by an argument: 0 for the condition, because its changes are jumps."""
         condition = self.args[0]
         return {1: sympy.Integer(0), 2: condition, 3: 1 - condition}[argindex]
 
@@ -54,7 +54,7 @@ class Where(sympy.Function):
 
 
 class Sign(sympy.Function):
-    """The sign of its argument, constant under relative perturbations."""
+    """The sign of the argument. Relative perturbations do not change the sign."""
 
     nargs = 1
     is_real = True
@@ -75,7 +75,7 @@ class Magnitude(sympy.Function):
 
 
 class Sigmoid(sympy.Function):
-    """1 / (1 + e^-x), with a derivative in terms of itself."""
+    """1 / (1 + e^-x). The derivative is written with the sigmoid itself."""
 
     nargs = 1
     is_real = True
@@ -85,7 +85,7 @@ class Sigmoid(sympy.Function):
         return self * (1 - self)
 
 
-# The implementations in PyTorch of these functions and of sympy's, for `sympy.lambdify`.
+# PyTorch implementations of the functions above and of sympy's functions, for `sympy.lambdify`.
 TORCH_FUNCTIONS: dict[str, Any] = {
     "UnitStep": lambda x: (x > 0).to(x.dtype),
     "Sign": torch.sign,
@@ -110,7 +110,7 @@ class Operand:
 
 
 def to_sympy(x: Operand | float | int) -> Expr:
-    """Return an operand's symbol, or a constant in sympy. Raise Underivable if it is not finite."""
+    """Return an operand's symbol or a sympy constant. Raise Underivable for infinity and NaN."""
     if isinstance(x, Operand):
         return x.symbol
     if not math.isfinite(x):
@@ -147,7 +147,7 @@ def quotient(numerator: Expr, denominator: Expr) -> Expr:
 
 
 def square_root(x: Expr, sign: int = 1) -> Expr:
-    """Return x^½, or with `sign` -1 x^-½, of an expression that is known to be positive."""
+    """Return x^½ of a nonnegative expression, or x^-½ of a positive expression if `sign` is -1."""
     if x.is_positive or (sign > 0 and x.is_nonnegative):
         return x ** sympy.Rational(sign, 2)
     raise Underivable(f"a root of {x}, which may vanish")
@@ -173,7 +173,7 @@ def power(base: Operand, exponent: float | Operand) -> Expr:
 
 
 def comparison(sign: int, *, or_equal: bool = False) -> Formula:
-    """Return the formula of x > y, or with `sign` -1 of x < y, as 0 or 1."""
+    """Return the formula of x > y, or of x < y if `sign` is -1. Its value is 0 or 1."""
 
     def compare(x: Operand, y: Operand | float) -> Expr:
         if _is_infinite(y):
@@ -185,7 +185,7 @@ def comparison(sign: int, *, or_equal: bool = False) -> Formula:
 
 
 def clamp(sign: int) -> Formula:
-    """Return the formula of max(x, bound), or with `sign` -1 of min(x, bound)."""
+    """Return the formula of max(x, bound), or of min(x, bound) if `sign` is -1."""
 
     def formula(x: Operand, bound: Operand | float) -> Expr:
         if _is_infinite(bound) and sign * bound < 0:  # type: ignore[operator]

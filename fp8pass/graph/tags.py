@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from torch import fx
 
-# On a node that replaces an operator: the name of that operator. Value names contain it.
+# On a node that replaces an operator: the name of the replaced operator, for use in value names.
 ORIGINAL_OPERATOR = "fp8pass_original_operator"
 
-# On views and copies that passes add. They do not count among the operators of the model.
+# On views and copies that passes add. These nodes do not count as operators of the model.
 ADDED_BY_PASS = "fp8pass_added_by_pass"
 
 # On `scaled_mm`: the name of the GEMM that it replaced.
 REPLACED_GEMM = "fp8pass_replaced_gemm"
 
-# On `scaled_mm`: the result is the transpose of the replaced GEMM's, or of each batched matrix.
+# On `scaled_mm`: the result is the transpose of the replaced GEMM's result. In a batch, each matrix
+# is transposed.
 IS_TRANSPOSED = "fp8pass_is_transposed"
 
 # On the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.
 ROLE = "fp8pass_role"
 
-# On GEMMs that stay in high precision by the user's choice, or by default as output heads do.
-# The tensors that they save for backward stay in high precision, too.
+# On GEMMs that stay in high precision by the user's choice, or by default, as in output heads.
+# The tensors that these GEMMs save for backward stay in high precision, too.
 HIGH_PRECISION_BY_CHOICE = "fp8pass_high_precision_by_choice"
 
-# On `quantize`: the layers that read the result, as (module path, `input`, `weight` or `gradient`).
+# On `quantize`: the layers that read the result, as pairs of a module path and an operand (`input`,
+# `weight` or `gradient`).
 OPERAND_OF = "fp8pass_operand_of"
 
 # On gathered FP8 data: the name of the original tensor, which was gathered and then quantized.
@@ -32,7 +34,7 @@ ORIGINAL_GATHER = "fp8pass_original_gather"
 # On an all-gather: the reason why it does not gather quantized data.
 WHY_NOT_QUANTIZED = "fp8pass_why_not_quantized"
 
-# On a copy of a forward value in the backward, recomputed or dequantized: the value's name.
+# On a backward node that recomputes or dequantizes a forward value: the name of the forward value.
 COPIED_VALUE = "fp8pass_copied_value"
 
 # On a saved tensor: whether it lives in host memory between forward and backward.
