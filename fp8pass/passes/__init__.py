@@ -49,10 +49,10 @@ class Entry:
 
     Attributes:
         run: the pass.
-        in_inference: whether it also runs on graphs without a backward, so that evaluation computes
-            the numbers of training.
+        in_inference: whether it also runs on graphs without a backward, so that evaluation gives
+            the same numbers as training.
         adds_guards: whether it may add guards on dynamic shapes.
-        required: whether no graph compiles without it.
+        required: whether graphs cannot be compiled without the pass.
     """
 
     run: Pass
@@ -62,18 +62,18 @@ class Entry:
 
 
 _JOINT = (
-    # Output head and loss -> one operator that runs on chunks of the tokens. Its guards recompile
-    # the graph for few tokens, with an unchunked head.
+    # Output head and loss -> one operator that runs on chunks of the tokens. The pass adds guards:
+    # for few tokens the graph is recompiled with an unchunked head.
     Entry(chunk_head, in_inference=True, adds_guards=True),
     # mm, addmm of a parameter -> quantize + scaled_mm
     Entry(quantize_linears, in_inference=True),
     # _grouped_mm, bmm of a parameter -> quantize + scaled_grouped_mm
     Entry(quantize_experts, in_inference=True),
-    # With Config.simulate, instead of both: mm, addmm of a parameter -> mask_format around it
+    # With Config.simulate, instead of these two: mm, addmm of a parameter -> mask_format around it
     Entry(simulate_format, in_inference=True),
     # all_gather + quantize -> quantize + all_gather
     Entry(gather_quantized, in_inference=True),
-    # Gathered parameters and FP8 data -> marked as recomputed
+    # Gathers of parameters and FP8 data -> marked for recomputation
     Entry(repeat_gathers),
     # Decides which forward values are saved, and in which format
     Entry(plan_saved_values),

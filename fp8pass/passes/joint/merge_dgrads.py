@@ -6,10 +6,10 @@
     after    c  = max(s₁·t₁, s₂·t₂)
              dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
 
-The GEMM accumulates in FP32; no term of the sum is written to memory and read again. One product of
-scales applies to all terms of a GEMM. Gradients have a wide range, so their scales and FP8 data do
-not change. A weight gets a larger scale if its gradient is small. The error of this is small
-compared with the largest entries of the sum, which are as exact as before.
+The GEMM accumulates in FP32, so no term of the sum is written to memory and read again. All terms
+share one product of scales. Gradients keep their scales and FP8 data, because they have a wide
+range. Therefore a weight is requantized with a larger scale if its gradient is small. The added
+error is small compared with the largest entries of the sum, which are as exact as before.
 
 This pass runs after the plan, so that `diagnose`, which compares single layers, sees the graph
 without merged GEMMs.
@@ -106,11 +106,11 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _find_term(gemm: fx.Node) -> Term | None:
-    """Return the term that a GEMM is; None if it cannot be merged.
+    """Return a GEMM as a term of a sum; None if it cannot be merged.
 
-    The GEMM must be an FP8 dgrad whose result is only added to other tensors, and the only user of
-    its FP8 weight. Gathered weights are excluded: all ranks share their FP8 data, whereas the scale
-    of a merged weight depends on the gradients of one rank.
+    The GEMM must be an FP8 dgrad, its result must only be added to other tensors, and its FP8
+    weight must have no other user. Gathered weights are excluded: all ranks share their FP8 data,
+    whereas the scale of a merged weight depends on the gradients of one rank.
     """
     if gemm.target is not fp8.scaled_mm.default or not is_fp8_gemm(gemm):
         return None
@@ -169,7 +169,7 @@ def _fits(group: list[Term], term: Term) -> bool:
     """Whether a term can be in one GEMM with a group of terms."""
     first, other = group[0].gemm, term.gemm
     if any(t.gemm.args[0] is other.args[0] for t in group):
-        return False  # terms share a gradient, which kernels store once
+        return False  # kernels cannot store a shared gradient twice
     return (
         sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
         and _same_shape_and_dtype(first, other)
@@ -210,7 +210,7 @@ def _multiply_scales(add: Any, term: Term) -> fx.Node:
 
 
 def _requantize_weight(add: Any, term: Term, scale: fx.Node) -> fx.Node:
-    """Emit the FP8 weight of a term for which the product of scales is `scale`."""
+    """Emit the FP8 weight of a term, with a scale that makes the product of scales `scale`."""
     _, gradient_scale, _, weight_scale = term.gemm.args[:4]
     wanted = add(aten.div.Tensor, scale, gradient_scale)
     # Rounding, or a gradient of zeros, must not make the scale smaller than before.

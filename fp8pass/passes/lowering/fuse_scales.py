@@ -4,10 +4,10 @@
              b = amax(q);  t = scale(b)
     after    s, t = rows([p, q], [program, program])
 
-`p` and `q` are first stages of an amax that kernels have stored, one number for each row or tile,
-or inputs of the graph, such as the scales of a weight's rows. A second stage reads a few kilobytes,
-less than a launch is worth. A layer has a dozen or more second stages, and most results are needed
-much later.
+An amax has two stages: kernels store an amax for each row or tile, and the second stage reduces
+these to one number. `p` and `q` are results of first stages, or inputs of the graph, such as the
+row scales of a weight. A second stage reads a few kilobytes, which takes less time than a launch. A
+layer has a dozen or more second stages, and most results are needed much later.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _finishes_amax(node: fx.Node) -> bool:
     is_stored = isinstance(kernel, fx.Node) and kernel.target in (rows, tiles)
     if not is_stored and source.op != "placeholder":
         return False
-    count = tensor(source).numel()  # kernels store matrices, too
+    count = tensor(source).numel()  # may be large: kernels store matrices, too
     return holds_amaxes(source) and isinstance(count, int) and count <= LONGEST_HELD
 
 
