@@ -26,9 +26,11 @@ __all__ = [
     "autocast_for_cpu", "use_fake_tensors",
 ]  # fmt: skip
 
-# Errors of operators with a result or shape that depends on values. `func` is the operator.
+# Errors of operators on fake tensors if a result or shape depends on values. `func` is the
+# operator.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-# Ids of the threads in which `torch.autocast("cuda")` applies to the CPU, once for each context.
+# Ids of the threads in which `torch.autocast("cuda")` applies to the CPU, once for each active
+# context.
 _redirected: list[int] = []
 _lock = threading.Lock()
 
@@ -59,7 +61,7 @@ class OperatorObserver(TorchDispatchMode):
 class RealPositions(TorchDispatchMode):
     """Mode in which `arange`, and values computed from it alone, are real among fake tensors.
 
-    Models read positions: Hugging Face models omit the mask if positions show whole sequences.
+    Models read the positions: Hugging Face models omit the mask if positions show whole sequences.
     """
 
     @classmethod
@@ -78,10 +80,10 @@ class RealPositions(TorchDispatchMode):
 
 @contextmanager
 def autocast_for_cpu() -> Iterator[None]:
-    """Redirect this thread's `torch.autocast("cuda")` to the CPU within.
+    """Within the context, redirect this thread's `torch.autocast("cuda")` to the CPU.
 
-    For programs that simulate a GPU on a CPU: PyTorch disables autocast for a GPU that is missing.
-    Dynamo and its graphs create the same objects, so they are redirected, too.
+    For programs that simulate a GPU on a CPU: PyTorch disables autocast for a missing GPU. Dynamo
+    and its graphs also create autocast objects, which are redirected, too.
     """
     thread = threading.get_ident()
     with _lock:

@@ -46,7 +46,7 @@ def extract_forward_backward(
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward, which saves tensors, sizes and objects."""
+    """Split a joint graph into forward and backward, which reads the given saved values."""
     extra: dict[str, Any] = {}
     if _EXTRACT_TAKES_OPAQUE:
         extra["saved_opaque_nodes"] = saved_objects
@@ -76,7 +76,7 @@ def is_primal(node: fx.Node) -> bool:
 
 
 def input_name(node: fx.Node) -> str:
-    """Return the expression of an input of a Dynamo graph, `L['ids']`; '' if it is unknown."""
+    """Return the expression of a Dynamo graph's input, such as `L['ids']`; '' if it is unknown."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
     return name() if callable(name) else name  # a method before PyTorch 2.10
@@ -121,7 +121,7 @@ def copy_region(source: fx.Node, node: fx.Node) -> None:
 
 
 def input_index(node: fx.Node) -> int | None:
-    """Return which input of the Dynamo graph a primal is, or is part of; None if unknown."""
+    """Return the index of the Dynamo graph's input that contains a primal; None if unknown."""
     desc = node.meta.get("desc")
     while isinstance(desc, SubclassGetAttrAOTInput):  # a DTensor's local tensor
         desc = desc.base

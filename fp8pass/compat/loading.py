@@ -17,7 +17,7 @@ Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 
 def prepare_loads(prepare: Prepare) -> None:
-    """Make DCP call `prepare` in every later load. No effect if DCP has not been imported."""
+    """Make DCP call `prepare` in every later load. Do nothing if DCP has not been imported."""
     if "torch.distributed.checkpoint" in sys.modules:
         _patch_planner(prepare)
 

@@ -30,7 +30,7 @@ __all__ = [
 grouped_mm = torch._grouped_mm
 # The FP8 GEMM of cuBLASLt and CUTLASS.
 scaled_mm = torch._scaled_mm
-# One launch for many tensors.
+# Operators that process many tensors in one launch.
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
@@ -64,7 +64,8 @@ def has_unbacked(value: object) -> bool:
 def size_hint(value: int | torch.SymInt) -> int:
     """Return an integer for a size: itself, the value it was traced with, or an estimate.
 
-    The estimate for a data-dependent size is the middle of its range, such as half of a mask.
+    The estimate for a data-dependent size is the middle of its range, such as half of a mask's
+    size.
     """
     if isinstance(value, int):
         return value
@@ -170,6 +171,6 @@ def schema_of(operator: Any) -> Any:
 def stream_of(device: torch.device) -> int:
     """Return the handle of the current CUDA stream; 0 on a CPU.
 
-    Creating PyTorch's stream object takes as long as a small kernel.
+    Creating PyTorch's stream object would take as long as a small kernel.
     """
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

@@ -24,7 +24,7 @@ _GEMMS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Graph:
     """Return the graph of `function` on fake inputs, with Inductor's decompositions applied.
 
-    Its nodes carry no metadata.
+    The nodes of the graph have no metadata.
     """
     traced = make_fx(function, tracing_mode="real", decomposition_table=_decompositions())
     with torch.no_grad(), fake_mode_of(inputs[0]), enable_python_dispatcher():

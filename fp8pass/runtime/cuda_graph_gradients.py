@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass import compat
 
-# Parameters of all graphs. The first graph of a forward checks the parameters of all others, too.
+# Parameters of all graphs, because the first graph of a forward checks all of them.
 _parameters = compat.WeakIdKeyDictionary()
 
 
@@ -37,7 +37,7 @@ def protect_gradients(program: Callable[..., Any]) -> Callable[..., Any]:
 def copy_replayed(device: torch.device) -> None:
     """Copy gradients that the next replays on `device` would overwrite."""
     replayed = compat.find_replayed_memory(device)
-    # Only the first graph of a forward finds replayed memory; the others skip the loop.
+    # Only the first graph of a forward finds replayed memory; later graphs skip the loop.
     for parameter in _parameters if replayed else ():
         gradient = parameter.grad
         if gradient is None:
