@@ -79,7 +79,8 @@ _ELSEWHERE = {
 
 
 def _add_prefix(record: logging.LogRecord) -> bool:
-    """Prefix a log message with `fp8pass:` if no handler that could add the name is configured."""
+    """Prefix a log message with `fp8pass:` if no handler is configured, which could add the
+    name."""
     if not logging.getLogger(__name__).hasHandlers():
         record.msg = f"fp8pass: {record.msg}"
     return True

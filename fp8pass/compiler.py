@@ -105,7 +105,7 @@ class Captured:
     hooks: tuple[Hooks, ...] = ()
 
     def compilation(self, config: Config, **options: Any) -> Compilation:
-        """Return a new compilation of the graph. It does not compile anything yet."""
+        """Return a new `Compilation` of the graph, without compiling it."""
         graphed = compat.uses_cuda_graphs(self.patches)
         moving = moving_weights(self.gm, self.example_inputs) if graphed else frozenset[int]()
         inputs = Inputs.of(self.example_inputs, moving)

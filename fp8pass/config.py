@@ -133,7 +133,7 @@ class Config:
             tensor with too large an amplification gets a larger format or is saved exactly. `none`
             saves all these tensors exactly. So does `exact`, but through the compiler's path for
             low-bit formats, for tests.
-        attention_output: how the output of attention is saved, which the backward of attention
+        attention_output: how to save the output of attention, which the backward of attention
             reads: `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of
             1×32). The worst-case error of `e2m5` has no bound. Its measured errors are less than
             half of the error that FP8 linear layers add to the same gradients. q, k and v are saved
@@ -150,8 +150,8 @@ class Config:
         offload: whether tensors that do not fit in the budget may be saved in host memory, if
             copying them takes less time than recomputing them. The option has no effect without a
             budget.
-        host_bandwidth: bytes per second of copies between GPU and host, in each direction. None: it
-            is measured.
+        host_bandwidth: bytes per second of copies between GPU and host, in each direction; measured
+            if None.
         group_size: elements that share one scale in a saved tensor; the COAT paper uses 16.
         skip: modules that stay in high precision: shell-style patterns of module paths, or a
             function that takes a path and returns a bool. A pattern matches a module and all
@@ -297,7 +297,7 @@ class Config:
 
         Args:
             gemm: `forward`, `dgrad` or `wgrad`.
-            length: the length of its contraction, which may be symbolic.
+            length: the length of the GEMM's contraction, which may be symbolic.
         """
         allowed = self.quantizes_linears and gemm in self.fast_accumulation
         return allowed and isinstance(length, int) and length <= self.longest_fast
@@ -435,7 +435,7 @@ def checked_patterns(
 
     Args:
         field: the option, for the message.
-        given: its value.
+        given: the value of the option.
         of: what the patterns match, for the message.
         functions: whether a function that takes a path and returns a bool is a pattern, too.
 

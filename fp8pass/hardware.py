@@ -42,7 +42,7 @@ def planning_for(gpu: Gpu) -> Iterator[None]:
 def why_no_fp8_gemm(device: torch.device) -> str | None:
     """Return why `device` cannot run FP8 GEMMs, or None if it can.
 
-    The CPU can, because it has reference kernels with the results of tensor cores.
+    The CPU can: it has reference kernels, which compute the same as tensor cores.
     """
     if _is_reference(device):
         return None
@@ -148,7 +148,7 @@ class Gpu:
         memory: bytes of memory.
         fp8_flops, bf16_flops, attention_flops: operations per second that GEMMs and attention
             reach.
-        bandwidth: bytes per second between its memory and its processors.
+        bandwidth: bytes per second between memory and processors.
         link: bytes per second to the host, and from the host at the same time.
         capability: compute capability, which decides whether linear layers and experts run in FP8.
         rates: where the rates come from: `measured`, `datasheet`, `given`, or `assumed`.
@@ -212,8 +212,8 @@ def _gpu(
     )
 
 
-# The rates of the H200 are measured, its link with copies in both directions at once. Other GPUs
-# are assumed to reach the same share of their datasheets.
+# The rates of the H200 are measured. Copies ran in both directions at once for the rate of the
+# link. Other GPUs are assumed to reach the same share of their datasheets.
 REFERENCE = "H200"
 GPUS = dict(
     (

@@ -138,10 +138,10 @@ class Linear:
     Attributes:
         fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
         reason: why the layer stays in high precision; else ''.
-        chosen: whether this is a choice: a skip pattern of the user, or a default as for output
-            heads.
-        routine: whether the user cannot change this, or would gain nothing, as for an adapter of
-            rank 8.
+        chosen: whether the layer stays in high precision by a skip pattern, or by the default for
+            output heads.
+        routine: whether the user cannot change the precision, or would gain nothing, as for an
+            adapter of rank 8.
         simulated: the GEMMs that compute in a simulated format, instead of `fp8`.
         experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
@@ -202,7 +202,7 @@ class Collective:
         shape: shape of the tensor that this rank sends.
         dtype: dtype of that tensor; `uint8` for FP8 data, which is sent as bytes.
         bytes: bytes of that tensor, counted once for any number of receivers.
-        reason: why it is not quantized; '' for FP8 data and their scales.
+        reason: why the tensor is not quantized; '' for FP8 data and scales.
     """
 
     module: str

@@ -178,7 +178,7 @@ def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def compiled_in_vain(module: nn.Module) -> bool:
-    """Whether `module.compile()` has no effect, because Dynamo does not trace its class.
+    """Whether `module.compile()` has no effect, because Dynamo does not trace the module's class.
 
     Before PyTorch 2.14 Dynamo traces the forward of a `torch.nn` class only inside of other code.
     Dynamo does trace the module that a DistributedDataParallel calls.
@@ -384,7 +384,7 @@ def find_replayed_memory(device: torch.device) -> frozenset[int]:
 
 
 def running_backward() -> int:
-    """Return a number that identifies the running backward; if they are nested, the innermost."""
+    """Return a number that identifies the running backward, the innermost if several are nested."""
     return torch._C._current_graph_task_id()
 
 

@@ -23,7 +23,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def find_replicas(module: Replicated) -> Any:
-    """Return the process group that replicates a module, before the module runs."""
+    """Return the process group of a replicated module that has not run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)
@@ -61,7 +61,7 @@ def find_factor(op: Any, ranks: int) -> float | None:
 
 @contextmanager
 def reduce_separately(model: nn.Module) -> Iterator[None]:
-    """Within the context, reduce gradients without the gradients that FSDP2 has accumulated.
+    """Within the context, let FSDP2 reduce gradients without the gradients accumulated before.
 
     The accumulated gradients are set aside, and restored on exit. FSDP2 then reduces or accumulates
     as before.
@@ -88,10 +88,10 @@ def reduce_separately(model: nn.Module) -> Iterator[None]:
 
 
 class GradientBuffer(Tensor):
-    """Memory that FSDP2 copies gradients to. It records their shapes.
+    """Memory that FSDP2 copies gradients to. The buffer records the shapes of the gradients.
 
-    A custom reduce-scatter gets only the buffer, so the buffer must have the shapes. It does not
-    contain parameters without a gradient.
+    A custom reduce-scatter gets only the buffer, so the buffer must have the shapes. Parameters
+    without a gradient are not in the buffer.
     """
 
     shapes: list[torch.Size]
@@ -171,13 +171,13 @@ class GatheredParameter:
 def _list_groups(module: FSDPModule) -> Sequence[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # older versions have at most one
+    if groups is None:  # older versions have at most one group
         groups = [g for g in (state._fsdp_param_group,) if g is not None]
     return groups
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[GatheredParameter]:
-    """Yield the parameters that FSDP2 gathers for a module itself, in its order."""
+    """Yield the parameters that FSDP2 gathers for a module itself, in FSDP2's order."""
     for group in _list_groups(module):
         fewer = group.post_forward_mesh_info not in (None, group.mesh_info)
         for each in group.fsdp_params:

@@ -88,7 +88,7 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
 
 @contextmanager
 def _cache_kernel_analyses() -> Iterator[None]:
-    """Cache Inductor's slow analysis of a kernel's written arguments: it compiles the kernel.
+    """Cache Inductor's analysis of a kernel's written arguments, because it compiles the kernel.
 
     The analysis has another name since PyTorch 2.13.
     """

@@ -11,8 +11,9 @@ from typing import Any
 __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
-# Takes the flat state dict, in which it may replace entries, and the checkpoint's metadata.
-# Returns, by entry, a function to call once all entries with the same function have been read.
+# Takes the flat state dict, in which it may replace entries, and the checkpoint's metadata. Returns
+# a function for each entry to convert. It is called once all entries with that function have been
+# read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 

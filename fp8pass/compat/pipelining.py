@@ -47,7 +47,7 @@ def _flatten(row: list[Any]) -> Iterator[PipelineAction]:
 
 
 def find_schedule(model: nn.Module) -> Any:
-    """Return the pipeline schedule that trains `model` or a part of it; None without one.
+    """Return the pipeline schedule that trains `model` or a part of it; None if no schedule does.
 
     The search covers all objects, because modules and stages hold no reference to their schedule.
     """

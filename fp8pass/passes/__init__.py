@@ -49,9 +49,9 @@ class Entry:
 
     Attributes:
         run: the pass.
-        in_inference: whether it also runs on graphs without a backward, so that evaluation gives
-            the same numbers as training.
-        adds_guards: whether it may add guards on dynamic shapes.
+        in_inference: whether the pass also runs on graphs without a backward, so that evaluation
+            gives the same numbers as training.
+        adds_guards: whether the pass may add guards on dynamic shapes.
         required: whether graphs cannot be compiled without the pass.
     """
 
@@ -96,7 +96,7 @@ _LOWERING = (
     Entry(fuse_norms),
     # Quantization in both layouts, and the operators before it -> tile kernels
     Entry(fuse_tiles),
-    # Second stages of amaxes, and scales -> one row kernel
+    # Reductions of stored amaxes, and scales -> one row kernel
     Entry(fuse_scales),
     # Kernels that can run together -> one launch
     Entry(fuse_launches),
@@ -124,7 +124,7 @@ LOWERING_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _LOWERING)
 ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *LOWERING_PASSES)
 ENTRIES: dict[Pass, Entry] = {entry.run: entry for entry in (*_JOINT, *_LOWERING)}
 
-# Check of a graph after all passes of a list, with FP8PASS_CHECK=1.
+# The check of a graph after a list of passes, with FP8PASS_CHECK=1.
 CONTRACTS: dict[tuple[Pass, ...], Callable[[fx.Graph], None]] = {
     JOINT_PASSES: spec.verify_no_kernels,
     INFERENCE_PASSES: spec.verify_no_kernels,

@@ -26,7 +26,7 @@ def check_positions(config: Config) -> None:
 
 
 def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    """Return the passes with the added ones before and after the passes that they name."""
+    """Insert each added pass before or after the pass that it names, and return all passes."""
     found: list[Pass] = []
     for pass_ in passes:
         here = [(when, function) for when, name, function in added if name == pass_.__name__]

@@ -36,7 +36,7 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
-    """Return why a layer stays in high precision, for all kinds of GEMMs, also of experts."""
+    """Return why a layer stays in high precision, if the reason applies to all kinds of GEMMs."""
     pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)

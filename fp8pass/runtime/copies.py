@@ -5,9 +5,9 @@
     z = settled(y, copy)            wait for the copy: `y`, which now has the values of `copy`
 
 The copies of a device run in order on one side stream. Each starts after everything that was
-launched before it. `settled` makes the device wait, not the CPU. Until then both tensors stay
-alive, even if the graph is freed, and the copy must not be read. On a CPU the operators copy within
-CPU memory.
+launched before it. `settled` makes the device wait, not the CPU. Before `settled`, both tensors
+stay alive, even if the graph is freed, and the copy must not be read. On a CPU the operators copy
+within CPU memory.
 
 `from_host` does not read the tensor `after`. The argument is a data dependency for compilers: the
 copy starts after `after` has been computed.
@@ -54,7 +54,7 @@ _unsettled: dict[int, _Unsettled | None] = {}
 
 @cache
 def lane_of(device: torch.device) -> _Lane:
-    """Return the lane of a device."""
+    """Return the buffers and the stream of a device."""
     return _Lane(Buffers(device), torch.cuda.Stream(device) if device.type == "cuda" else None)
 
 

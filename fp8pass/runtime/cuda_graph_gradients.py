@@ -1,7 +1,7 @@
 """Gradient accumulation with CUDA graphs, which own the memory of their outputs.
 
 Autograd uses the first gradient of a parameter as its `.grad`, without a copy. A backward in a CUDA
-graph writes the gradients of the next micro-batch to the same memory, before they are added.
+graph overwrites this memory with the gradients of the next micro-batch, before autograd adds them.
 PyTorch then raises an error while it records graphs, and adds gradients to themselves in replays
 (pytorch/pytorch#169545). Therefore such a `.grad` is copied before a forward starts.
 """

@@ -9,9 +9,9 @@
 See "Chunking" in section 3 of the paper LLMQ. The forward computes all gradients as if the tangent,
 the gradient of the graph's result, were 1. The backward multiplies them by the tangent. The pass
 checks that gradients are multiples of the tangent. Operators between the GEMM and the loss must
-compute each token by itself (`graph/row_writer.py`): casts, a softcap, label smoothing, a z-loss, a
-shift by one token. The arithmetic of each token does not change. Only the weight's gradient is
-accumulated over chunks, in the weight's dtype, as it is over micro-batches.
+compute each token by itself (`graph/row_writer.py`), such as casts, a softcap, label smoothing, a
+z-loss, a shift by one token. The arithmetic of each token does not change. Only the weight's
+gradient does: it is accumulated over chunks in the weight's dtype, as over micro-batches.
 
 The head is not chunked if logits are returned or have other users, or if the gradients are not
 multiples of one tangent. The plan reports the reason.
@@ -172,7 +172,8 @@ class Chunking:
         """Rewrite the graph.
 
         Raises:
-            NotRowwise: the part cannot be chunked. Then the graph only got new nodes without users.
+            NotRowwise: the part cannot be chunked. The graph then only has additional nodes without
+                users.
         """
         part = set(self.part)
         for node in self.part:
@@ -301,7 +302,7 @@ def _find_sizes(g: fx.Graph, part: set[fx.Node]) -> dict[str, tuple[Any, ...]]:
 
 
 def _reads_elements(user: fx.Node, part: set[fx.Node]) -> bool:
-    """Whether `user` is outside of a part and reads elements, not only sizes."""
+    """Whether `user` is outside of a part and reads elements of a node, not only sizes."""
     return user not in part and kind(user) is not Kind.SYMBOL
 
 

@@ -35,7 +35,7 @@ def describe_graph(gm: fx.GraphModule, ctx: Context) -> None:
         _describe(node, backward) for node in gm.graph.nodes if starts_communication(node)
     ]
     products = [n for n in gm.graph.nodes if is_fp8_gemm(n)]
-    in_fp32 = any(tensor(n).dtype is torch.float32 for n in products)  # FP32 GEMMs are slower
+    in_fp32 = any(tensor(n).dtype is torch.float32 for n in products)  # FP32 is slower than FP8
     if backward and not in_fp32:
         ctx.plan.fp8_work = fp8_work(gm.graph)
 

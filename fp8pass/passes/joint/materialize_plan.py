@@ -132,7 +132,7 @@ class Carrier:
         with self.graph.inserting_before(self.at):
             copy = self.graph.node_copy(node, lambda n: self._carried[n])
         if node.target is aten.view.default and _is_expanded(node.args[0]):  # type: ignore[arg-type]
-            copy.target = aten.reshape.default  # the dequantized tensor has other strides
+            copy.target = aten.reshape.default  # `view` would require the old strides
         copy.meta = {**node.meta, **IN_BACKWARD, COPIED_VALUE: node.name}
         return copy
 

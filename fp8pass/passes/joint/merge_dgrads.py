@@ -1,4 +1,4 @@
-"""Compute the gradient of an input that several linear layers share by one GEMM.
+"""Compute, in one GEMM, the gradient of an input that several linear layers share.
 
     before   dq = scaled_mm(q(dQ), s₁, qᵀ(Wq, t₁), t₁)
              dk = scaled_mm(q(dK), s₂, qᵀ(Wk, t₂), t₂)
@@ -7,7 +7,7 @@
              dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
 
 The GEMM accumulates in FP32, so no term of the sum is written to memory and read again. All terms
-share one product of scales. Gradients keep their scales and FP8 data, because they have a wide
+share one product of scales. Gradients keep their scales and FP8 data, because gradients have a wide
 range. Therefore a weight is requantized with a larger scale if its gradient is small. The added
 error is small compared with the largest entries of the sum, which are as exact as before.
 
@@ -36,8 +36,8 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# The longest contraction of a merged GEMM. On an H200, two GEMMs take 6% longer than one at 16384,
-# and 12% less at 22016 (`benchmarks/results/merged.json`).
+# The longest contraction of a merged GEMM. On an H200, two GEMMs take 6% longer than a merged GEMM
+# of length 16384, and 12% less than one of length 22016 (`benchmarks/results/merged.json`).
 LONGEST_CONTRACTION = 16384
 
 
@@ -213,7 +213,8 @@ def _requantize_weight(add: Any, term: Term, scale: fx.Node) -> fx.Node:
     """Emit the FP8 weight of a term, with a scale that makes the product of scales `scale`."""
     _, gradient_scale, _, weight_scale = term.gemm.args[:4]
     wanted = add(aten.div.Tensor, scale, gradient_scale)
-    # Rounding, or a gradient of zeros, must not make the scale smaller than before.
+    # Rounding, or a gradient of zeros, must not make the scale smaller: it would clamp large
+    # weights.
     wanted = add(aten.maximum.default, wanted, weight_scale)
     weight = term.weight
     quantized = add(fp8.quantize.default, weight.args[0], wanted, weight.args[2])

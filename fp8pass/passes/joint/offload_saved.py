@@ -162,7 +162,8 @@ class _Schedule:
     def _move_forward_up(self) -> None:
         """Move forward nodes that are between nodes of the backward to right after their operands.
 
-        For example, FP8 data is transposed right after it is quantized, and then freed.
+        So FP8 data is transposed right after it is quantized, and is not kept until the forward
+        ends.
         """
         begun = False
         for node in list(self.graph.nodes):
@@ -214,8 +215,8 @@ class _Schedule:
     def emit_fetches(self) -> None:
         """Emit copies back as late as possible, and the wait for each copy before its first use.
 
-        A copy back begins after the last GEMM that ends early enough, and after the first uses of
-        the copies with which it would exceed the limit.
+        A copy back begins after the last GEMM that ends early enough. If the copy would exceed the
+        limit, it begins after the first uses of enough earlier copies.
         """
         times = running_times(self.graph, self.backward)
         copies = sorted(self.copies, key=lambda copy: self.order[copy.first])

@@ -13,9 +13,9 @@ Tokens are sorted by expert. `offsets` contains the end of each expert group. Fo
              q(·) = quantize(·, scale)     qᵀ(·) = transpose_segments(·, scale, offsets)
 
 PyTorch's grouped FP8 GEMM takes a scale for each row of both operands. So each token has a scale,
-and each feature of a weight that the GEMM does not contract. Therefore weights are quantized twice:
-for the forward, and transposed for dgrad. Wgrad contracts tokens, so its scales may vary only
-between expert groups. A group's scale is computed from the largest amax of its tokens, without
+and so has each feature of a weight that the GEMM does not contract. Therefore weights are quantized
+twice: for the forward, and transposed for dgrad. Wgrad contracts tokens, so its scales may vary
+only between expert groups. A group's scale is computed from the largest amax of its tokens, without
 another pass over the tensor. Tensor cores need multiples of 16 tokens, but the router decides the
 sizes of groups, so `transpose_segments` pads each group with zeros. All of this is computed on the
 device of the offsets, so that the CPU does not synchronize.
@@ -171,10 +171,10 @@ class ExpertRewriter(Quantizer):
         return self._multiply(fp8.scaled_grouped_mm.default, *left, *right, offsets)
 
     def _multiply_batch(self) -> tuple[fx.Node, fx.Node]:
-        """Emit a batched forward or dgrad; return the node that replaces the GEMM, and its result.
+        """Emit a batched forward or dgrad; return the node that replaces the GEMM, and the result.
 
         If weights are the first factor, tokens are columns, and are transposed to rows. The result
-        is transposed back. It is copied unless its users only transpose it again.
+        is transposed back. The transpose is copied unless all users only transpose it again.
         """
         gemm = self.gemm
         tokens, weights = gemm_operands(gemm)

@@ -1,6 +1,7 @@
 """Simulate GEMMs in another format: mask the operands and results of linear layers.
 
-See section 3.2 of the paper FP8 and back. `q` is a mask (`dialect/masking.py`). For `y = x Wᵀ`
+See section 3.2 of the paper FP8 and back. `q` is a mask, which rounds to the format
+(`dialect/masking.py`). For `y = x Wᵀ`
 
     before   y  = mm(x, t(W))              after    y  = q(mm(q(x), t(q(W))))
              dx = mm(dY, W)                         dx = q(mm(q(dY), q(W)))

@@ -4,8 +4,8 @@
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
 A kernel joins earlier kernels if its inputs, such as weights, are available at that point. The
-kernel must be small, because its results take memory earlier, and because the launch matters little
-for a large kernel.
+kernel must be small: its results take memory for longer, and saving a launch matters little for a
+large kernel.
 """
 
 from __future__ import annotations

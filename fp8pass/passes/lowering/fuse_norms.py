@@ -43,7 +43,7 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _fuse(total: fx.Node) -> bool:
-    """Replace a residual sum by a kernel; return False if it contains no norm that fits one.
+    """Replace a residual sum by a kernel; return False if it contains no suitable norm.
 
     Other users of the kernel's intermediate values recompute them.
     """

@@ -72,7 +72,7 @@ class RowKernel:
 
 
 def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
-    """Return a kernel that computes, or loads, the value to quantize; None if it cannot."""
+    """Return a kernel that computes, or loads, the value to quantize; None if no kernel can."""
     x, scale = quantize.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
