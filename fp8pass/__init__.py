@@ -79,8 +79,7 @@ _ELSEWHERE = {
 
 
 def _add_prefix(record: logging.LogRecord) -> bool:
-    """Prefix a log message with `fp8pass:` if no handler is configured, which could add the
-    name."""
+    """Prefix a log message with `fp8pass:` if no handler is configured to add the name."""
     if not logging.getLogger(__name__).hasHandlers():
         record.msg = f"fp8pass: {record.msg}"
     return True

@@ -30,10 +30,10 @@ class Inputs:
 
     Attributes:
         weights: each `nn.Parameter`, trained or frozen, but no buffers or other tensors of modules.
-        held: leaves that require a gradient. Autograd keeps them alive until the backward, so
-            saving them costs no memory.
-        activations: outputs of other graphs that require a gradient. Saving them may extend their
-            lifetime.
+        held: leaves that require a gradient. Autograd keeps leaves alive until the backward, so
+            saving leaves costs no memory.
+        activations: outputs of other graphs that require a gradient. Saving such a tensor may
+            extend its lifetime.
         moving: parameters that have a new address in every step; empty without CUDA graphs.
     """
 
@@ -71,7 +71,7 @@ def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
 
     Caches compare graphs without module paths. The key contains the matches instead of the paths,
     so that equal layers share compiled code. If options name single values, the key contains the
-    paths, because these names depend on them.
+    paths, because names of values contain paths.
     """
     subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
@@ -125,7 +125,7 @@ class Compilation:
             hook.after_passes(compiled)
 
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
-        """Run the lowering passes on a forward or backward graph, and add their records."""
+        """Run the lowering passes on a forward or backward graph, and add records of the passes."""
         ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
         # PyTorch may compile a backward when it first runs, outside of the forward's tracing
         # context. There, composite operators would turn dynamic sizes into constants.

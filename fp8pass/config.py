@@ -20,7 +20,8 @@ from fp8pass.dialect.formats import (
     simulated_format,
 )
 
-# The valid names of some options, for type checkers. Tests compare them with the tables of formats.
+# The valid names of some options, for type checkers. Tests compare these names with the tables of
+# formats.
 LinearFormat = Literal["e4m3", "e5m2", "exact"]
 SaveFormat = Literal["e4m3", "e2m3", "e2m2", "e2m1", "none", "exact"]
 Scales = Literal["rowwise", "tensorwise"]
@@ -38,8 +39,8 @@ ARGUMENTS = ("mode", "dynamic", "fullgraph")
 LISTS = ("skip", "keep_exact", "fast_accumulation")
 
 RECIPES: dict[Recipe, dict[str, Any]] = {
-    # Only FP8 GEMMs. The forward's quantized operands are saved, and reused by the backward: its
-    # GEMMs require one scale per tensor.
+    # Only FP8 GEMMs. The backward reuses the forward's quantized operands, so these have one scale
+    # per tensor.
     "linear": {"save_format": "none", "forward_scales": "tensorwise"},
     # FP8 GEMMs, and the saved tensors of non-linear layers in groups of 1×G (section 5.2 of the
     # paper COAT).
@@ -70,7 +71,7 @@ ValueMoments = tuple[str, float, float]
 
 
 class ConfigError(ValueError):
-    """A recipe, option or value that does not exist. The message names the nearest valid one."""
+    """A recipe, option or value that does not exist. The message names the nearest valid choice."""
 
 
 # A pass of the user: `before` or `after`, the name of one of our passes, and the function.
@@ -123,25 +124,25 @@ class Config:
             them.
         fast_accumulation: the GEMMs, out of `forward`, `dgrad` and `wgrad`, that may use Hopper's
             fast accumulation: the tensor cores keep a running sum of 14 bits over the whole
-            contraction, instead of adding it to an FP32 sum every 128 products. This truncates
-            sums, with a bias that grows with the length of the contraction.
+            contraction, instead of adding it to an FP32 sum every 128 products. Fast accumulation
+            truncates sums, with a bias that grows with the length of the contraction.
         longest_fast: the longest contraction with fast accumulation. A GEMM with a dynamic length
             accumulates precisely. The length for the wgrad of experts is the average number of
             tokens per expert.
         save_format: smallest format of the tensors that non-linear layers save for backward, in
             groups of 1×`group_size`: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits. A
             tensor with too large an amplification gets a larger format or is saved exactly. `none`
-            saves all these tensors exactly. So does `exact`, but through the compiler's path for
+            saves all these tensors exactly. `exact` does the same through the compiler's path for
             low-bit formats, for tests.
         attention_output: how to save the output of attention, which the backward of attention
             reads: `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of
-            1×32). The worst-case error of `e2m5` has no bound. Its measured errors are less than
-            half of the error that FP8 linear layers add to the same gradients. q, k and v are saved
-            exactly.
+            1×32). The worst-case error of `e2m5` has no bound. Measured errors of `e2m5` are less
+            than half of the error that FP8 linear layers add to the same gradients. q, k and v are
+            saved exactly.
         error_tolerance: largest relative error of a gradient that one saved tensor may cause, in
             the worst case and to first order. `inf` disables the error rules.
         calibration: means and standard deviations of tensors, from `fp8pass.calibrate`. The error
-            rules use them, and otherwise assume unit variance.
+            rules use these values, and otherwise assume unit variance.
         memory_budget: limit of the bytes that each graph saves, except parameters: a share of the
             bytes without a budget (a float up to 2), or a number of bytes (`"24GiB"`, an int).
             Tensors that do not fit are recomputed, even if this repeats GEMMs or attention. A
@@ -161,13 +162,14 @@ class Config:
             or recomputed from exact tensors. A pattern matches the name of a tensor, as `explain`
             and `calibrate` print it, or the module that computes it, as in `skip`.
         quantize_lm_head: whether the output head runs in FP8, too. The papers FP8 and back and LLMQ
-            advise against it.
+            advise against FP8 there.
         head_chunks: number of chunks of tokens in which the output head and the loss run, forward
             and backward, so that the logits of all tokens never exist at once (section 3 of the
             paper LLMQ). None chooses the number by size; 1 disables chunking. The gradient of the
             head's weight is summed over chunks in the weight's dtype.
         simulate: a format that linear layers simulate: a name such as `e8m3`, or a `Simulation`.
-            Then no layer runs in FP8 and no tensor is saved in low bits, as in recipe `exact`.
+            With `simulate` no layer runs in FP8 and no tensor is saved in low bits, as in recipe
+            `exact`.
         compiler: `inductor`, or `eager` to run the rewritten graphs op by op, for debugging.
         passes: your own passes, each with a position: `("after", "quantize_linears", my_pass)` or
             `("before", ...)`. See "A pass from outside" in CONTRIBUTING.md.
@@ -274,7 +276,7 @@ class Config:
 
     @property
     def quantizes_linears(self) -> bool:
-        """Whether GEMMs run in FP8. Recipe `exact` only rewrites them."""
+        """Whether GEMMs run in FP8. Recipe `exact` rewrites GEMMs without quantization."""
         return self.forward_format != "exact"
 
     @property

@@ -166,7 +166,7 @@ class Gpu:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether the GPU has FP8 tensor cores. Otherwise linear layers stay in 16 bits."""
+        """Whether the GPU has FP8 tensor cores. On other GPUs linear layers stay in 16 bits."""
         return self.capability >= FP8_CAPABILITY
 
     def seconds(self, work: Work) -> float:

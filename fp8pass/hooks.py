@@ -22,12 +22,12 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class GraphRun:
-    """One run of a compiled graph's forward.
+    """A run of the forward of a compiled graph.
 
     Attributes:
         weights: the parameters of the run, by module path in the graph.
         checkpointed: whether `torch.utils.checkpoint`, outside of compiled code, repeats the run in
-            the backward. Then its saved tensors are freed after the forward.
+            the backward. The run's saved tensors are then freed after the forward.
     """
 
     weights: dict[str, torch.Tensor] = field(repr=False)
@@ -74,7 +74,7 @@ class CompileVersion(Protocol):
         """Compile with `config`, and with `inner_compile` instead of Inductor if it is given."""
 
 
-# Returns the program to run instead of a graph's program. The graph is None if it was cached.
+# Takes a graph's program and returns the program to run. Cached programs come without a graph.
 Wrap = Callable[[Program, CompiledGraph | None], Program]
 
 

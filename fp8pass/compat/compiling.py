@@ -278,7 +278,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 def source_of(node: fx.Node) -> str:
     """Return the expression that Dynamo read a graph input from; '' for other nodes."""
     source = getattr(node, "_dynamo_source", None)
-    # A method in older versions, an attribute in newer ones.
+    # `name` is a method in older versions, and an attribute in newer versions.
     name = "" if source is None else source.name
     return name() if callable(name) else name
 
@@ -361,7 +361,8 @@ def _forget(code: CodeType, known: set[int]) -> None:
 
 
 class _Forgotten(DeletedGuardManagerWrapper):
-    """Guards of a dropped version. They match no living object, so no limit counts the version."""
+    """Guards of a dropped version. No limit counts the version, since the guards match no
+    object."""
 
     def __init__(self) -> None:
         super().__init__("compiled by a tool, which has ended")
@@ -373,7 +374,7 @@ def find_replayed_memory(device: torch.device) -> frozenset[int]:
 
     Call this before a graph runs. The result is empty while a forward waits for its backward.
     """
-    from torch._inductor import cudagraph_trees  # imported late: only CUDA graphs need it
+    from torch._inductor import cudagraph_trees  # imported late: only CUDA graphs need this module
 
     if device.type != "cuda":
         return frozenset()
@@ -402,7 +403,7 @@ def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) 
 
 
 class _Ending:
-    """Callback at the end of a backward. Autograd deletes it uncalled if the backward fails."""
+    """Callback at the end of a backward. If the backward fails, autograd deletes it uncalled."""
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
         self._function, self._otherwise = function, otherwise

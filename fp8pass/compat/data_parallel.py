@@ -55,7 +55,7 @@ def find_factor(op: Any, ranks: int) -> float | None:
         return 1 / ranks
     if op != dist.ReduceOp.PREMUL_SUM:
         return None
-    _, factor = op.__getstate__()  # the only public access: its state when pickled
+    _, factor = op.__getstate__()  # only the pickled state has the factor
     return float(factor)
 
 
@@ -155,7 +155,8 @@ class GatheredParameter:
     """A parameter that FSDP2 gathers.
 
     Attributes:
-        module, name: owner and name; the first ones if the parameter is shared.
+        module, name: the module that owns the parameter, and its name there; the first module if
+            several share the parameter.
         dtype: dtype of the gathered tensor.
         group: a number, equal for parameters that are gathered together.
         resharded_to_fewer_ranks: whether `reshard_after_forward` is a number of ranks.

@@ -29,8 +29,8 @@ __all__ = [
 # Errors of operators on fake tensors if a result or shape depends on values. `func` is the
 # operator.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-# Ids of the threads in which `torch.autocast("cuda")` applies to the CPU, once for each active
-# context.
+# Ids of the threads in which `torch.autocast("cuda")` applies to the CPU, with an entry for each
+# active context.
 _redirected: list[int] = []
 _lock = threading.Lock()
 

@@ -27,7 +27,8 @@ def rename_self(gm: fx.GraphModule) -> None:
 
 
 def compile_call() -> object:
-    """Return an object that is the same for all graphs of one call of `torch.compile`, or None."""
+    """Return an object that all graphs of one call of `torch.compile` share; None if not
+    tracing."""
     current = getattr(tls, "current_tx", None)
     return current.output.compiler_fn if current is not None else None
 

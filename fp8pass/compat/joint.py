@@ -66,7 +66,7 @@ def extract_forward_backward(
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether `node` is the gradient of a forward output, which is an input of the backward."""
+    """Whether `node` is an input of the backward: the gradient of a forward output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 

@@ -90,7 +90,7 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
 def _cache_kernel_analyses() -> Iterator[None]:
     """Cache Inductor's analysis of a kernel's written arguments, because it compiles the kernel.
 
-    The analysis has another name since PyTorch 2.13.
+    PyTorch 2.13 renamed the analysis, so both names are tried.
     """
     names = ("identify_mutated_tensors", "identify_accessed_tensors")
     originals = {name: f for name in names if (f := getattr(triton_kernel_wrap, name, None))}

@@ -12,8 +12,7 @@ __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
 # Takes the flat state dict, in which it may replace entries, and the checkpoint's metadata. Returns
-# a function for each entry to convert. It is called once all entries with that function have been
-# read.
+# a function for each entry to convert. A function is called once all of its entries have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 
@@ -34,7 +33,8 @@ def _patch_planner(prepare: Prepare) -> None:
         for name in ("finish_plan", "commit_tensor"):  # left by an earlier load of this planner
             vars(planner).pop(name, None)
         set_up(planner, *args, **kwargs)
-        # Without flattening, this is the caller's state dict. Its entries must not be replaced.
+        # Without flattening, this is the caller's state dict. The caller's entries must not be
+        # replaced.
         if planner.metadata is not None and planner.flatten_state_dict:
             conversions = prepare(planner.state_dict, planner.metadata.state_dict_metadata)
             _call_after_reads(planner, conversions)

@@ -104,7 +104,7 @@ def runs_one_stage_a_rank(schedule: type) -> bool:
 
 
 def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int) -> object:
-    """Return a schedule with placeholders for stages. It has an order, but cannot run.
+    """Return a schedule with placeholders for stages. The schedule has an order, but cannot run.
 
     Raises:
         ValueError: the schedule does not support these numbers.

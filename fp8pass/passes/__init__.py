@@ -1,11 +1,11 @@
 """The pipeline: the passes over joint, forward, backward and inference graphs, in order.
 
-A pass is one function `pass_(gm, ctx) -> None` in a file of the same name. It rewrites `gm.graph`
-in place or adds to `ctx` (`context.py`), and does not change a graph that it does not apply to.
-Passes over joint graphs are in `joint/`, passes over forward and backward graphs in `lowering/`.
-`runner.py` runs a list of passes: it records, times and checks each pass, and skips the passes that
-`FP8PASS_DISABLE_PASSES` names. `added.py` inserts the user's passes. `quantizer.py` quantizes the
-operands of GEMMs for several passes.
+A pass is one function `pass_(gm, ctx) -> None` in a file of the same name. A pass rewrites
+`gm.graph` in place or adds to `ctx` (`context.py`), and leaves graphs alone to which it does not
+apply. Passes over joint graphs are in `joint/`, passes over forward and backward graphs in
+`lowering/`. `runner.py` runs a list of passes: it records, times and checks each pass, and skips
+the passes that `FP8PASS_DISABLE_PASSES` names. `added.py` inserts the user's passes. `quantizer.py`
+quantizes the operands of GEMMs for several passes.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
 
-# Layers with exact formats are not rewritten, since nothing is rounded. Unlike skipped layers, they
-# may save operands in low bits, as the error rules allow.
+# Layers with exact formats are not rewritten, since nothing is rounded. Unlike skipped layers, such
+# layers may save operands in low bits, as the error rules allow.
 EXACT_FORMATS = Reason("formats are exact, so the layer is not rewritten", chosen=True)
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -206,8 +206,8 @@ def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
 def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quantization] | None:
     """Return data, scales and quantization that a matrix was dequantized from, if in `format`.
 
-    BF16 represents the dequantized values exactly. So quantizing them again is not necessary: it
-    would give the same data, or the same values with half the scale.
+    BF16 represents the dequantized values exactly. So the values are not quantized again: the
+    result would be the same data, or the same values with half the scale.
     """
     while matrix.target in graph.CASTS:
         (matrix,) = matrix.all_input_nodes

@@ -86,8 +86,8 @@ def run_passes(
 ) -> list[PassRecord]:
     """Run `passes` in order; `of` is the kind of graph, as in `PassRecord.graph`.
 
-    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE` the records contain the graph's code. Otherwise
-    they do not, because printing code takes longer than most passes.
+    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE` the records contain the graph's code. The code is
+    optional, because printing a graph takes longer than most passes.
     """
     folder = os.environ.get("FP8PASS_DUMP")
     record = record or bool(folder) or bool(os.environ.get("TORCH_TRACE"))
@@ -169,8 +169,8 @@ def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[
 def _code(gm: fx.GraphModule) -> str:
     """Return a graph as Python, with a comment at the first line of each module.
 
-    FX's `x = None` after the last use of each value is left out, because it would move in the diff
-    whenever a value gets a later use.
+    FX's `x = None` after the last use of each value is left out, because this line would move in
+    the diff whenever a value gets a later use.
     """
     nodes = {n.name: n for n in gm.graph.nodes}
     lines, current = [], ""

@@ -23,12 +23,12 @@ log = logging.getLogger("fp8pass")
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 20, 1 << 30
 PINNED_ALIGNMENT = 512  # bytes, like tensors on a GPU
 # Sizes of buffers are multiples of 1/8 of a power of two, so that tensors of dynamic shapes share
-# them. This wastes at most a ninth of the memory.
+# them. The rounding wastes at most a ninth of the memory.
 SIZE_STEPS = 8
 
 
 class Arena:
-    """Host memory for tensors that are copied to and from `device`. All of it is freed together.
+    """Host memory for tensors that are copied to and from `device`. All tensors are freed together.
 
     The memory is pinned if `device` is a GPU. Tensors of different dtypes have different blocks,
     because `torch.save` refuses tensors of several dtypes in one storage.

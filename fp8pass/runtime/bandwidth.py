@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fp8pass.runtime.arena import Arena
 
-# Bytes per second of an H200's link. Plans on a CPU use it, and so equal plans on an H200.
+# Bytes per second of an H200's link. Plans on a CPU use this bandwidth, and so equal plans on an
+# H200.
 H200 = 51e9
 MEASURED_BYTES = 64 << 20
 REPEATS = 4

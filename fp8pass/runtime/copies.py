@@ -4,10 +4,10 @@
     y = from_host(copy, device)     start a copy: a device tensor with the layout of `copy`
     z = settled(y, copy)            wait for the copy: `y`, which now has the values of `copy`
 
-The copies of a device run in order on one side stream. Each starts after everything that was
-launched before it. `settled` makes the device wait, not the CPU. Before `settled`, both tensors
-stay alive, even if the graph is freed, and the copy must not be read. On a CPU the operators copy
-within CPU memory.
+The copies of a device run in order on one side stream. Each copy starts after all work that was
+launched before the copy. `settled` makes the device wait, not the CPU. Before `settled`, both
+tensors stay alive, even if the graph is freed, and the copy must not be read. On a CPU the
+operators copy within CPU memory.
 
 `from_host` does not read the tensor `after`. The argument is a data dependency for compilers: the
 copy starts after `after` has been computed.
@@ -48,7 +48,7 @@ class _Unsettled(NamedTuple):
     source: Tensor
 
 
-# The copies that were started, by address. None marks a copy that is complete.
+# The copies that were started, by address. The value of a complete copy is None.
 _unsettled: dict[int, _Unsettled | None] = {}
 
 

@@ -28,7 +28,7 @@ class Launcher:
         numbers: Sequence[float],
         constants: Sequence[Any],
     ) -> None:
-        """Launch the kernel on the current stream. Its parameters must be in this order.
+        """Launch the kernel on the current stream. The kernel must have these parameters.
 
         Triton specializes kernels on alignments and on some numbers, so the key contains both.
         """

@@ -14,9 +14,9 @@ With one scale for the tensor:
     after    s  = scale(amax(all_gather(amax(shard))));  p = quantize(shard, s)
              q  = as_codes(all_gather(as_bytes(p)))
 
-`q` is bit-identical. A row lies on one rank. Its scale is computed from its amax, which is gathered
-with the data. A tensor scale is computed from the amaxes of all ranks, one number per rank. They
-are gathered instead of reduced, because gloo's maximum drops NaN.
+`q` is bit-identical. A row lies on one rank. The scale of a row is computed from the row's amax,
+which is gathered with the data. A tensor scale is computed from the amaxes of all ranks, one number
+per rank. These amaxes are gathered instead of reduced, because gloo's maximum drops NaN.
 
 Views and permutations between the gather and the matrix are applied to the gathered bytes, and
 casts are applied to the shard. The pass covers activations of sequence parallel models, their

@@ -11,7 +11,7 @@ price that is infinite if recomputation is impossible or too expensive. The firs
 needs, and every saved value costs its exact bytes. The second cut covers all needs: values that the
 first cut saves cost nothing, and other values cost the bytes of the cheapest format that the error
 rules allow. A single cut is not possible: each value would have three states (exact, low-bit,
-absent), and their costs are not submodular.
+absent), with costs that are not submodular.
 
 Several first cuts may have the same cost. The cut closest to the backward recomputes least, and the
 cut closest to the inputs leaves the second cut most values to recompute from. Both cuts are tried,
@@ -100,8 +100,9 @@ def _within_budget(
 def _plan_nearest(ctx: Context, budget: float, planner: Planner) -> Decisions:
     """Return the plan whose bytes are nearest to the budget, for a graph without linear layers.
 
-    Graph breaks leave such graphs, for example the loss. They often cannot meet a share that the
-    rest of the model can meet. No error is raised, because this must not stop the training.
+    Graph breaks leave such graphs, for example the loss. Such graphs often cannot meet a share that
+    the rest of the model can meet. No error is raised, because small graphs must not stop the
+    training.
     """
     least = min(planner.problem.least(), planner.most)
     if least > budget:

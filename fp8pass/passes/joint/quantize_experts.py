@@ -21,8 +21,8 @@ sizes of groups, so `transpose_segments` pads each group with zeros. All of this
 device of the offsets, so that the CPU does not synchronize.
 
 If the tokens are gathered from the rows of another matrix, in the order of their experts, that
-matrix is quantized and its FP8 data is gathered. This moves half the bytes. For wgrad,
-`transpose_segments` gathers the rows.
+matrix is quantized and its FP8 data is gathered. Gathering FP8 data moves half the bytes. For
+wgrad, `transpose_segments` gathers the rows.
 
 `bmm` and `baddbmm`, where all experts have the same number of tokens, become the same operators:
 
@@ -73,7 +73,7 @@ from fp8pass.passes.quantizer import (
 fp8 = torch.ops.fp8pass
 T = TypeVar("T")
 
-# The limit of PyTorch's grouped FP8 GEMM.
+# The most experts that PyTorch's grouped FP8 GEMM accepts.
 MOST_EXPERTS = 1023
 
 
@@ -235,7 +235,7 @@ class ExpertRewriter(Quantizer):
         assert isinstance(x, fx.Node)
         quantized, _ = self.quantize(x, Quantization(E4M3, ROW), contract_rows=False)
         amaxes = self.emit(aten.index.Tensor, self.amax(x, ROW), indices)
-        self._amaxes[(*identity_of(tokens), ROW)] = amaxes  # wgrad uses them, too
+        self._amaxes[(*identity_of(tokens), ROW)] = amaxes  # wgrad uses these amaxes, too
         scale = self.emit(fp8.scale.default, amaxes, BY_ROW)
         data = self.emit(fp8.as_bytes.default, quantized)
         data = self.emit(aten.index.Tensor, data, indices)

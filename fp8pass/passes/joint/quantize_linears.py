@@ -1,7 +1,7 @@
 """Run linear layers in FP8: `mm`, `addmm` of a parameter -> quantize + scaled_mm.
 
 For `y = x Wᵀ` the joint graph holds three GEMMs, forward `x Wᵀ`, dgrad `dY W` and wgrad `dYᵀ x`.
-Each becomes a `scaled_mm`, which contracts the last dimension of both operands:
+Each GEMM becomes a `scaled_mm`, which contracts the last dimension of both operands:
 
     before   y  = mm(x, t(W))
              dx = mm(dY, W)

@@ -105,7 +105,7 @@ class Masker:
         result.meta[REPLACED_GEMM] = gemm.name
         for user in users:
             user.replace_input_with(gemm, result)
-        if compat.must_save(gemm):  # the policy applies to the masked result
+        if compat.must_save(gemm):  # the masked result has the tag instead
             del gemm.meta["recompute"]
 
     def _mask_operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:

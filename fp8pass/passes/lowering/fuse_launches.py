@@ -20,7 +20,7 @@ from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.passes.context import Context
 
-# Bytes that a kernel may read and write. Moving this many takes as long as one launch.
+# Bytes that a kernel may read and write: moving so many takes as long as a launch.
 MOST_MOVED = 64 * 2**20
 # Bytes of results that a launch may compute before they are needed.
 MOST_EARLY = 32 * 2**20

@@ -5,8 +5,8 @@
 
 Grouped GEMMs raise an error if groups follow one another in the contiguous dimension, unless each
 group has a multiple of 16 bytes. If a tensor is not in memory, such as a recomputed or dequantized
-one, Inductor copies a view of the tensor, and makes the copy row-major. Each row of such a copy
-would be a feature, in which the tokens of all experts follow one another.
+one, Inductor copies a view of the tensor, and makes the copy row-major. Each row of the copy would
+be a feature, and the tokens of all experts would follow one another in a row.
 """
 
 from __future__ import annotations

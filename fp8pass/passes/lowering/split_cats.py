@@ -8,8 +8,8 @@ gradient of a SwiGLU with gate and up in one GEMM took 2.6 times as long as movi
 that are stored separately share a kernel if they read the same tensors.
 
 A concatenation does not change if all its users are generated code, also through views, because
-Inductor then inlines the parts and stores nothing. Nor does a concatenation change if all parts are
-computed from one value, as in a shift.
+Inductor then inlines the parts and stores nothing. A concatenation of parts that are computed from
+one value, as in a shift, does not change either.
 """
 
 from __future__ import annotations
