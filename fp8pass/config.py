@@ -46,7 +46,7 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
     # paper COAT).
     "coat": {},
     # Like coat, but in 5 bits where the error rules allow it. The paper AGoQ (section 4) saves 4
-    # bits, which raises the loss by another 0.12% (docs/quality.md).
+    # bits. That raises the loss by another 0.12% (docs/quality.md).
     "agoq": {"save_format": "e2m2"},
     # All rewrites, with lossless formats. Results are bit-equal to the model without fp8pass.
     "exact": {
@@ -123,8 +123,8 @@ class Config:
             always have rowwise scales in forward and dgrad, because PyTorch's grouped GEMM requires
             them.
         fast_accumulation: the GEMMs, out of `forward`, `dgrad` and `wgrad`, that may use Hopper's
-            fast accumulation: the tensor cores keep a running sum of 14 bits over the whole
-            contraction, instead of adding it to an FP32 sum every 128 products. Fast accumulation
+            fast accumulation. Then the tensor cores keep a running sum of 14 bits over the whole
+            contraction. Otherwise they add it to an FP32 sum every 128 products. Fast accumulation
             truncates sums, with a bias that grows with the length of the contraction.
         longest_fast: the longest contraction with fast accumulation. A GEMM with a dynamic length
             accumulates precisely. The length for the wgrad of experts is the average number of
@@ -134,11 +134,11 @@ class Config:
             tensor with too large an amplification gets a larger format or is saved exactly. `none`
             saves all these tensors exactly. `exact` does the same through the compiler's path for
             low-bit formats, for tests.
-        attention_output: how to save the output of attention, which the backward of attention
-            reads: `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of
-            1×32). The worst-case error of `e2m5` has no bound. Measured errors of `e2m5` are less
-            than half of the error that FP8 linear layers add to the same gradients. q, k and v are
-            saved exactly.
+        attention_output: format in which the output of attention is saved for the backward:
+            `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of 1×32).
+            The worst-case error of `e2m5` has no bound. Measured errors of `e2m5` are less than
+            half of the error that FP8 linear layers add to the same gradients. q, k and v are saved
+            exactly.
         error_tolerance: largest relative error of a gradient that one saved tensor may cause, in
             the worst case and to first order. `inf` disables the error rules.
         calibration: means and standard deviations of tensors, from `fp8pass.calibrate`. The error
@@ -163,10 +163,10 @@ class Config:
             and `calibrate` print it, or the module that computes it, as in `skip`.
         quantize_lm_head: whether the output head runs in FP8, too. The papers FP8 and back and LLMQ
             advise against FP8 there.
-        head_chunks: number of chunks of tokens in which the output head and the loss run, forward
-            and backward, so that the logits of all tokens never exist at once (section 3 of the
-            paper LLMQ). None chooses the number by size; 1 disables chunking. The gradient of the
-            head's weight is summed over chunks in the weight's dtype.
+        head_chunks: number of chunks of tokens. The output head and the loss run chunk by chunk,
+            forward and backward, so that the logits of all tokens never exist at once (section 3 of
+            the paper LLMQ). None chooses the number by size; 1 disables chunking. The gradient of
+            the head's weight is summed over chunks in the weight's dtype.
         simulate: a format that linear layers simulate: a name such as `e8m3`, or a `Simulation`.
             With `simulate` no layer runs in FP8 and no tensor is saved in low bits, as in recipe
             `exact`.
@@ -252,17 +252,17 @@ class Config:
 
     @property
     def skip_patterns(self) -> tuple[Pattern, ...]:
-        """The patterns in `skip`, which is stored as a tuple."""
+        """The value of `skip`, which is always stored as a tuple."""
         return cast("tuple[Pattern, ...]", self.skip)
 
     @property
     def exact_patterns(self) -> tuple[str, ...]:
-        """The patterns in `keep_exact`, which is stored as a tuple."""
+        """The value of `keep_exact`, which is always stored as a tuple."""
         return cast("tuple[str, ...]", self.keep_exact)
 
     @property
     def simulation(self) -> Simulation | None:
-        """The simulated format in `simulate`, which is stored as a `Simulation`."""
+        """The value of `simulate`, which is always stored as a `Simulation` or None."""
         return cast("Simulation | None", self.simulate)
 
     def budget_bytes(self, unlimited: float) -> float:
@@ -281,7 +281,7 @@ class Config:
 
     @property
     def quantizations(self) -> dict[tuple[Gemm, str], str]:
-        """The quantization of each operand of each GEMM, as text, by GEMM and operand."""
+        """The quantizations of operands as text, by GEMM and operand."""
         forward, gradient = f"{self.forward_format} tensor", f"{self.gradient_format} tensor"
         rowwise = self.quantizes_linears and self.forward_scales == "rowwise"
         in_forward = f"{self.forward_format} row" if rowwise else forward

@@ -328,7 +328,7 @@ class Plan:
 
     @property
     def unexpected(self) -> list[Linear]:
-        """The layers that stay in high precision unintentionally, which the user can change."""
+        """The layers in high precision that are not `chosen` and that the user can change."""
         return [y for y in self.high_precision if not y.chosen and not y.routine]
 
     @property

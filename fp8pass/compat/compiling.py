@@ -81,7 +81,7 @@ def captures_backward() -> bool:
 
 
 def type_of_option(name: str) -> type | None:
-    """Return the type of an Inductor option; None if it is not a class or the value may be None."""
+    """Return the type of an Inductor option; None if the type is not a class or is `NoneType`."""
     found = inductor_config.get_type(name)  # type: ignore[attr-defined]
     return found if isinstance(found, type) and found is not type(None) else None
 
@@ -361,8 +361,7 @@ def _forget(code: CodeType, known: set[int]) -> None:
 
 
 class _Forgotten(DeletedGuardManagerWrapper):
-    """Guards of a dropped version. No limit counts the version, since the guards match no
-    object."""
+    """Guards of a dropped version. They match no object, so no limit counts the version."""
 
     def __init__(self) -> None:
         super().__init__("compiled by a tool, which has ended")

@@ -27,8 +27,7 @@ def rename_self(gm: fx.GraphModule) -> None:
 
 
 def compile_call() -> object:
-    """Return an object that all graphs of one call of `torch.compile` share; None if not
-    tracing."""
+    """Return an object that all graphs of one `torch.compile` call share; None if not tracing."""
     current = getattr(tls, "current_tx", None)
     return current.output.compiler_fn if current is not None else None
 

@@ -86,7 +86,7 @@ def schedule_names() -> list[str]:
 
 
 def schedule_class(name: str) -> type:
-    """Return the class of a schedule by a name such as `1F1B`, as in torchtitan's options.
+    """Return the class of the schedule with a name such as `1F1B`, as in torchtitan's options.
 
     Raises:
         ValueError: the name is unknown.

@@ -52,7 +52,7 @@ def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a counter of the in-place changes of a tensor and its views."""
+    """Return how often a tensor and its views have been changed in place."""
     return tensor._version
 
 

@@ -14,7 +14,7 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Requests:
-    """Optional contents of the plan, which `explain` shows and which take time to compute.
+    """Optional contents of the plan. `explain` shows them, and computing them takes time.
 
     Attributes:
         frontier: the trade-off between memory and time, over all budgets.

@@ -198,7 +198,7 @@ class Chunking:
             node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in part)
 
     def _emit_call(self, rows: list[fx.Node], sums: list[fx.Node]) -> fx.Node:
-        """Emit the call of `in_chunks` that computes results with rows, and sums over rows."""
+        """Emit a call of `in_chunks`, which concatenates `rows` and adds up `sums`."""
         row_inputs, shared_inputs = self.writer.finish([*rows, *sums])
         name = _add_submodule(self.gm, fx.GraphModule({}, self.writer.body))
         of_chunk = [tensor(self.writer[n]) for n in rows]
@@ -273,7 +273,7 @@ class Chunking:
                     user.replace_all_uses_with(self._to_args([user.meta["val"]])[0])
 
     def _to_args(self, shape: Sequence[Any]) -> list[Any]:
-        """Return a shape as arguments, in which symbolic sizes are nodes of the graph."""
+        """Return a shape as arguments of a node, with nodes of the graph for symbolic sizes."""
         arguments: list[Any] = []
         for size in shape:
             if not isinstance(size, int):

@@ -202,7 +202,7 @@ def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
 
 
 def _multiply_scales(add: Any, term: Term) -> fx.Node:
-    """Emit the product of a term's scales, which is 0 if its gradient is zero."""
+    """Emit the product of a term's scales, or 0 if the gradient is zero."""
     _, scale, _, weight_scale = term.gemm.args[:4]
     amax = scale.args[0]  # type: ignore[union-attr]
     product = add(aten.mul.Tensor, scale, weight_scale)

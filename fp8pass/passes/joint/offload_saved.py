@@ -8,10 +8,10 @@
 
 A copy to the host begins when its tensor is computed. `settled` waits for a copy, and is placed
 where a roofline of all operators expects the copy to be done. So the wait takes no time. A copy
-back begins as late as possible. A tensor takes GPU memory while it is copied, so the copies in
-flight are limited to the bytes that the link carries in `IN_FLIGHT_SECONDS`, or to the two largest
-copies if these are more. A copy back has the result of a GEMM (`g`) as operand, so that compilers
-do not move it before the GEMM.
+back begins as late as possible. A tensor takes GPU memory while it is copied. Therefore the bytes
+of copies in flight are limited to the bytes that the link carries in `IN_FLIGHT_SECONDS`, or to the
+two largest copies if these are larger. A copy back has the result of a GEMM (`g`) as operand, so
+that compilers do not move it before the GEMM.
 """
 
 from __future__ import annotations

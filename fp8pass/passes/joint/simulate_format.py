@@ -42,7 +42,7 @@ fp8 = torch.ops.fp8pass
 
 
 def simulate_format(gm: fx.GraphModule, ctx: Context) -> None:
-    """Mask the GEMMs of linear layers to `Config.simulate`; record all layers in the plan."""
+    """Mask the GEMMs of linear layers with the format `simulate`; record all layers in the plan."""
     simulation = ctx.config.simulation
     if simulation is None:
         return

@@ -36,7 +36,7 @@ def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
-    """Return groups of kernels of one kind that can run at the first kernel of each group."""
+    """Return groups of kernels that can run together where the first kernel of the group runs."""
     position = {node: i for i, node in enumerate(g.nodes)}
     groups: list[list[fx.Node]] = []
     for node in g.nodes:

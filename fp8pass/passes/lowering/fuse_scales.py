@@ -103,7 +103,7 @@ def _fuse(amaxes: list[fx.Node]) -> None:
 
 
 def _make_program(amax: fx.Node, scales: list[fx.Node], stored: list[fx.Node]) -> Program:
-    """Return the program of one amax, which reads its numbers as one row."""
+    """Return the program of one amax. The program reads the stored numbers as one row."""
     steps = [Step(amax.name, "row_amax", ("partial",))]
     steps += [Step(s.name, "scale", (amax.name, parse(str(s.args[1])).format.name)) for s in scales]
     stores = (Store(node.name, ("row",), dtype="float32") for node in stored)
