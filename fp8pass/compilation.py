@@ -102,7 +102,7 @@ class Compilation:
 
     Attributes:
         config: the user's choices.
-        inputs: the kinds of inputs.
+        inputs: the graph's inputs by kind.
         hooks: called while the graph is compiled.
         requests: additional content of the plan, for `explain`.
         by_name: the result of `match_names`.

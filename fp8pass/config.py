@@ -415,7 +415,7 @@ def _must_be(what: str, fits: Callable[[Any], bool], hint: str = "") -> Check:
 
 
 def _one_of(kind: Any) -> Check:
-    """Return a check that a value is one of a `Literal`."""
+    """Return a check that a value is one of the values of a `Literal`."""
     return lambda field, value: check_choice(field, value, get_args(kind))
 
 

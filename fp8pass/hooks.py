@@ -71,7 +71,7 @@ class CompileVersion(Protocol):
     """Compiles another version of the current graph, and calls no hook but `while_compiling`."""
 
     def __call__(self, config: Config, inner_compile: Callable[..., Any] | None = None) -> Program:
-        """Compile with `config`, and with `inner_compile` instead of Inductor if it is given."""
+        """Compile with `config`, by Inductor or by `inner_compile` if that is given."""
 
 
 # Takes a graph's program and returns the program to run. Cached programs come without a graph.

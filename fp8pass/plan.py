@@ -88,7 +88,7 @@ class Offload:
 class SavedTensor:
     """One forward value that the backward uses, and how it is saved.
 
-    `name`, `module` and `op` are the value's node in the joint graph, its module and its operator.
+    `name` is the value's node in the joint graph, computed by operator `op` of `module`.
 
     Attributes:
         saved_as: `exact`, or a format with its group, such as `e4m3 1×128`.
@@ -142,7 +142,7 @@ class Linear:
             output heads.
         routine: whether the user cannot change the precision, or would gain nothing, as for an
             adapter of rank 8.
-        simulated: the GEMMs that compute in a simulated format, instead of `fp8`.
+        simulated: the GEMMs that simulate a format; `fp8` is empty then.
         experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
         projection: `in_proj` or `out_proj` in an `nn.MultiheadAttention`; set by `explain`.
@@ -170,7 +170,7 @@ class Linear:
 
     @property
     def weights(self) -> int:
-        """Elements of the weight, or of all experts' weights."""
+        """Number of elements of the weight, or of the weights of all experts."""
         return self.in_features * self.out_features * max(self.experts, 1)
 
 
@@ -234,7 +234,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The recomputation that `torch.utils.checkpoint` causes, and the alternative.
+    """The recomputation that `torch.utils.checkpoint` causes, and the saved bytes without it.
 
     Attributes:
         products: number of matrix products of the forward that run twice.
@@ -285,7 +285,7 @@ class Plan:
         frontier, point: costs of the plans for other memory budgets, and of this plan, on request.
         least_bytes: the smallest budget that can be met, on request.
         rules: the error rules, on request.
-        kernels: how the forward and the backward graph quantize, if computed.
+        kernels: how the forward and the backward graph quantize matrices, if computed.
         merged: names of layers that share a GEMM for the gradient of their common input.
         simulated: format that linear layers simulate, if any.
         note: remark for the log.

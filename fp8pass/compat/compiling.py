@@ -44,7 +44,7 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def half_of(kwargs: dict[str, Any]) -> str:
-    """Return which graph Inductor's inner compile got: `forward`, `backward` or `inference`."""
+    """Return the kind of graph that Inductor compiles: `forward`, `backward` or `inference`."""
     if kwargs.get("is_inference"):
         return "inference"
     return "backward" if kwargs.get("is_backward") else "forward"
@@ -166,7 +166,7 @@ def _make_generator(seed: torch.Tensor) -> torch.Generator:
 
 
 def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return backend and options that a module was compiled with; (None, {}) if it was not."""
+    """Return the backend and options of a compiled module; (None, {}) if it is not compiled."""
     callback: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
     in_place = getattr(model, "_compiled_call_impl", None)
     if in_place is not None:

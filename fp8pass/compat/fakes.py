@@ -49,7 +49,7 @@ class OperatorObserver(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: Dynamo does not compile under other modes."""
+        """Return True, because Dynamo does not compile under modes that return False."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +66,7 @@ class RealPositions(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: Dynamo does not compile under other modes."""
+        """Return True, because Dynamo does not compile under modes that return False."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -79,11 +79,11 @@ def input_name(node: fx.Node) -> str:
     """Return the expression of a Dynamo graph's input, such as `L['ids']`; '' if it is unknown."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
-    return name() if callable(name) else name  # a method before PyTorch 2.10
+    return name() if callable(name) else name  # `name` is a method before PyTorch 2.10
 
 
 def must_recompute(node: fx.Node) -> bool:
-    """Whether the user asked for recomputation (`torch.utils.checkpoint`)."""
+    """Whether the user requested recomputation of `node` (`torch.utils.checkpoint`)."""
     return node.meta.get("recompute") in (
         CheckpointPolicy.MUST_RECOMPUTE,
         CheckpointPolicy.PREFER_RECOMPUTE,

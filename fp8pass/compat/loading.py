@@ -11,8 +11,8 @@ from typing import Any
 __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
-# Takes the flat state dict, in which it may replace entries, and the checkpoint's metadata. Returns
-# a function for each entry to convert. A function is called once all of its entries have been read.
+# Takes the flat state dict, in which it may replace entries, and the checkpoint's metadata. The
+# result maps entries to functions. A function is called once all of its entries have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 

@@ -40,7 +40,7 @@ def pipeline_actions(schedule: object) -> list[list[PipelineAction]]:
 
 def _flatten(row: list[Any]) -> Iterator[PipelineAction]:
     for step in row:
-        if step is not None:  # a bubble
+        if step is not None:  # not a bubble
             # A forward that overlaps with a backward is one step.
             for action in step.sub_actions or (step,):
                 yield PipelineAction(action.computation_type.value, action.stage_index)

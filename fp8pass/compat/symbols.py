@@ -134,7 +134,7 @@ def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
     """Whether a condition holds for sizes; None for impossible sizes."""
     try:
         return bool(condition.xreplace(sizes))
-    except (AssertionError, TypeError, ZeroDivisionError):  # sizes below zero, or remainders by 0
+    except (AssertionError, TypeError, ZeroDivisionError):  # a negative size, or a division by 0
         return None
 
 

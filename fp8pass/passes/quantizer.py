@@ -82,7 +82,7 @@ def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = ""
 
 
 def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
-    """Return the number of layers before each node. Only layers with tagged GEMMs count."""
+    """Return the number of layers before each node. Layers without tagged GEMMs are left out."""
     forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
     return dict(zip(g.nodes, accumulate(forward), strict=True))
 
@@ -120,7 +120,7 @@ class Quantizer:
         self.config = config
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, Quantization], tuple[fx.Node, fx.Node]] = {}
-        # Amaxes of the blocks of a matrix. The largest is the amax of the matrix.
+        # Amaxes of the blocks of a matrix. The largest block amax is the amax of the matrix.
         self._amaxes: dict[tuple[fx.Node, str, Block], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
@@ -147,7 +147,7 @@ class Quantizer:
             return data, scale
         if data not in self._transposed:
             self._transposed[data] = self.emit(fp8.transpose.default, data)
-        if quantization.is_in_groups:  # the scales of blocks are a matrix, too
+        if quantization.is_in_groups:  # the scales of blocks form a matrix, too
             scale = self._permute(scale)
         return self._transposed[data], scale
 
@@ -155,7 +155,7 @@ class Quantizer:
         text, found = str(quantization), _find_quantized(base, quantization.format.name)
         if found and found[2] == quantization:
             return found[:2]
-        if found and quantization.block == TENSOR:  # the largest of the rows' scales
+        if found and quantization.block == TENSOR:  # the tensor scale is the largest row scale
             scale = self.emit(fp8.amax.default, found[1], "tensor")
         else:
             scale = self.emit(fp8.scale.default, self.amax(base, quantization.block), text)
@@ -184,7 +184,7 @@ class Quantizer:
         return self._transposed[base]
 
     def derive(self, x: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit `target(x, ...)`, which is in the backward if `x` is."""
+        """Emit `target(x, ...)`, which is in the backward if `x` is in the backward."""
         node = self.emit(target, x, *args, **kwargs)
         if x in self.backward:
             self.backward.add(node)

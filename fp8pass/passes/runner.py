@@ -118,7 +118,7 @@ def run_passes(
             _dump(Path(folder), number, index, entry)
     if check and (contract := CONTRACTS.get(tuple(passes))):
         contract(gm.graph)
-    gm.recompile()  # once, since only a call of the module needs its code
+    gm.recompile()  # once at the end: only calls of the module need the code
     return records
 
 
@@ -151,7 +151,7 @@ def disabled_passes() -> list[str]:
 
 
 def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    """Return the passes to run, with the added ones and without the disabled ones."""
+    """Return the passes to run, with the added passes and without the disabled passes."""
     known = {p.__name__ for p in (*ALL_PASSES, *passes, *(function for *_, function in added))}
     disabled = disabled_passes()
     for name in disabled:

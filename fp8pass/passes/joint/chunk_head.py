@@ -11,7 +11,7 @@ the gradient of the graph's result, were 1. The backward multiplies them by the 
 checks that gradients are multiples of the tangent. Operators between the GEMM and the loss must
 compute each token by itself (`graph/row_writer.py`), such as casts, a softcap, label smoothing, a
 z-loss, a shift by one token. The arithmetic of each token does not change. Only the weight's
-gradient does: it is accumulated over chunks in the weight's dtype, as over micro-batches.
+gradient changes: it is accumulated over chunks in the weight's dtype, as over micro-batches.
 
 The head is not chunked if logits are returned or have other users, or if the gradients are not
 multiples of one tangent. The plan reports the reason.
@@ -80,7 +80,7 @@ def _chunk_first(
     except NotRowwise as reason:
         return {head: _describe_whole(head, str(reason))}
     finally:
-        graph.sort_and_prune(gm.graph)  # also removes the nodes of an attempt that failed
+        graph.sort_and_prune(gm.graph)  # also removes the nodes of a failed attempt
     return {
         each: Head(graph.module_path(each), _shape(each), graph.nbytes(each) // count, count, "")
         for each in heads

@@ -233,7 +233,7 @@ class Sender:
         return self._shard
 
     def _gather(self, shard: fx.Node) -> fx.Node:
-        """Gather a matrix with the rows of the shard, and apply the moves of the path."""
+        """Gather a matrix from its shards, and apply the views and permutations of the path."""
         if self.is_stacked:
             return self._stack_ranks(shard)
         width = tensor(shard).shape[-1]

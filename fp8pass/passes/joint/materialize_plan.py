@@ -189,7 +189,7 @@ class Carrier:
         *tensors: fx.Node,
         on_device: tuple[fx.Node, ...] = (),
     ) -> None:
-        """Save `node` as `tensors`, which may go to the host, and the `on_device` tensors."""
+        """Save `node` as `tensors` and `on_device`. Only `tensors` may go to host memory."""
         for x in tensors:
             x.meta[IS_OFFLOADED] = decision.on_host
         crossing = (*tensors, *on_device)

@@ -287,7 +287,7 @@ class ExpertRewriter(Quantizer):
         if not _is_stacked(tensor(batch)):
             batch = self._copy(batch)
         val = tensor(batch)
-        columns = compat.size_hint(val.shape[2])  # a size of the weights, which is static
+        columns = compat.size_hint(val.shape[2])  # the size of a weight, and so static
         # PyTorch would add guards on symbolic sizes to compute the fake value of this view.
         fake = val.new_empty_strided((experts * val.shape[1], columns), val.stride()[1:])
         return self.derive(batch, aten.view.default, [-1, columns], fake=fake)

@@ -56,7 +56,7 @@ from fp8pass.passes.quantizer import (
 
 fp8 = torch.ops.fp8pass
 
-# Smaller sizes, as of an adapter of rank 8 or a head of 10 classes, gain nothing from padding.
+# Padding smaller sizes gains nothing, as for an adapter of rank 8 or a head with 10 classes.
 WORTH_PADDING = 64
 
 

@@ -4,7 +4,7 @@
     after    w = wait_tensor(all_gather(W))        the backward saves the shard W
              w' = wait_tensor(all_gather(W))       in the backward
 
-This pass only marks gathers as recomputed; the plan does the rest. It marks
+This pass only marks gathers for recomputation; the plan does the rest. The pass marks
 
 - gathers of tensors that are computed from parameters alone (SimpleFSDP), in any precision;
 - gathers of FP8 data (`gather_quantized`). For an activation (sequence parallel) this rank saves
@@ -30,7 +30,7 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# Operators whose result has the elements of their operand.
+# Operators that only copy, convert or rearrange the elements of an operand.
 COPIES = {
     *(WAIT_TENSOR, ALL_GATHER, aten.cat.default, aten.clone.default, *VIEWS, *CASTS),
     *(fp8.quantize.default, fp8.as_codes.default, fp8.transpose.default),

@@ -93,7 +93,7 @@ class Concatenation:
 
     @property
     def width(self) -> int:
-        """The columns of all parts."""
+        """The number of columns of all parts together."""
         return int(tensor(self.node).shape[1])
 
     def offset_of(self, nodes: Iterable[fx.Node]) -> int:
