@@ -187,7 +187,7 @@ class LinearRewriter(Quantizer):
         replace_gemm(gemm, product, result)
 
     def _choose_quantization(self, operand: fx.Node) -> Quantization:
-        """Return the entry of `Config.quantizations`, or a tensor scale if it does not fit."""
+        """Return the configured quantization, or one with a tensor scale if blocks do not fit."""
         role, name = self.gemm.meta[ROLE], self.name_operand(operand)
         chosen = parse(self.config.quantizations[role, name])
         fits = _takes_rows(self.gemm) if chosen.block == ROW else _divides(chosen.block, self.gemm)
