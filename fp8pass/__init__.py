@@ -63,12 +63,13 @@ _MODULES = {
     "sharpness": "tools.sharpness",
 }
 
-# The public modules, each with its place.
+# The public submodules, by public name.
 _SUBMODULES = {"distributed": "distributed", "optim": "optim", "testing": "testing"}
 
 __all__ = [*_MODULES, *_SUBMODULES]
 
-# Names that are looked for here, each with its public module.
+# Names that users look up in `fp8pass` although a submodule has them. The error names the
+# submodule.
 _ELSEWHERE = {
     "AdamW": "optim",
     "compress": "distributed",
@@ -78,7 +79,7 @@ _ELSEWHERE = {
 
 
 def _add_prefix(record: logging.LogRecord) -> bool:
-    """Name fp8pass in a log record if logging is not configured, so that nothing else does."""
+    """Prefix a log message with `fp8pass:` if no handler is configured to add the name."""
     if not logging.getLogger(__name__).hasHandlers():
         record.msg = f"fp8pass: {record.msg}"
     return True

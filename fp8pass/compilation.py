@@ -26,15 +26,15 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Inputs:
-    """Kinds of inputs of a Dynamo graph, by index.
+    """The inputs of a Dynamo graph by kind, as indices.
 
     Attributes:
         weights: each `nn.Parameter`, trained or frozen, but no buffers or other tensors of modules.
-        held: leaves that require a gradient. Their gradient accumulator keeps a reference until
-            the backward, so that using them there costs no memory.
-        activations: outputs of other graphs that require a gradient. Saving them may keep them
-            alive.
-        moving: parameters with another address in every step, for CUDA graphs.
+        held: leaves that require a gradient. Autograd keeps leaves alive until the backward, so
+            saving leaves costs no memory.
+        activations: outputs of other graphs that require a gradient. Saving such a tensor may
+            extend its lifetime.
+        moving: parameters that have a new address in every step; empty without CUDA graphs.
     """
 
     weights: frozenset[int] = frozenset()
@@ -48,7 +48,10 @@ class Inputs:
         example_inputs: Sequence[object],
         moving: frozenset[int] = frozenset(),
     ) -> Inputs:
-        """Classify the inputs that Dynamo traced with. Its guards do not cover `is_leaf`."""
+        """Classify the inputs that Dynamo traced with.
+
+        Dynamo has no guard on `is_leaf`, so later inputs may be of another kind.
+        """
         differentiable = {
             i: x.is_leaf
             for i, x in enumerate(example_inputs)
@@ -67,7 +70,8 @@ def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
     """Return the patterns that match the module path of each operator, for the cache key.
 
     Caches compare graphs without module paths. The key contains the matches instead of the paths,
-    so that equal layers share compiled code. Names of single values depend on the whole paths.
+    so that equal layers share compiled code. If options name single values, the key contains the
+    paths, because names of values contain paths.
     """
     subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
@@ -84,9 +88,9 @@ def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
 
 
 def describe_config(config: Config) -> str:
-    """Return a text of the configuration that is the same in every process.
+    """Return the configuration as text that is the same in every process.
 
-    A function in `skip` counts with its name; `match_names` contains what it matches.
+    A function in `skip` appears by name alone. `match_names` adds the paths that it matches.
     """
     names = tuple(map(pattern_text, config.skip_patterns))
     return repr((replace(config, passes=(), skip=names), cache_keys(config.passes)))
@@ -98,12 +102,12 @@ class Compilation:
 
     Attributes:
         config: the user's choices.
-        inputs: the kinds of inputs.
+        inputs: the graph's inputs by kind.
         hooks: called while the graph is compiled.
         requests: additional content of the plan, for `explain`.
-        by_name: the patterns that match, see `match_names`.
+        by_name: the result of `match_names`.
         is_main: whether this is the version of the graph that runs in most steps.
-        compiled: the result so far.
+        compiled: the graph after the joint passes; None before them.
     """
 
     config: Config
@@ -115,16 +119,16 @@ class Compilation:
     compiled: CompiledGraph | None = None
 
     def finish(self, compiled: CompiledGraph) -> None:
-        """Store the graph after the joint passes. The passes on forward and backward follow."""
+        """Store the result of the joint passes, and call the hooks. The lowering passes follow."""
         self.compiled = compiled
         for hook in self.hooks if self.is_main else ():
             hook.after_passes(compiled)
 
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
-        """Run the passes on the forward or backward graph, and record them with the joint ones."""
+        """Run the lowering passes on a forward or backward graph, and add records of the passes."""
         ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
-        # PyTorch may compile a backward when it first runs, without the tracing context of its
-        # forward. Composite operators would then specialize on dynamic sizes.
+        # PyTorch may compile a backward when it first runs, outside of the forward's tracing
+        # context. There, composite operators would turn dynamic sizes into constants.
         with compat.enable_dynamic_shapes():
             records = run_passes(LOWERING_PASSES, gm, ctx, of=half, record=self.records)
         if self.compiled:
@@ -132,24 +136,24 @@ class Compilation:
 
     @property
     def shows_halves(self) -> bool:
-        """Whether forward and backward are rewritten only to be recorded, and not compiled."""
+        """Whether the lowering passes run on copies of the graphs, only for reports."""
         return self.records and self.config.compiler == "eager"
 
     @property
     def records(self) -> bool:
-        """Whether a hook needs the graphs of all passes, and the figures that only reports show."""
+        """Whether a hook needs the graph around each pass, and the figures for reports."""
         return self.is_main and any(hook.records for hook in self.hooks)
 
     @contextmanager
     def while_compiling(self, what: str) -> Iterator[None]:
-        """Enter the hooks' contexts while Inductor compiles `what`, which may take minutes."""
+        """Enter the hooks' contexts while Inductor compiles `what`. Compiling may take minutes."""
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.enter_context(hook.while_compiling(what))
             yield
 
     def cache_key(self) -> str:
-        """Return a hash of everything except the graph that the result depends on."""
+        """Return a hash of everything that determines the result, except the graph."""
         key = (
             source_hash(),
             describe_config(self.config),
@@ -168,7 +172,7 @@ INDEPENDENT = frozenset(
 
 
 def hashed_files() -> list[Path]:
-    """List the files of the compiler's folders, and the modules outside of folders."""
+    """List the source files that compiled code may depend on."""
     root = Path(__file__).parent
     files = sorted(root.rglob("*.py"))
     return [p for p in files if p.relative_to(root).parts[0] not in INDEPENDENT]

@@ -1,4 +1,4 @@
-"""The compiler of one graph: from Dynamo's graph to a program, with our passes in Inductor."""
+"""Compile a graph of Dynamo: run fp8pass's passes inside Inductor, and return a program."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Backend:
     Attributes:
         config: the user's choices.
         observer: called with each compiled graph.
-        requests: what plans should contain beyond the decisions.
+        requests: optional contents of the plans.
         hooks: called while graphs are compiled.
     """
 
@@ -105,7 +105,7 @@ class Captured:
     hooks: tuple[Hooks, ...] = ()
 
     def compilation(self, config: Config, **options: Any) -> Compilation:
-        """Return a compilation of the graph that nothing has been compiled for yet."""
+        """Return a new `Compilation` of the graph, without compiling it."""
         graphed = compat.uses_cuda_graphs(self.patches)
         moving = moving_weights(self.gm, self.example_inputs) if graphed else frozenset[int]()
         inputs = Inputs.of(self.example_inputs, moving)
@@ -134,7 +134,7 @@ class Captured:
     ) -> Program:
         """Compile a copy of the graph, see `CompileVersion`."""
         compilation = self.compilation(config, is_main=False)
-        # The keys of caches do not contain `inner_compile`.
+        # Cache keys do not contain `inner_compile`, so a cache could return another version.
         with compat.uncached() if inner_compile else nullcontext():
             return self.compile(compat.copy_captured(self.gm), compilation, inner_compile)
 
@@ -146,7 +146,7 @@ class InnerCompile:
     compilation: Compilation
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """The compiled graph, a callable on a list of inputs."""
+        """Return the compiled graph, a function of a list of inputs."""
         half = compat.half_of(kwargs)
         if half == "inference":
             rewrite_inference(gm, self.compilation, compat.static_inputs(kwargs))
@@ -183,30 +183,32 @@ def rewrite_inference(
 
 
 def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """Options of Inductor that suit graphs with low-bit saves; the user's own come after them.
+    """Return the defaults of Inductor's options for graphs with low-bit saved tensors.
 
-    All of them were chosen by measurements on GPUs. On a CPU Inductor's own options stay, because
-    Inductor is tested with them and the CPU serves only for trying things out.
+    The values were chosen by measurements on GPUs. On a CPU Inductor's defaults apply, because
+    Inductor is tested with them and the CPU is only for experiments.
     """
     if _on_cpu(example_inputs):
         return {}
     options: dict[str, Any] = {
-        # Its estimate of peak memory is wrong for nodes that materialize_plan placed well.
+        # By a wrong estimate of memory Inductor would move nodes that materialize_plan placed well.
         "reorder_for_peak_memory": False,
-        # Inductor keeps a buffer alive until another result reuses it, which may be a layer later.
-        # The allocator reuses freed memory as well: four layers of hidden 4096 peak 0.6 GiB lower.
+        # Inductor keeps a buffer alive until another result reuses it, maybe a layer later. Without
+        # such reuse, the allocator gets the memory back earlier: the peak of four layers of hidden
+        # size 4096 is 0.6 GiB lower.
         "allow_buffer_reuse": False,
         # By default Inductor stores an expression of more than four tensors if two kernels use it.
-        # Gradients of gated activations cost more to write and read, in 16 bits, than to recompute.
+        # Writing and reading gradients of gated activations in 16 bits takes longer than
+        # recomputing them.
         "realize_reads_threshold": 8,
-        # Launch the dialect's kernels as Inductor does its own, without the Python of Triton: a
-        # layer of hidden 2048 takes the CPU 8% less.
+        # Launch the dialect's kernels like Inductor's own, without Triton's Python code. A layer of
+        # hidden size 2048 then takes 8% less CPU time.
         "static_launch_user_defined_triton_kernels": True,
     }
     if config.packs:
-        # Unpacking an element takes some 15 operators, and Inductor's default is to store a result
-        # after 30. So an expression of two unpacked values would be stored: for SwiGLU's backward
-        # in fp32, which is 0.55 GiB per layer.
+        # Unpacking an element takes about 15 operators, and by default Inductor stores a result
+        # after 30. So Inductor would store expressions of two unpacked values: for SwiGLU's
+        # backward in fp32, 0.55 GiB per layer.
         options["realize_opcount_threshold"] = 64
     return options
 
@@ -214,7 +216,7 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
 def _check_can_compile(
     config: Config, patches: Mapping[str, Any], example_inputs: Sequence[Any]
 ) -> None:
-    """Raise an error, or warn, where options and surroundings do not go together."""
+    """Raise an error, or warn, if options conflict with each other or with the environment."""
     check_positions(config)
     _warn_about_activation_quantization(patches)
     has_tensors = any(isinstance(x, Tensor) for x in example_inputs)
@@ -230,7 +232,7 @@ def _check_can_compile(
 
 
 def _check_has_memory(example_inputs: Sequence[Any]) -> None:
-    """Raise ConfigError if a graph would train on the meta device: no value there has a price."""
+    """Raise ConfigError if a graph would train on the meta device, where tensors have no data."""
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
         raise ConfigError(
             "Tensors are on the meta device, where nothing can be trained. Give a model memory "
@@ -243,7 +245,7 @@ def _on_cpu(example_inputs: Sequence[Any]) -> bool:
 
 
 def _check_cpp_compiler() -> None:
-    """Raise a short RuntimeError where Inductor would raise one of a hundred lines."""
+    """Raise a short RuntimeError before Inductor raises an error of a hundred lines."""
     if not compat.has_cpp_compiler():
         raise RuntimeError(
             "No working C++ compiler was found, which PyTorch's Inductor needs on a CPU. Install "
@@ -272,7 +274,7 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def _check_types(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if Inductor would take an option's value for something else."""
+    """Raise ConfigError if the value of an Inductor option has the wrong type."""
     for name, value in options.items():
         wanted = compat.type_of_option(name)
         if wanted is not None and not isinstance(value, wanted):

@@ -20,7 +20,8 @@ from fp8pass.dialect.formats import (
     simulated_format,
 )
 
-# Types of the options that are names, for type checkers. The tests compare them with the tables.
+# The valid names of some options, for type checkers. Tests compare these names with the tables of
+# formats.
 LinearFormat = Literal["e4m3", "e5m2", "exact"]
 SaveFormat = Literal["e4m3", "e2m3", "e2m2", "e2m1", "none", "exact"]
 Scales = Literal["rowwise", "tensorwise"]
@@ -30,7 +31,7 @@ Gemm = Literal["forward", "dgrad", "wgrad"]
 Recipe = Literal["linear", "coat", "agoq", "exact"]
 
 GEMMS: tuple[Gemm, ...] = get_args(Gemm)
-# The largest budget as a share: 8 bits for every tensor that is planned in 4.
+# The largest share that a budget may be: 8 bits for every tensor, if 4 bits are planned.
 LARGEST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
 # Arguments of `torch.compile` that users mistake for options.
 ARGUMENTS = ("mode", "dynamic", "fullgraph")
@@ -38,15 +39,16 @@ ARGUMENTS = ("mode", "dynamic", "fullgraph")
 LISTS = ("skip", "keep_exact", "fast_accumulation")
 
 RECIPES: dict[Recipe, dict[str, Any]] = {
-    # FP8 GEMMs alone. The quantized operands of the forward are saved for the backward. GEMMs of
-    # the backward take one scale per tensor.
+    # Only FP8 GEMMs. The backward reuses the forward's quantized operands, so these have one scale
+    # per tensor.
     "linear": {"save_format": "none", "forward_scales": "tensorwise"},
-    # FP8 GEMMs, and the saved tensors of non-linear layers in groups of 1×G (COAT section 5.2).
+    # FP8 GEMMs, and the saved tensors of non-linear layers in groups of 1×G (section 5.2 of the
+    # paper COAT).
     "coat": {},
-    # As coat, but in 5 bits where the error rules allow it. AGoQ section 4 saves 4 bits, which cost
-    # another 0.12% of the loss (docs/quality.md).
+    # Like coat, but in 5 bits where the error rules allow it. The paper AGoQ (section 4) saves 4
+    # bits. That raises the loss by another 0.12% (docs/quality.md).
     "agoq": {"save_format": "e2m2"},
-    # The whole rewrite with lossless formats: bit-equal to the model without fp8pass.
+    # All rewrites, with lossless formats. Results are bit-equal to the model without fp8pass.
     "exact": {
         "forward_format": "exact",
         "gradient_format": "exact",
@@ -55,7 +57,7 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
     },
 }
 
-# The values that other options may have together with `simulate`; the first is its default.
+# The values that other options may have together with `simulate`. The first is the default then.
 WITH_SIMULATION: dict[str, tuple[str, ...]] = {
     "forward_format": ("exact",),
     "gradient_format": ("exact",),
@@ -69,7 +71,7 @@ ValueMoments = tuple[str, float, float]
 
 
 class ConfigError(ValueError):
-    """A recipe, option or value that does not exist. The message names the nearest valid one."""
+    """A recipe, option or value that does not exist. The message names the nearest valid choice."""
 
 
 # A pass of the user: `before` or `after`, the name of one of our passes, and the function.
@@ -80,9 +82,9 @@ Pattern = str | Callable[[str], bool]
 
 @dataclass(frozen=True)
 class Simulation:
-    """A number format that linear layers compute in as if the GPU had it (FP8 and back, 3.2).
+    """A number format that linear layers simulate (section 3.2 of the paper FP8 and back).
 
-    Operands and results of GEMMs are rounded to the format; the GEMMs run in the model's precision.
+    Operands and results of GEMMs are rounded to the format. GEMMs run in the model's precision.
 
     Attributes:
         format: `e8m3` or another ExMy of 1 to 8 exponent bits and 0 to 23 mantissa bits.
@@ -112,57 +114,62 @@ class Config:
 
     Attributes:
         forward_format: format of activations and weights in the GEMMs of linear layers: `e4m3`,
-            `e5m2` or `exact`. Scales are computed just in time (COAT 5.2, LLMQ 3).
+            `e5m2` or `exact`. Scales are computed from current values (papers COAT, section 5.2,
+            and LLMQ, section 3).
         gradient_format: format of output gradients in those GEMMs.
-        forward_scales: `rowwise` (one scale per token and per output feature in the GEMMs of the
-            forward: quantizing takes one pass over a tensor, and the error is smaller) or
-            `tensorwise`. GEMMs of the backward always have one scale per tensor. Experts always
-            have rowwise scales in forward and dgrad: PyTorch's grouped GEMM requires them.
+        forward_scales: scales in the GEMMs of the forward: `rowwise` (one per token and per output
+            feature) or `tensorwise`. With `rowwise`, quantizing takes one pass over a tensor, and
+            the error is smaller. GEMMs of the backward always have one scale per tensor. Experts
+            always have rowwise scales in forward and dgrad, because PyTorch's grouped GEMM requires
+            them.
         fast_accumulation: the GEMMs, out of `forward`, `dgrad` and `wgrad`, that may use Hopper's
-            fast accumulation: the tensor cores keep a running sum of 14 bits over the whole
-            contraction, instead of adding it to an FP32 sum every 128 products. Truncation has a
-            bias that grows with the length of the contraction.
+            fast accumulation. Then the tensor cores keep a running sum of 14 bits over the whole
+            contraction. Otherwise they add it to an FP32 sum every 128 products. Fast accumulation
+            truncates sums, with a bias that grows with the length of the contraction.
         longest_fast: the longest contraction with fast accumulation. A GEMM with a dynamic length
-            accumulates precisely; the wgrad of experts counts the tokens of an average expert.
+            accumulates precisely. The length for the wgrad of experts is the average number of
+            tokens per expert.
         save_format: smallest format of the tensors that non-linear layers save for backward, in
             groups of 1×`group_size`: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits. A
-            tensor whose errors are amplified too much gets a larger format or stays exact. `none`
-            saves all of them exactly. `exact` also quantizes nothing, but takes the same path
-            through the compiler; it is for tests.
-        attention_output: how the output of attention is saved, from which its backward computes
-            row sums: `exact`, or `e2m5`: 8 bits after subtracting the mean over tokens, in groups
-            of 1×32. No bound holds for the worst case then; measured errors are less than half of
-            the error that FP8 linear layers add to the same gradients. q, k and v stay exact.
-        error_tolerance: largest relative error of a gradient through one saved tensor, in the worst
-            case and to first order. `inf` switches the error rules off.
-        calibration: means and standard deviations of tensors, from `fp8pass.calibrate`, for the
-            error rules, which assume unit variance otherwise.
-        memory_budget: limit of the saved tensors of each graph, parameters excluded: a share of
-            what the graph saves without a budget (a float up to 2), or bytes (`"24GiB"`, an int).
-            What does not fit is recomputed, GEMMs and attention included. A budget that is larger
-            than needed is spent on formats with more bits than `save_format`, up to `e4m3`. A graph
-            that saves less than 4 KiB ignores a share.
-        offload: whether tensors that do not fit may be saved in host memory, where the copies take
-            less time than recomputing them. Without a budget, or when all fits, none are.
-        host_bandwidth: bytes per second of copies between GPU and host, in each direction. None
-            measures it.
+            tensor with too large an amplification gets a larger format or is saved exactly. `none`
+            saves all these tensors exactly. `exact` does the same through the compiler's path for
+            low-bit formats, for tests.
+        attention_output: format in which the output of attention is saved for the backward:
+            `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of 1×32).
+            The worst-case error of `e2m5` has no bound. Measured errors of `e2m5` are less than
+            half of the error that FP8 linear layers add to the same gradients. q, k and v are saved
+            exactly.
+        error_tolerance: largest relative error of a gradient that one saved tensor may cause, in
+            the worst case and to first order. `inf` disables the error rules.
+        calibration: means and standard deviations of tensors, from `fp8pass.calibrate`. The error
+            rules use these values, and otherwise assume unit variance.
+        memory_budget: limit of the bytes that each graph saves, except parameters: a share of the
+            bytes without a budget (a float up to 2), or a number of bytes (`"24GiB"`, an int).
+            Tensors that do not fit are recomputed, even if this repeats GEMMs or attention. A
+            budget that is larger than needed is spent on formats with more bits than `save_format`,
+            up to `e4m3`. A share does not apply to graphs that save less than 4 KiB.
+        offload: whether tensors that do not fit in the budget may be saved in host memory, if
+            copying them takes less time than recomputing them. The option has no effect without a
+            budget.
+        host_bandwidth: bytes per second of copies between GPU and host, in each direction; measured
+            if None.
         group_size: elements that share one scale in a saved tensor; the COAT paper uses 16.
         skip: modules that stay in high precision: shell-style patterns of module paths, or a
             function that takes a path and returns a bool. A pattern matches a module and all
-            modules below it, at any level: `"layers.0"`, `"*.down_proj"`. One pattern needs no
-            tuple.
+            modules below it, at any level: `"layers.0"`, `"*.down_proj"`. A single pattern may be
+            passed without a tuple.
         keep_exact: shell-style patterns of tensors that the backward gets exactly: saved exactly,
             or recomputed from exact tensors. A pattern matches the name of a tensor, as `explain`
             and `calibrate` print it, or the module that computes it, as in `skip`.
-        quantize_lm_head: whether the output head runs in FP8 too. FP8 and back and LLMQ advise
-            against it.
-        head_chunks: number of chunks of tokens in which the output head and the loss run, forward
-            and backward, so that the logits of all tokens never exist at once (LLMQ 3). None
-            chooses; 1 disables chunking. The gradient of the head's weight is summed over chunks
-            in the weight's dtype.
-        simulate: a format that linear layers compute in as if the GPU had it (FP8 and back, 3.2):
-            a name such as `e8m3`, or a `Simulation`. Nothing runs in FP8 and nothing is saved in
-            low bits then, as in recipe `exact`.
+        quantize_lm_head: whether the output head runs in FP8, too. The papers FP8 and back and LLMQ
+            advise against FP8 there.
+        head_chunks: number of chunks of tokens. The output head and the loss run chunk by chunk,
+            forward and backward, so that the logits of all tokens never exist at once (section 3 of
+            the paper LLMQ). None chooses the number by size; 1 disables chunking. The gradient of
+            the head's weight is summed over chunks in the weight's dtype.
+        simulate: a format that linear layers simulate: a name such as `e8m3`, or a `Simulation`.
+            With `simulate` no layer runs in FP8 and no tensor is saved in low bits, as in recipe
+            `exact`.
         compiler: `inductor`, or `eager` to run the rewritten graphs op by op, for debugging.
         passes: your own passes, each with a position: `("after", "quantize_linears", my_pass)` or
             `("before", ...)`. See "A pass from outside" in CONTRIBUTING.md.
@@ -245,21 +252,21 @@ class Config:
 
     @property
     def skip_patterns(self) -> tuple[Pattern, ...]:
-        """The patterns in `skip`, which is stored as a tuple."""
+        """The value of `skip`, which is always stored as a tuple."""
         return cast("tuple[Pattern, ...]", self.skip)
 
     @property
     def exact_patterns(self) -> tuple[str, ...]:
-        """The patterns in `keep_exact`, which is stored as a tuple."""
+        """The value of `keep_exact`, which is always stored as a tuple."""
         return cast("tuple[str, ...]", self.keep_exact)
 
     @property
     def simulation(self) -> Simulation | None:
-        """The simulated format in `simulate`, which is stored as a `Simulation`."""
+        """The value of `simulate`, which is always stored as a `Simulation` or None."""
         return cast("Simulation | None", self.simulate)
 
     def budget_bytes(self, unlimited: float) -> float:
-        """Return the budget in bytes of a graph that saves `unlimited` bytes without a budget."""
+        """Return the budget in bytes, for a graph that saves `unlimited` bytes without a budget."""
         budget = self.memory_budget
         if budget is None:
             return math.inf
@@ -269,12 +276,12 @@ class Config:
 
     @property
     def quantizes_linears(self) -> bool:
-        """Whether GEMMs run in FP8. Recipe `exact` only rewrites them."""
+        """Whether GEMMs run in FP8. Recipe `exact` rewrites GEMMs without quantization."""
         return self.forward_format != "exact"
 
     @property
     def quantizations(self) -> dict[tuple[Gemm, str], str]:
-        """The quantization of each operand of each GEMM, as text, by GEMM and operand."""
+        """The quantizations of operands as text, by GEMM and operand."""
         forward, gradient = f"{self.forward_format} tensor", f"{self.gradient_format} tensor"
         rowwise = self.quantizes_linears and self.forward_scales == "rowwise"
         in_forward = f"{self.forward_format} row" if rowwise else forward
@@ -292,7 +299,7 @@ class Config:
 
         Args:
             gemm: `forward`, `dgrad` or `wgrad`.
-            length: the length of its contraction, which may be symbolic.
+            length: the length of the GEMM's contraction, which may be symbolic.
         """
         allowed = self.quantizes_linears and gemm in self.fast_accumulation
         return allowed and isinstance(length, int) and length <= self.longest_fast
@@ -312,7 +319,7 @@ def split_options(
     """Split `torch.compile(options=...)` into our `Config` and options for Inductor.
 
     Raises:
-        ConfigError: neither has such an option.
+        ConfigError: an option belongs to neither.
     """
     known = set(inductor_options)
     ours: dict[str, Any] = {}
@@ -340,7 +347,7 @@ def checked_config(config: Any, argument: str = "config") -> Config:
     """Return the `Config` that was passed as `argument`, or the default one for None.
 
     Raises:
-        TypeError: the argument is something else.
+        TypeError: the argument is not a `Config`.
     """
     if config is None:
         return Config()
@@ -381,7 +388,7 @@ def parse_bytes(
 def bytes_text(count: float, *, up: bool = False) -> str:
     """Format a number of bytes with about three digits, so that `parse_bytes` can read it.
 
-    Memory budgets are rounded `up`, because a smaller one could not be met.
+    Memory budgets are rounded `up`, because a smaller budget could not be met.
     """
     units = ["B", "KiB", "MiB", "GiB"]
     while count >= 1024 and len(units) > 1:
@@ -408,7 +415,7 @@ def _must_be(what: str, fits: Callable[[Any], bool], hint: str = "") -> Check:
 
 
 def _one_of(kind: Any) -> Check:
-    """Return a check that a value is one of a `Literal`."""
+    """Return a check that a value is one of the values of a `Literal`."""
     return lambda field, value: check_choice(field, value, get_args(kind))
 
 
@@ -430,12 +437,12 @@ def checked_patterns(
 
     Args:
         field: the option, for the message.
-        given: its value.
+        given: the value of the option.
         of: what the patterns match, for the message.
         functions: whether a function that takes a path and returns a bool is a pattern, too.
 
     Raises:
-        ConfigError: something in it is not a pattern.
+        ConfigError: `given` contains an object that is not a pattern.
     """
     several = given if isinstance(given, (tuple, list)) else (given,)
     if all(isinstance(p, str) or (functions and _is_function(p)) for p in several):
@@ -573,7 +580,7 @@ CHECKS: dict[str, Check] = {
     "passes": _checked_passes,
 }
 
-# Options that exclude each other: a condition, and the message where it holds.
+# Options that exclude each other: a condition, and the message if it holds.
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: c.attention_output != "exact" and c.save_format in ("none", "exact"),
@@ -612,7 +619,7 @@ def _check_known(option: str) -> None:
 
 
 def checks_are_on() -> bool:
-    """Whether `FP8PASS_CHECK=1` enables checks of fp8pass's own code. The tests set it."""
+    """Whether `FP8PASS_CHECK=1` enables checks of fp8pass's own code, as in the tests."""
     return os.environ.get("FP8PASS_CHECK", "0") != "0"
 
 

@@ -1,4 +1,4 @@
-"""The backend for `torch.compile`: the compiler with the hooks that users get by default."""
+"""The backend for `torch.compile`: the compiler with its default hooks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _needs_call(make: Callable[P, Backend]) -> Callable[P, Backend]:
 
 @_needs_call
 def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
-    """A backend for `torch.compile(model, backend=fp8pass.backend(config))`.
+    """Return a backend, for `torch.compile(model, backend=fp8pass.backend(config))`.
 
     Args:
-        config: the choices.
+        config: the options.
         monitor: samples the health of quantized tensors in training.
 
     Raises:

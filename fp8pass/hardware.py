@@ -1,4 +1,4 @@
-"""Which devices support FP8 GEMMs, FP8 casts and Triton kernels; rates of GPUs for a roofline."""
+"""Abilities of devices (FP8 GEMMs, FP8 casts, Triton kernels), and rates of GPUs for a roofline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 
 FP8_CAPABILITY = (8, 9)
-# The major compute capability of `_scaled_grouped_mm` with a scale for each row.
+# The major compute capability that `_scaled_grouped_mm` with row scales requires.
 GROUPED_CAPABILITY = 9
 
-# The measured rates of one GPU, in operations and bytes per second. A memory budget compares
-# operators by these rates on every GPU: only their ratios matter, which differ little.
+# The measured rates of one GPU, in operations and bytes per second. The planner for a memory budget
+# uses these rates on every GPU: only their ratios matter, and these differ little between GPUs.
 RATES_OF = "NVIDIA H200"
 FP8_FLOPS = 1300e12
 BF16_FLOPS = 680e12
@@ -25,13 +25,13 @@ ATTENTION_FLOPS = 530e12
 BANDWIDTH = 4.27e12
 
 
-# The GPU that the CPU stands for, see `planning_for`.
+# The GPU that `planning_for` lets the CPU represent.
 _planned_gpu: ContextVar[Gpu | None] = ContextVar("planned_gpu", default=None)
 
 
 @contextmanager
 def planning_for(gpu: Gpu) -> Iterator[None]:
-    """Let the CPU have the abilities of `gpu` within: `fit` plans graphs of fake CPU tensors."""
+    """Treat the CPU as `gpu` within the context, because `fit` plans graphs of fake CPU tensors."""
     token = _planned_gpu.set(gpu)
     try:
         yield
@@ -42,7 +42,7 @@ def planning_for(gpu: Gpu) -> Iterator[None]:
 def why_no_fp8_gemm(device: torch.device) -> str | None:
     """Return why `device` cannot run FP8 GEMMs, or None if it can.
 
-    The CPU can: its reference kernels compute what tensor cores compute.
+    The CPU can: it has reference kernels, which compute the same as tensor cores.
     """
     if _is_reference(device):
         return None
@@ -56,7 +56,7 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
 
 
 def _is_reference(device: torch.device) -> bool:
-    """Check whether a device is a CPU that runs reference kernels, and does not stand for a GPU."""
+    """Whether a device is a CPU that runs reference kernels, and does not represent a GPU."""
     return device.type == "cpu" and _planned_gpu.get() is None
 
 
@@ -66,7 +66,7 @@ def _name_of(device: torch.device) -> str:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU, for which the driver is asked once."""
+    """Return the compute capability of a GPU. The driver is queried only once."""
     planned = _planned_gpu.get() if device.type == "cpu" else None
     if planned:
         return planned.capability
@@ -79,7 +79,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def why_no_grouped_gemm(device: torch.device) -> str | None:
-    """The reason why `device` cannot run FP8 GEMMs of experts, or None where it can."""
+    """Return why `device` cannot run FP8 GEMMs of experts, or None if it can."""
     lacking = why_no_fp8_gemm(device)
     if lacking or _is_reference(device):
         return lacking
@@ -113,7 +113,7 @@ BANDWIDTH_SHARE = BANDWIDTH / 4.8e12
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a GPU.
+    """Operations and memory traffic that a GPU executes.
 
     Attributes:
         fp8_flops, bf16_flops: operations of GEMMs.
@@ -135,7 +135,7 @@ class Work:
         return Work(*(count * x for x in vars(self).values()))
 
 
-# Where the rates of a GPU come from. An unknown GPU has the rates of `REFERENCE`: `assumed`.
+# The source of a GPU's rates. `assumed`: the GPU is unknown, and gets the rates of `REFERENCE`.
 Rates = Literal["measured", "datasheet", "given", "assumed"]
 
 
@@ -148,7 +148,7 @@ class Gpu:
         memory: bytes of memory.
         fp8_flops, bf16_flops, attention_flops: operations per second that GEMMs and attention
             reach.
-        bandwidth: bytes per second between its memory and its processors.
+        bandwidth: bytes per second between memory and processors.
         link: bytes per second to the host, and from the host at the same time.
         capability: compute capability, which decides whether linear layers and experts run in FP8.
         rates: where the rates come from: `measured`, `datasheet`, `given`, or `assumed`.
@@ -166,7 +166,7 @@ class Gpu:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether it has FP8 tensor cores. Otherwise linear layers stay in 16 bits."""
+        """Whether the GPU has FP8 tensor cores. On other GPUs linear layers stay in 16 bits."""
         return self.capability >= FP8_CAPABILITY
 
     def seconds(self, work: Work) -> float:
@@ -188,7 +188,7 @@ def _gpu(
     terabytes: float,
     link: float,
 ) -> tuple[str, Gpu]:
-    """Return a GPU by its datasheet, with its name.
+    """Return the name of a GPU, and the GPU with rates from its datasheet.
 
     Args:
         name: name of the model.
@@ -212,8 +212,8 @@ def _gpu(
     )
 
 
-# The rates of the H200 are measured, with its link used both ways. Other GPUs are assumed to reach
-# the same share of their datasheets.
+# The rates of the H200 are measured. Copies ran in both directions at once for the rate of the
+# link. Other GPUs are assumed to reach the same share of their datasheets.
 REFERENCE = "H200"
 GPUS = dict(
     (
@@ -233,10 +233,10 @@ GPUS = dict(
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Return the GPU that a name of a device, such as `NVIDIA H100 80GB HBM3`, stands for.
+    """Return the GPU with a device name such as `NVIDIA H100 80GB HBM3`; None if it is unknown.
 
-    The name has all words of the GPU's name. An `L40S` is not an `L4`, and of `A100` and
-    `A100 40GB` the longer name is taken. Slower variants of a GPU are unknown.
+    The device name must contain all words of a GPU's name, so an `L40S` is not an `L4`. The longest
+    name wins: `A100 40GB` before `A100`. Slower variants, such as laptop GPUs, are unknown.
     """
     words = set(re.split(r"[\s-]+", name.lower()))
     if words & {"laptop", "max", "nvl"} or words >= {"h100", "pcie"}:

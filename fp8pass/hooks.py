@@ -1,4 +1,4 @@
-"""Hooks that observe or extend a compilation. The compiler does not import the code behind them."""
+"""Hooks that observe or extend a compilation. The compiler does not import the observers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class GraphRun:
-    """One run of a compiled graph's forward.
+    """A run of the forward of a compiled graph.
 
     Attributes:
-        weights: parameters that it ran with, by the paths of their modules in the graph.
-        checkpointed: whether `torch.utils.checkpoint` runs it again in the backward, from outside
-            of compiled code, so that its saved tensors are freed after the forward.
+        weights: the parameters of the run, by module path in the graph.
+        checkpointed: whether `torch.utils.checkpoint`, outside of compiled code, repeats the run in
+            the backward. The run's saved tensors are then freed after the forward.
     """
 
     weights: dict[str, torch.Tensor] = field(repr=False)
@@ -36,17 +36,17 @@ class GraphRun:
 
 @dataclass
 class CompiledGraph:
-    """One compiled graph, as hooks get it.
+    """One compiled graph, as passed to hooks.
 
     Attributes:
-        passes: the graph before and after each pass; the passes on the forward and the backward
-            graph follow when these are compiled.
-        gm: the graph after all its passes, the joint one where there is a backward.
+        passes: the records of the joint passes. Records of the lowering passes are appended when
+            the forward and backward graphs are compiled.
+        gm: the joint or inference graph, after all its passes.
         ctx: the context of the passes, with decisions about the nodes of `gm`.
-        runs: the runs of its forward. Equal blocks, compiled one by one or around a graph break,
-            share a graph.
-        inputs: names of the Dynamo graph's inputs, as the model has them, if they were recorded.
-        stock: what PyTorch's own partitioner saves of the graph, if that was recorded.
+        runs: the runs of the forward. Equal blocks that are compiled one by one share a graph,
+            which then runs once for each block.
+        inputs: names of the Dynamo graph's inputs, as in the model; empty if not recorded.
+        stock: the result of PyTorch's own partitioner; None if not recorded.
     """
 
     passes: list[PassRecord]
@@ -58,35 +58,35 @@ class CompiledGraph:
 
     @property
     def plan(self) -> Plan:
-        """The decisions."""
+        """The decisions about the graph."""
         return self.ctx.plan
 
     @property
     def runs_kept(self) -> int:
-        """Count the runs whose saved tensors stay until the backward."""
+        """The number of runs with saved tensors that stay in memory until the backward."""
         return sum(not run.checkpointed for run in self.runs)
 
 
 class CompileVersion(Protocol):
-    """Compiles another version of the graph that is being compiled. Hooks are not called for it."""
+    """Compiles another version of the current graph, and calls no hook but `while_compiling`."""
 
     def __call__(self, config: Config, inner_compile: Callable[..., Any] | None = None) -> Program:
-        """Compile with `config`, and with `inner_compile` instead of Inductor if it is given."""
+        """Compile with `config`, by Inductor or by `inner_compile` if that is given."""
 
 
-# Replaces the program that runs a graph. The compiled graph is None if it came from a cache.
+# Takes a graph's program and returns the program to run. Cached programs come without a graph.
 Wrap = Callable[[Program, CompiledGraph | None], Program]
 
 
 class Hooks(Protocol):
     """Functions that a `Backend` calls for each graph that it compiles.
 
-    A class that inherits from this one overrides what it needs. Backends share compiled code only
-    if their hooks are equal.
+    A subclass overrides the methods that it needs. Backends share compiled code only if their hooks
+    are equal.
 
     Attributes:
-        records: whether graphs are recorded before and after each pass, and whether the plan gets
-            the figures that only reports show.
+        records: whether to record the graph before and after each pass, and to add the figures for
+            reports to the plan.
     """
 
     records: bool = False
@@ -94,15 +94,15 @@ class Hooks(Protocol):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap | None:
-        """Prepare for the graph `gm` of Dynamo. Return a function that wraps its program, or None.
+        """Prepare for Dynamo's graph `gm`. Return a function that wraps its program, or None.
 
-        Other versions of the graph are compiled here, before the one that runs in most steps,
-        because Dynamo keeps what the last compilation reports.
+        Other versions of the graph must be compiled here, before the main version, because Dynamo
+        keeps only the information that the last compilation reports.
         """
         return None
 
     def after_passes(self, compiled: CompiledGraph) -> None:
-        """Look at a graph after the passes of its list, before code is generated from it."""
+        """Observe a graph after its joint or inference passes."""
         return None
 
     def while_compiling(self, what: str) -> AbstractContextManager[None]:
@@ -115,7 +115,7 @@ Observer = Callable[[CompiledGraph], None]
 
 @dataclass(frozen=True)
 class Observing(Hooks):
-    """Calls `observer` with each compiled graph, and notes the graph's inputs and runs."""
+    """Calls `observer` with each compiled graph, and records the graph's inputs and runs."""
 
     observer: Observer
     records = True
@@ -123,7 +123,7 @@ class Observing(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that notes the names of the inputs and each run of the program."""
+        """Return a function that records the names of the inputs and each run of the program."""
         weights = weights_by_path(gm)
         names = [compat.input_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
 
@@ -150,7 +150,7 @@ def weights_by_path(
 ) -> Callable[[Sequence[Any]], dict[str, torch.Tensor]]:
     """Return a function that picks the parameters from the arguments of a Dynamo graph.
 
-    The function returns them by the paths of their modules.
+    The function returns a dict from module paths to parameters.
     """
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     paths = [(i, graph.module_path(n)) for i, n in enumerate(inputs)]

@@ -26,7 +26,7 @@ class Partitioner(compat.CustomPartitionerFn):
     """Runs the passes on a joint graph and splits it into a forward and a backward graph.
 
     Args:
-        compilation: the compilation that this is a part of.
+        compilation: the compilation of the graph.
         watcher: called with the graph before and after each pass.
     """
 
@@ -63,7 +63,7 @@ class Partitioner(compat.CustomPartitionerFn):
         """Normalize a joint graph and return the context for the passes on it."""
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
-        # Indices of the Dynamo graph's inputs, in which a tensor subclass counts as one input.
+        # `inputs` has indices of the Dynamo graph's inputs, where a tensor subclass is one input.
         inputs = self.compilation.inputs
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
         parameters = select_inputs(primals, static)
@@ -82,7 +82,7 @@ class Partitioner(compat.CustomPartitionerFn):
         return self.compilation.cache_key()
 
     # Inductor copies its options, including this partitioner, and pickles them for the keys of its
-    # caches. Neither may include a compiled graph.
+    # caches. Neither the copy nor the pickle may include a compiled graph.
 
     def __deepcopy__(self, memo: object) -> Partitioner:
         return self
@@ -94,7 +94,7 @@ class Partitioner(compat.CustomPartitionerFn):
 def find_checkpointing(gm: fx.GraphModule) -> Checkpointing | None:
     """Count the matrix products that `torch.utils.checkpoint` tags for recomputation.
 
-    The graph is as traced, before any pass. Returns None if there is no such product.
+    Call this before any pass. The result is None if no product is tagged.
     """
     products = (Kind.GEMM, Kind.ATTENTION)
     count = sum(compat.must_recompute(n) and kind(n) in products for n in gm.graph.nodes)
@@ -115,7 +115,7 @@ def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointin
 
 
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split the joint graph at `ctx.saved`, and check that no other tensor crosses."""
+    """Split the joint graph at `ctx.saved`, and check that the backward reads no other tensor."""
     symbols = [n for n in ctx.saved if compat.is_sym_node(n)]
     objects = [n for n in ctx.saved if compat.is_opaque(n)]
     tensors = [n for n in ctx.saved if not graph.is_non_tensor(n)]

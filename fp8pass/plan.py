@@ -41,10 +41,10 @@ class HostCopy:
     """A tensor that is in host memory between forward and backward.
 
     Attributes:
-        bytes: bytes of one copy. There are two, to the host and back.
-        computed_s: when it is computed, in seconds from the beginning of the forward, by the
-            roofline.
-        used_s: when it is first used, in seconds from the beginning of the backward.
+        bytes: bytes of one copy, to the host or back.
+        computed_s: when the tensor is computed, in seconds from the beginning of the forward, by
+            the roofline.
+        used_s: when the tensor is first used, in seconds from the beginning of the backward.
     """
 
     module: str
@@ -61,9 +61,9 @@ class Offload:
 
     Attributes:
         bandwidth: bytes a second, each way.
-        forward_s, backward_s: seconds that both graphs compute, by the roofline.
-        wait_s: seconds of a step that additionally wait for copies.
-        in_flight_bytes: the most bytes that copies in flight take on the GPU at once.
+        forward_s, backward_s: computing time of each graph in seconds, by the roofline.
+        wait_s: seconds that a step additionally waits for copies.
+        in_flight_bytes: largest GPU memory that unfinished copies take at once, in bytes.
     """
 
     bandwidth: float
@@ -88,17 +88,17 @@ class Offload:
 class SavedTensor:
     """One forward value that the backward uses, and how it is saved.
 
-    `name` is its node in the joint graph; `module` and `op` compute it.
+    `name` is the value's node in the joint graph, computed by operator `op` of `module`.
 
     Attributes:
-        saved_as: `exact`, or format and group, `e4m3 1×128`.
+        saved_as: `exact`, or a format with its group, such as `e4m3 1×128`.
         bytes: bytes saved on the device, including scales. 0 for a leaf that requires a gradient,
             because autograd keeps it alive anyway.
-        value: its name in `keep_exact` and `calibration`.
-        place: number of linear layers of the graph before it in the forward.
-        expected_error: expected root-mean-square relative error of gradients because of this value:
-            the rounding error of its format times the amplification by the backward. 0 for a value
-            that is saved exactly.
+        value: the name that `keep_exact` and `calibration` use.
+        place: number of linear layers before the value in the forward.
+        expected_error: relative RMS error of gradients that this value is expected to cause: the
+            rounding error of its format times the amplification. 0 for a value that is saved
+            exactly.
     """
 
     name: str
@@ -122,12 +122,12 @@ class SavedTensor:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it is a single number: a scale, a seed."""
+        """Whether the value is a single number, such as a scale or a seed."""
         return self.shape == "scalar"
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether it is saved in 8 bits or fewer, as a copy or as an operand of FP8 GEMMs."""
+        """Whether the value is saved in 8 bits or fewer, also as an operand of FP8 GEMMs."""
         return bool(self.expected_error) or self.dtype.startswith("float8")
 
 
@@ -138,12 +138,14 @@ class Linear:
     Attributes:
         fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
         reason: why the layer stays in high precision; else ''.
-        chosen: whether the user asked for it, by a skip pattern or the default for output heads.
-        routine: whether the user can change or gain nothing, as for an adapter of rank 8.
-        simulated: the GEMMs that compute in a simulated format, instead of `fp8`.
+        chosen: whether the layer stays in high precision by a skip pattern, or by the default for
+            output heads.
+        routine: whether the user cannot change the precision, or would gain nothing, as for an
+            adapter of rank 8.
+        simulated: the GEMMs that simulate a format; `fp8` is empty then.
         experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
-        projection: `in_proj` or `out_proj` of an `nn.MultiheadAttention`, as `explain` finds it.
+        projection: `in_proj` or `out_proj` in an `nn.MultiheadAttention`; set by `explain`.
     """
 
     module: str
@@ -161,14 +163,14 @@ class Linear:
 
     @property
     def accumulation(self) -> str:
-        """How the FP8 GEMMs accumulate: `precise`, `fast`, or `fast in` some; '' without any."""
+        """How FP8 GEMMs accumulate: `precise`, `fast` or `fast in ...`; '' without FP8 GEMMs."""
         if not self.fp8 or not self.fast:
             return "precise" if self.fp8 else ""
         return "fast" if self.fast == self.fp8 else f"fast in {' '.join(self.fast)}"
 
     @property
     def weights(self) -> int:
-        """Elements of the weight, or of all experts' weights."""
+        """Number of elements of the weight, or of the weights of all experts."""
         return self.in_features * self.out_features * max(self.experts, 1)
 
 
@@ -180,7 +182,7 @@ class Head:
         bytes: bytes of the logits that exist at once.
         chunks: number of chunks of tokens. Logits, loss and gradients are computed chunk by chunk.
         reason: why there is only one chunk; '' if there are more.
-        can_chunk: whether its logits can be computed in chunks, if `head_chunks` asks for it.
+        can_chunk: whether the logits can be computed in chunks, if `head_chunks` is set.
     """
 
     module: str
@@ -196,11 +198,11 @@ class Collective:
     """A collective in a graph.
 
     Attributes:
-        module: path of the module that calls it; of the parametrization, for a gathered weight.
+        module: path of the calling module; for a gathered weight, of its parametrization.
         shape: shape of the tensor that this rank sends.
-        dtype: its dtype; `uint8` for FP8 data, which are sent as bytes.
-        bytes: its bytes, counted once for any number of receivers.
-        reason: why it is not quantized; '' for FP8 data and their scales.
+        dtype: dtype of that tensor; `uint8` for FP8 data, which is sent as bytes.
+        bytes: bytes of that tensor, counted once for any number of receivers.
+        reason: why the tensor is not quantized; '' for FP8 data and scales.
     """
 
     module: str
@@ -214,7 +216,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """The costs of a plan that a memory budget would give.
+    """The costs of the plan for a memory budget.
 
     Attributes:
         peak_bytes: the most bytes alive during the backward, estimated, including gradients.
@@ -232,13 +234,13 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The recomputation that `torch.utils.checkpoint` causes, and the alternative.
+    """The recomputation that `torch.utils.checkpoint` causes, and the saved bytes without it.
 
     Attributes:
-        products: matrix products of the forward that run twice.
+        products: number of matrix products of the forward that run twice.
         bytes_without: bytes that would be saved without checkpointing; None if not computed,
             because that takes as long as the plan itself.
-        least_without: the smallest `memory_budget` that could then be met.
+        least_without: the smallest `memory_budget` that could be met without checkpointing.
     """
 
     products: int
@@ -248,15 +250,16 @@ class Checkpointing:
 
 @dataclass(frozen=True)
 class RuleSummary:
-    """The error rule of one non-linear region (AGoQ 4.1).
+    """The error rule of one non-linear region (section 4.1 of the paper AGoQ).
 
     Attributes:
-        inputs: the values that enter it and may be saved.
-        operators: its operators of the forward.
-        case_1: upper limit for the relative error of a gradient per unit relative error of all
-            saved values, if the inputs are saved and all other values are recomputed.
-        case_2: the same limit if intermediate results are saved and read, too.
-        bound: formula of Case 1: absolute error of the gradient with the largest relative error.
+        inputs: the values that enter the region and may be saved.
+        operators: the operators of the region in the forward.
+        case_1: upper bound of the amplification from all saved values to a gradient, if the inputs
+            are saved and all other values are recomputed.
+        case_2: the same bound if intermediate results are saved, too.
+        bound: formula for case 1: the absolute error of the gradient with the largest relative
+            error.
         reason: why no rule could be derived, or ''.
     """
 
@@ -279,10 +282,10 @@ class Plan:
         flops, fp8_flops: operations of all GEMMs, convolutions and attention, and of FP8 GEMMs; 0
             if not computed.
         fp8_work: operations of FP8 GEMMs, and bytes that the casts of their operands move.
-        frontier: plans of other memory budgets, on request; `point` is this plan.
+        frontier, point: costs of the plans for other memory budgets, and of this plan, on request.
         least_bytes: the smallest budget that can be met, on request.
         rules: the error rules, on request.
-        kernels: how the forward and the backward graph quantize, if computed.
+        kernels: how the forward and the backward graph quantize matrices, if computed.
         merged: names of layers that share a GEMM for the gradient of their common input.
         simulated: format that linear layers simulate, if any.
         note: remark for the log.
@@ -315,7 +318,7 @@ class Plan:
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes of the same values without low-bit formats."""
+        """Bytes of the saved values without low-bit formats."""
         return sum(s.bytes_exact for s in self.saved if s.bytes or s.host_bytes)
 
     @property
@@ -325,17 +328,17 @@ class Plan:
 
     @property
     def unexpected(self) -> list[Linear]:
-        """The layers that stay in high precision unintentionally, and that the user can change."""
+        """The layers in high precision that are not `chosen` and that the user can change."""
         return [y for y in self.high_precision if not y.chosen and not y.routine]
 
     @property
     def unexpected_share(self) -> float:
-        """The share of unexpected layers in all weights."""
+        """The share of all weights that belongs to unexpected layers."""
         total = sum(y.weights for y in self.linears)
         return sum(y.weights for y in self.unexpected) / total if total else 0.0
 
     def accumulate_precisely(self, modules: Collection[str], role: str) -> None:
-        """Record that a GEMM of some modules, which a pass changed, accumulates precisely."""
+        """Record that a pass changed the GEMM `role` of some modules to accumulate precisely."""
         self.linears = [
             replace(y, fast=tuple(r for r in y.fast if r != role)) if y.module in modules else y
             for y in self.linears

@@ -1,7 +1,7 @@
-"""Every private PyTorch symbol that fp8pass uses, for every supported version.
+"""All private PyTorch symbols that fp8pass uses, for all supported versions.
 
-Nothing else in the package imports from `torch._*`. When a PyTorch release moves or changes
-something, this folder is the first place to look. Each module lists in `__all__` what this package
+Nothing else in the package imports from `torch._*`. If a PyTorch release moves or changes a symbol,
+only this folder needs a change. Each module lists in `__all__` the names that this package
 re-exports.
 
 compiling.py      Dynamo, AOTAutograd and Inductor

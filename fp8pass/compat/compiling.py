@@ -44,7 +44,7 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def half_of(kwargs: dict[str, Any]) -> str:
-    """Return which graph Inductor's inner compile got: `forward`, `backward` or `inference`."""
+    """Return the kind of graph that Inductor compiles: `forward`, `backward` or `inference`."""
     if kwargs.get("is_inference"):
         return "inference"
     return "backward" if kwargs.get("is_backward") else "forward"
@@ -81,7 +81,7 @@ def captures_backward() -> bool:
 
 
 def type_of_option(name: str) -> type | None:
-    """Return the type of an Inductor option; None if it is not a class or the value may be None."""
+    """Return the type of an Inductor option; None if the type is not a class or is `NoneType`."""
     found = inductor_config.get_type(name)  # type: ignore[attr-defined]
     return found if isinstance(found, type) and found is not type(None) else None
 
@@ -93,7 +93,7 @@ def activation_quantization_is_on(options: Mapping[str, Any]) -> bool:
 
 
 def box(function: Any) -> Any:
-    """Mark a function of one list of arguments as compiled code for AOTAutograd. Return it."""
+    """Mark a function of one list of arguments as compiled code for AOTAutograd, and return it."""
     function._boxed_call = True
     return function
 
@@ -166,7 +166,7 @@ def _make_generator(seed: torch.Tensor) -> torch.Generator:
 
 
 def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return backend and options that a module was compiled with; (None, {}) if it was not."""
+    """Return the backend and options of a compiled module; (None, {}) if it is not compiled."""
     callback: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
     in_place = getattr(model, "_compiled_call_impl", None)
     if in_place is not None:
@@ -178,10 +178,10 @@ def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def compiled_in_vain(module: nn.Module) -> bool:
-    """Whether `module.compile()` has no effect, because Dynamo does not trace its class.
+    """Whether `module.compile()` has no effect, because Dynamo does not trace the module's class.
 
     Before PyTorch 2.14 Dynamo traces the forward of a `torch.nn` class only inside of other code.
-    It does trace the module that a DistributedDataParallel calls.
+    Dynamo does trace the module that a DistributedDataParallel calls.
     """
     if module._compiled_call_impl is None:
         return False
@@ -212,7 +212,7 @@ def original_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def recompile(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
-    """Compile parts of a model, which are compiled already, with another backend within."""
+    """Within the context, use another backend for parts of a model that are already compiled."""
     earlier: list[tuple[nn.Module, str, Any]] = []
     for part in parts:
         if isinstance(part, OptimizedModule):
@@ -231,7 +231,7 @@ def recompile(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
 
 @contextmanager
 def run_uncompiled(module: nn.Module) -> Iterator[None]:
-    """Run a module and its submodules as if none had been compiled in place, within."""
+    """Within the context, run a module and its submodules without in-place compilation."""
     compiled = {m: m._compiled_call_impl for m in module.modules() if m._compiled_call_impl}
     for m in compiled:
         m._compiled_call_impl = None
@@ -244,8 +244,8 @@ def run_uncompiled(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Disable the post-accumulate-gradient hooks of tensors within."""
-    # Cleared in place: the engine holds a reference to this dict, and would not see a new one.
+    """Within the context, disable the post-accumulate-gradient hooks of tensors."""
+    # Cleared in place: the engine holds a reference to this dict, and would not see a new dict.
     hooks = [h for x in leaves if (h := x._post_accumulate_grad_hooks)]
     registered = [dict(h) for h in hooks]
     for h in hooks:
@@ -278,7 +278,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 def source_of(node: fx.Node) -> str:
     """Return the expression that Dynamo read a graph input from; '' for other nodes."""
     source = getattr(node, "_dynamo_source", None)
-    # A method in older versions, an attribute in newer ones.
+    # `name` is a method in older versions, and an attribute in newer versions.
     name = "" if source is None else source.name
     return name() if callable(name) else name
 
@@ -295,7 +295,7 @@ def is_of_fsdp(node: fx.Node) -> bool:
 
 
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
-    """Whether Inductor makes CUDA graphs, with these options of a compilation."""
+    """Whether a compilation with these options makes CUDA graphs."""
     return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
@@ -307,21 +307,21 @@ def cache_folder() -> str | None:
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Disable the cache of AOTAutograd within."""
+    """Within the context, disable the cache of AOTAutograd."""
     with functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 @contextmanager
 def fresh_compilation() -> Iterator[None]:
-    """Compile within regardless of caches and recompile limits, and forget the result on exit.
+    """Within the context, ignore caches and recompile limits. On exit, drop the compiled code.
 
-    Forgetting matters because Dynamo limits the number of versions of a function, and never
-    retries a function after its compilation raised an exception. A function that had versions
-    before keeps empty entries, which count only for `accumulated_recompile_limit`.
+    The code is dropped because Dynamo limits the number of versions of a function, and never
+    retries a function after its compilation raised an exception. A function that was compiled
+    before keeps empty entries, which count only towards `accumulated_recompile_limit`.
     """
     unlimited = 1 << 20
-    # Holds code and guard objects: they are compared by id, so they must not be freed meanwhile.
+    # Keeps code and guard objects alive, because they are compared by id.
     before = [
         (code, [entry.guard_manager for entry in _live_entries(code)]) for code in _compiled_codes()
     ]
@@ -361,7 +361,7 @@ def _forget(code: CodeType, known: set[int]) -> None:
 
 
 class _Forgotten(DeletedGuardManagerWrapper):
-    """Guards of a dropped version. It matches no living object, so it counts for no limit."""
+    """Guards of a dropped version. They match no object, so no limit counts the version."""
 
     def __init__(self) -> None:
         super().__init__("compiled by a tool, which has ended")
@@ -371,9 +371,9 @@ class _Forgotten(DeletedGuardManagerWrapper):
 def find_replayed_memory(device: torch.device) -> frozenset[int]:
     """Return the addresses of CUDA graph outputs that the next replays may overwrite.
 
-    Call it before a graph runs. It is empty while a forward waits for its backward.
+    Call this before a graph runs. The result is empty while a forward waits for its backward.
     """
-    from torch._inductor import cudagraph_trees  # imported late: only CUDA graphs need it
+    from torch._inductor import cudagraph_trees  # imported late: only CUDA graphs need this module
 
     if device.type != "cuda":
         return frozenset()
@@ -384,7 +384,7 @@ def find_replayed_memory(device: torch.device) -> frozenset[int]:
 
 
 def running_backward() -> int:
-    """Return a number that identifies the running backward; the innermost of nested ones."""
+    """Return a number that identifies the running backward, the innermost if several are nested."""
     return torch._C._current_graph_task_id()
 
 
@@ -394,7 +394,7 @@ def compiles_backward() -> bool:
 
 
 def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """Call `function` when the running backward has ended, on the stream of its caller.
+    """Call `function` when the running backward has ended, on the stream of the backward's caller.
 
     If the backward raises an error, `otherwise` is called instead, on any stream.
     """
@@ -402,7 +402,7 @@ def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) 
 
 
 class _Ending:
-    """Callback at the end of a backward. Autograd deletes it uncalled if the backward fails."""
+    """Callback at the end of a backward. If the backward fails, autograd deletes it uncalled."""
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
         self._function, self._otherwise = function, otherwise

@@ -1,6 +1,6 @@
 """Private APIs of FSDP2 and `replicate`, and a collective that PyTorch renamed.
 
-Imported on its own, because builds without torch.distributed cannot import it.
+`fp8pass.compat` does not import this module, because some builds have no torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-# PyTorch renamed it, and warns about the old name on every rank.
+# PyTorch renamed this collective, and warns about the old name on every rank.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def find_replicas(module: Replicated) -> Any:
-    """Return the process group of the ranks that replicate a module that has not run yet."""
+    """Return the process group of a replicated module that has not run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)
 
 
 def replicas_have_begun(module: Replicated) -> bool:
-    """Whether a module has run, after which it accepts no gradient hook."""
+    """Whether a module has run, and so does not accept gradient hooks anymore."""
     return replicate.state(cast(Any, module)).has_initialized
 
 
 def fsdp_has_run(module: FSDPModule) -> bool:
-    """Whether FSDP2 has seen a forward. It then has fixed how it gathers each parameter."""
+    """Whether a module has run a forward, which fixes how FSDP2 gathers each parameter."""
     return module._get_fsdp_state()._is_root is not None
 
 
 def get_shard(parameter: DTensor) -> Tensor:
-    """Return the tensor on which FSDP2 looks up its extension. `to_local` makes a new object."""
+    """Return the tensor on which FSDP2 looks up its extension. `to_local` returns a new object."""
     return parameter._local_tensor
 
 
@@ -55,15 +55,16 @@ def find_factor(op: Any, ranks: int) -> float | None:
         return 1 / ranks
     if op != dist.ReduceOp.PREMUL_SUM:
         return None
-    _, factor = op.__getstate__()  # the only public access: its state when pickled
+    _, factor = op.__getstate__()  # only the pickled state has the factor
     return float(factor)
 
 
 @contextmanager
 def reduce_separately(model: nn.Module) -> Iterator[None]:
-    """Set aside the gradients that FSDP2 has accumulated without reducing them; reduce within.
+    """Within the context, let FSDP2 reduce gradients without the gradients accumulated before.
 
-    On exit the gradients are put back, and FSDP2 reduces or accumulates as before.
+    The accumulated gradients are set aside, and restored on exit. FSDP2 then reduces or accumulates
+    as before.
     """
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
@@ -87,9 +88,10 @@ def reduce_separately(model: nn.Module) -> Iterator[None]:
 
 
 class GradientBuffer(Tensor):
-    """Memory that FSDP2 copies gradients to. It records their shapes.
+    """Memory that FSDP2 copies gradients to. The buffer records the shapes of the gradients.
 
-    A custom reduce-scatter gets only the buffer. Parameters without a gradient are not in it.
+    A custom reduce-scatter gets only the buffer, so the buffer must have the shapes. Parameters
+    without a gradient are not in the buffer.
     """
 
     shapes: list[torch.Size]
@@ -106,7 +108,7 @@ class GradientBuffer(Tensor):
         return self.as_subclass(Tensor)
 
     def compute_sizes(self, ranks: int) -> tuple[int, ...]:
-        """Return the elements of each parameter in one rank's part.
+        """Return the number of elements of each parameter in one rank's part.
 
         Raises:
             RuntimeError: FSDP2 filled the buffer with another operator than `fsdp.chunk_cat`.
@@ -135,9 +137,9 @@ class GradientBuffer(Tensor):
 
 
 def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Write gathered weights that autograd saved, without its error about in-place changes.
+    """Allow writes to gathered weights that autograd saved, without an error in the backward.
 
-    The backward reads the same values, because FSDP2 gathers them again.
+    The backward reads correct values, because FSDP2 gathers the weights again.
     """
     tracked = tuple(x for x in tensors if not x.is_inference())
     return torch.autograd._unsafe_preserve_version_counter(tracked) if tracked else nullcontext()
@@ -153,7 +155,8 @@ class GatheredParameter:
     """A parameter that FSDP2 gathers.
 
     Attributes:
-        module, name: owner and name; of a shared parameter, the first.
+        module, name: the module that owns the parameter, and its name there; the first module if
+            several share the parameter.
         dtype: dtype of the gathered tensor.
         group: a number, equal for parameters that are gathered together.
         resharded_to_fewer_ranks: whether `reshard_after_forward` is a number of ranks.
@@ -169,13 +172,13 @@ class GatheredParameter:
 def _list_groups(module: FSDPModule) -> Sequence[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # older versions have at most one
+    if groups is None:  # older versions have at most one group
         groups = [g for g in (state._fsdp_param_group,) if g is not None]
     return groups
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[GatheredParameter]:
-    """Yield the parameters that FSDP2 gathers for a module itself, in its order."""
+    """Yield the parameters that FSDP2 gathers for a module itself, in FSDP2's order."""
     for group in _list_groups(module):
         fewer = group.post_forward_mesh_info not in (None, group.mesh_info)
         for each in group.fsdp_params:

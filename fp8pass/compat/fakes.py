@@ -26,9 +26,11 @@ __all__ = [
     "autocast_for_cpu", "use_fake_tensors",
 ]  # fmt: skip
 
-# Errors of operators with a result or shape that depends on values. `func` is the operator.
+# Errors of operators on fake tensors if a result or shape depends on values. `func` is the
+# operator.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-# Ids of the threads in which `torch.autocast("cuda")` applies to the CPU, once for each context.
+# Ids of the threads in which `torch.autocast("cuda")` applies to the CPU, with an entry for each
+# active context.
 _redirected: list[int] = []
 _lock = threading.Lock()
 
@@ -47,7 +49,7 @@ class OperatorObserver(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: Dynamo does not compile under other modes."""
+        """Return True, because Dynamo does not compile under modes that return False."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,12 +61,12 @@ class OperatorObserver(TorchDispatchMode):
 class RealPositions(TorchDispatchMode):
     """Mode in which `arange`, and values computed from it alone, are real among fake tensors.
 
-    Models read positions: Hugging Face models omit the mask if positions show whole sequences.
+    Models read the positions: Hugging Face models omit the mask if positions show whole sequences.
     """
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: Dynamo does not compile under other modes."""
+        """Return True, because Dynamo does not compile under modes that return False."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,10 +80,10 @@ class RealPositions(TorchDispatchMode):
 
 @contextmanager
 def autocast_for_cpu() -> Iterator[None]:
-    """Redirect this thread's `torch.autocast("cuda")` to the CPU within.
+    """Within the context, redirect this thread's `torch.autocast("cuda")` to the CPU.
 
-    For programs that simulate a GPU on a CPU: PyTorch disables autocast for a GPU that is missing.
-    Dynamo and its graphs create the same objects, so they are redirected, too.
+    For programs that simulate a GPU on a CPU: PyTorch disables autocast for a missing GPU. Dynamo
+    and its graphs also create autocast objects, which are redirected, too.
     """
     thread = threading.get_ident()
     with _lock:

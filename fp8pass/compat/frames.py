@@ -1,4 +1,4 @@
-"""The name of `self` in the function that Dynamo is tracing."""
+"""The function that Dynamo is tracing: its `self`, and the call of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["compile_call", "rename_self"]
 
 
 def rename_self(gm: fx.GraphModule) -> None:
-    """Rename the owner of the method that Dynamo traced to `self` in a graph's module paths."""
+    """In a graph's module paths, replace the name of the traced method's owner by `self`."""
     name = _find_self()
     if name in (None, "self"):
         return
@@ -27,13 +27,13 @@ def rename_self(gm: fx.GraphModule) -> None:
 
 
 def compile_call() -> object:
-    """Return an object that is the same for all graphs of one call of `torch.compile`, or None."""
+    """Return an object that all graphs of one `torch.compile` call share; None if not tracing."""
     current = getattr(tls, "current_tx", None)
     return current.output.compiler_fn if current is not None else None
 
 
 def _find_self() -> str | None:
-    """Return the first argument of the traced function if that is a method of a module."""
+    """Return the name of the first argument if Dynamo traces a module's method; else None."""
     current = getattr(tls, "current_tx", None)
     if current is None:
         return None

@@ -46,7 +46,7 @@ def extract_forward_backward(
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward, which saves tensors, sizes and objects."""
+    """Split a joint graph into forward and backward, which reads the given saved values."""
     extra: dict[str, Any] = {}
     if _EXTRACT_TAKES_OPAQUE:
         extra["saved_opaque_nodes"] = saved_objects
@@ -66,7 +66,7 @@ def extract_forward_backward(
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether `node` is the gradient of a forward output, which is an input of the backward."""
+    """Whether `node` is an input of the backward: the gradient of a forward output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
@@ -76,14 +76,12 @@ def is_primal(node: fx.Node) -> bool:
 
 
 def input_name(node: fx.Node) -> str:
-    """Return the expression of an input of a Dynamo graph, `L['ids']`; '' if it is unknown."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", "")
-    return name() if callable(name) else name  # a method before PyTorch 2.10
+    """Return the expression of a Dynamo graph's input, such as `L['ids']`; '' if it is unknown."""
+    return getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
 
 
 def must_recompute(node: fx.Node) -> bool:
-    """Whether the user asked for recomputation (`torch.utils.checkpoint`)."""
+    """Whether the user requested recomputation of `node` (`torch.utils.checkpoint`)."""
     return node.meta.get("recompute") in (
         CheckpointPolicy.MUST_RECOMPUTE,
         CheckpointPolicy.PREFER_RECOMPUTE,
@@ -121,7 +119,7 @@ def copy_region(source: fx.Node, node: fx.Node) -> None:
 
 
 def input_index(node: fx.Node) -> int | None:
-    """Return which input of the Dynamo graph a primal is, or is part of; None if unknown."""
+    """Return the index of the Dynamo graph's input that contains a primal; None if unknown."""
     desc = node.meta.get("desc")
     while isinstance(desc, SubclassGetAttrAOTInput):  # a DTensor's local tensor
         desc = desc.base

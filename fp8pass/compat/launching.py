@@ -88,9 +88,9 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
 
 @contextmanager
 def _cache_kernel_analyses() -> Iterator[None]:
-    """Cache Inductor's analysis of the arguments that a kernel writes, which compiles the kernel.
+    """Cache Inductor's analysis of a kernel's written arguments, because it compiles the kernel.
 
-    The analysis has another name since PyTorch 2.13.
+    PyTorch 2.13 renamed the analysis, so both names are tried.
     """
     names = ("identify_mutated_tensors", "identify_accessed_tensors")
     originals = {name: f for name in names if (f := getattr(triton_kernel_wrap, name, None))}
@@ -121,5 +121,5 @@ def ceil_div(a: Any, b: int) -> Any:
 
 
 def load_source(source: str) -> Any:
-    """Import a source text from a file, which Triton needs. Return the module."""
+    """Write source text to a file, which Triton needs, and import it. Return the module."""
     return PyCodeCache.load(source)

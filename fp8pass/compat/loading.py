@@ -11,13 +11,13 @@ from typing import Any
 __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
-# Takes the flat state dict, in which it may replace entries, and the checkpoint's metadata.
-# Returns, by entry, a function to call once all entries with the same function have been read.
+# Takes the flat state dict, in which it may replace entries, and the checkpoint's metadata. The
+# result maps entries to functions. A function is called once all of its entries have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 
 def prepare_loads(prepare: Prepare) -> None:
-    """Make DCP call `prepare` in every later load. No effect if DCP has not been imported."""
+    """Make DCP call `prepare` in every later load. Do nothing if DCP has not been imported."""
     if "torch.distributed.checkpoint" in sys.modules:
         _patch_planner(prepare)
 
@@ -33,7 +33,8 @@ def _patch_planner(prepare: Prepare) -> None:
         for name in ("finish_plan", "commit_tensor"):  # left by an earlier load of this planner
             vars(planner).pop(name, None)
         set_up(planner, *args, **kwargs)
-        # Without flattening, this is the caller's state dict. Its entries must not be replaced.
+        # Without flattening, this is the caller's state dict. The caller's entries must not be
+        # replaced.
         if planner.metadata is not None and planner.flatten_state_dict:
             conversions = prepare(planner.state_dict, planner.metadata.state_dict_metadata)
             _call_after_reads(planner, conversions)

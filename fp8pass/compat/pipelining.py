@@ -1,6 +1,6 @@
 """Schedules of `torch.distributed.pipelining`: the order in which each rank runs its stages.
 
-It imports torch.distributed late, because some builds do not have it.
+This module imports torch.distributed late, because some builds do not have it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def pipeline_actions(schedule: object) -> list[list[PipelineAction]]:
 
 def _flatten(row: list[Any]) -> Iterator[PipelineAction]:
     for step in row:
-        if step is not None:  # a bubble
+        if step is not None:  # not a bubble
             # A forward that overlaps with a backward is one step.
             for action in step.sub_actions or (step,):
                 yield PipelineAction(action.computation_type.value, action.stage_index)
 
 
 def find_schedule(model: nn.Module) -> Any:
-    """Return the pipeline schedule that trains `model` or a part of it; None without one.
+    """Return the pipeline schedule that trains `model` or a part of it; None if no schedule does.
 
-    It searches all objects, because modules and stages hold no reference to their schedule.
+    The search covers all objects, because modules and stages hold no reference to their schedule.
     """
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is None:
@@ -86,7 +86,7 @@ def schedule_names() -> list[str]:
 
 
 def schedule_class(name: str) -> type:
-    """Return the schedule with a name of torchtitan's and PyTorch's options, such as `1F1B`.
+    """Return the class of the schedule with a name such as `1F1B`, as in torchtitan's options.
 
     Raises:
         ValueError: the name is unknown.
@@ -104,7 +104,7 @@ def runs_one_stage_a_rank(schedule: type) -> bool:
 
 
 def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int) -> object:
-    """Return a schedule without stages, which has an order but cannot run.
+    """Return a schedule with placeholders for stages. The schedule has an order, but cannot run.
 
     Raises:
         ValueError: the schedule does not support these numbers.

@@ -30,11 +30,11 @@ __all__ = [
 grouped_mm = torch._grouped_mm
 # The FP8 GEMM of cuBLASLt and CUTLASS.
 scaled_mm = torch._scaled_mm
-# One launch for many tensors.
+# Operators that process many tensors in one launch.
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
-# The hint of a data-dependent size with an upper bound of `_LARGEST_BOUND` or more.
+# The hint for a data-dependent size if its upper bound is at least `_LARGEST_BOUND`.
 _UNBACKED_HINT = 4096
 _LARGEST_BOUND = 1 << 40
 
@@ -52,7 +52,7 @@ def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a counter of the in-place changes of a tensor and its views."""
+    """Return how often a tensor and its views have been changed in place."""
     return tensor._version
 
 
@@ -64,7 +64,8 @@ def has_unbacked(value: object) -> bool:
 def size_hint(value: int | torch.SymInt) -> int:
     """Return an integer for a size: itself, the value it was traced with, or an estimate.
 
-    The estimate for a data-dependent size is the middle of its range, such as half of a mask.
+    The estimate for a data-dependent size is the middle of its range, such as half of a mask's
+    size.
     """
     if isinstance(value, int):
         return value
@@ -133,7 +134,7 @@ def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
     """Whether a condition holds for sizes; None for impossible sizes."""
     try:
         return bool(condition.xreplace(sizes))
-    except (AssertionError, TypeError, ZeroDivisionError):  # sizes below zero, or remainders by 0
+    except (AssertionError, TypeError, ZeroDivisionError):  # a negative size, or a division by 0
         return None
 
 
@@ -170,6 +171,6 @@ def schema_of(operator: Any) -> Any:
 def stream_of(device: torch.device) -> int:
     """Return the handle of the current CUDA stream; 0 on a CPU.
 
-    Creating PyTorch's stream object takes as long as a small kernel.
+    Creating PyTorch's stream object would take as long as a small kernel.
     """
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

@@ -26,7 +26,7 @@ _GEMMS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Graph:
     """Return the graph of `function` on fake inputs, with Inductor's decompositions applied.
 
-    Its nodes carry no metadata. To describe the layout of a tensor, `make_fx` would compare its
+    The nodes of the graph have no metadata. To describe a layout, `make_fx` would compare the
     dynamic number of elements with 2, and PyTorch would compile again for other sizes.
     """
     traced = make_fx(function, tracing_mode="real", decomposition_table=_decompositions())

@@ -1,11 +1,11 @@
 """The pipeline: the passes over joint, forward, backward and inference graphs, in order.
 
-A pass is one function `pass_(gm, ctx) -> None` in a file of the same name. It rewrites `gm.graph`
-in place or adds to `ctx` (`context.py`), and does not change a graph that it does not apply to.
-Passes over joint graphs are in `joint/`, passes over forward and backward graphs in `lowering/`.
-`runner.py` runs a list of passes: it records, times and checks each pass, and skips the passes that
-`FP8PASS_DISABLE_PASSES` names. `added.py` inserts the user's passes. `quantizer.py` quantizes the
-operands of GEMMs for several passes.
+A pass is one function `pass_(gm, ctx) -> None` in a file of the same name. A pass rewrites
+`gm.graph` in place or adds to `ctx` (`context.py`), and leaves graphs alone to which it does not
+apply. Passes over joint graphs are in `joint/`, passes over forward and backward graphs in
+`lowering/`. `runner.py` runs a list of passes: it records, times and checks each pass, and skips
+the passes that `FP8PASS_DISABLE_PASSES` names. `added.py` inserts the user's passes. `quantizer.py`
+quantizes the operands of GEMMs for several passes.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Entry:
 
     Attributes:
         run: the pass.
-        in_inference: whether it also runs on graphs without a backward, so that evaluation computes
-            the numbers of training.
-        adds_guards: whether it may add guards on dynamic shapes.
-        required: whether no graph compiles without it.
+        in_inference: whether the pass also runs on graphs without a backward, so that evaluation
+            gives the same numbers as training.
+        adds_guards: whether the pass may add guards on dynamic shapes.
+        required: whether graphs cannot be compiled without the pass.
     """
 
     run: Pass
@@ -62,18 +62,18 @@ class Entry:
 
 
 _JOINT = (
-    # Output head and loss -> one operator that runs on chunks of the tokens. Its guards recompile
-    # the graph for few tokens, with an unchunked head.
+    # Output head and loss -> one operator that runs on chunks of the tokens. The pass adds guards:
+    # for few tokens the graph is recompiled with an unchunked head.
     Entry(chunk_head, in_inference=True, adds_guards=True),
     # mm, addmm of a parameter -> quantize + scaled_mm
     Entry(quantize_linears, in_inference=True),
     # _grouped_mm, bmm of a parameter -> quantize + scaled_grouped_mm
     Entry(quantize_experts, in_inference=True),
-    # With Config.simulate, instead of both: mm, addmm of a parameter -> mask_format around it
+    # With Config.simulate, instead of these two: mm, addmm of a parameter -> mask_format around it
     Entry(simulate_format, in_inference=True),
     # all_gather + quantize -> quantize + all_gather
     Entry(gather_quantized, in_inference=True),
-    # Gathered parameters and FP8 data -> marked as recomputed
+    # Gathers of parameters and FP8 data -> marked for recomputation
     Entry(repeat_gathers),
     # Decides which forward values are saved, and in which format
     Entry(plan_saved_values),
@@ -96,7 +96,7 @@ _LOWERING = (
     Entry(fuse_norms),
     # Quantization in both layouts, and the operators before it -> tile kernels
     Entry(fuse_tiles),
-    # Second stages of amaxes, and scales -> one row kernel
+    # Reductions of stored amaxes, and scales -> one row kernel
     Entry(fuse_scales),
     # Kernels that can run together -> one launch
     Entry(fuse_launches),
@@ -124,7 +124,7 @@ LOWERING_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _LOWERING)
 ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *LOWERING_PASSES)
 ENTRIES: dict[Pass, Entry] = {entry.run: entry for entry in (*_JOINT, *_LOWERING)}
 
-# Check of a graph after all passes of a list, with FP8PASS_CHECK=1.
+# The check of a graph after a list of passes, with FP8PASS_CHECK=1.
 CONTRACTS: dict[tuple[Pass, ...], Callable[[fx.Graph], None]] = {
     JOINT_PASSES: spec.verify_no_kernels,
     INFERENCE_PASSES: spec.verify_no_kernels,

@@ -26,7 +26,7 @@ def check_positions(config: Config) -> None:
 
 
 def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    """Return the passes with the added ones before and after the passes that they name."""
+    """Insert each added pass before or after the pass that it names, and return all passes."""
     found: list[Pass] = []
     for pass_ in passes:
         here = [(when, function) for when, name, function in added if name == pass_.__name__]
@@ -45,8 +45,8 @@ def cache_keys(added: Sequence[AddedPass]) -> tuple[tuple[str, str, str], ...]:
 def cache_key(function: Pass) -> str:
     """Return the name of a function with a hash of the file that defines it.
 
-    A closure depends on more than its file, and a function from a notebook has no file. Both get a
-    new key in each process, so that their results are never read from a cache.
+    A closure depends on more than its file, and a function from a notebook has no file. Such
+    functions get a new key in each process, so that their results are never read from a cache.
     """
     plain = inspect.isfunction(function) and function.__closure__ is None
     file = inspect.getsourcefile(function) if plain else None

@@ -14,10 +14,10 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Requests:
-    """Optional contents of the plan, which `explain` shows and which take time to compute.
+    """Optional contents of the plan. `explain` shows them, and computing them takes time.
 
     Attributes:
-        frontier: memory against time, for all budgets.
+        frontier: the trade-off between memory and time, over all budgets.
         least: the smallest memory budget.
         rules: a summary of the error rules.
     """
@@ -29,15 +29,15 @@ class Requests:
 
 @dataclass
 class Context:
-    """One compilation of one graph.
+    """The state of one compilation of one graph, which passes read and write.
 
     Attributes:
         config: the user's choices.
         facts: facts about the joint graph; empty for forward and backward graphs.
         requests: optional contents of the plan.
         plan: the decisions so far, which `explain` shows.
-        decisions: how each forward value reaches the backward; `plan_saved_values` writes it.
-        saved: the nodes that cross into the backward, in order; `materialize_plan` writes it.
+        decisions: how each forward value reaches the backward; set by `plan_saved_values`.
+        saved: the nodes that cross into the backward, in order; set by `materialize_plan`.
     """
 
     config: Config

@@ -28,14 +28,15 @@ from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
 
-# The layer is not rewritten, since nothing is rounded. Its operands are saved as the rules allow.
+# Layers with exact formats are not rewritten, since nothing is rounded. Unlike skipped layers, such
+# layers may save operands in low bits, as the error rules allow.
 EXACT_FORMATS = Reason("formats are exact, so the layer is not rewritten", chosen=True)
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
-    """Return why a layer, or layer of experts, stays in high precision whatever its GEMMs are."""
+    """Return why a layer stays in high precision, if the reason applies to all kinds of GEMMs."""
     pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
@@ -62,8 +63,8 @@ def why_not_these_rows(layer: Layer) -> Reason:
 def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = "") -> Linear:
     """Tag the GEMMs of a layer with their roles, and return the plan's entry.
 
-    The layer runs in FP8 unless there is a reason not to. Accumulation counts as fast for a role if
-    all GEMMs of that role use it.
+    A layer without a reason runs in FP8. A role counts as fast if all its GEMMs use fast
+    accumulation.
     """
     for role, gemm in layer.gemms():
         gemm.meta[ROLE] = role
@@ -81,7 +82,7 @@ def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = ""
 
 
 def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
-    """Count the layers before each node whose GEMMs have been tagged with their roles."""
+    """Return the number of layers before each node. Layers without tagged GEMMs are left out."""
     forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
     return dict(zip(g.nodes, accumulate(forward), strict=True))
 
@@ -89,8 +90,7 @@ def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
 def gemms_in_order(g: fx.Graph, layers: Iterable[Layer]) -> list[tuple[fx.Node, Layer]]:
     """Return the GEMMs of some layers in the order of the graph, each with its layer.
 
-    GEMMs share operands that the first of them quantizes, which therefore must be the first to be
-    rewritten.
+    The first GEMM that reads an operand quantizes it for all GEMMs, so it must be rewritten first.
     """
     found = {gemm: layer for layer in layers for _, gemm in layer.gemms()}
     return [(node, found[node]) for node in g.nodes if node in found]
@@ -109,7 +109,8 @@ class Quantizer:
 
     Attributes:
         backward: the nodes that depend on a gradient.
-        gemm, layer: the GEMM that is being rewritten, and its layer. New nodes inherit its origin.
+        gemm, layer: the GEMM that is being rewritten, and its layer. New nodes inherit the GEMM's
+            origin.
     """
 
     gemm: fx.Node
@@ -119,7 +120,7 @@ class Quantizer:
         self.config = config
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, Quantization], tuple[fx.Node, fx.Node]] = {}
-        # Amaxes of the blocks of a matrix. The largest is the amax of the matrix.
+        # Amaxes of the blocks of a matrix. The largest block amax is the amax of the matrix.
         self._amaxes: dict[tuple[fx.Node, str, Block], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
@@ -132,7 +133,7 @@ class Quantizer:
         """
         base, is_flipped = graph.skip_transposes(matrix)
         is_transposed = contract_rows != is_flipped
-        # `transpose` pads data with zeros to a length that tensor cores take.
+        # Tensor cores need multiples of 16. `transpose` pads other lengths with zeros.
         needs_padding = not is_transposed and not is_multiple_of_16(tensor(base).shape[-1])
         if needs_padding or (is_transposed and not quantization.survives_transpose):
             base, is_transposed = self._permute(base), not is_transposed
@@ -146,7 +147,7 @@ class Quantizer:
             return data, scale
         if data not in self._transposed:
             self._transposed[data] = self.emit(fp8.transpose.default, data)
-        if quantization.is_in_groups:  # the scales of blocks are a matrix, too
+        if quantization.is_in_groups:  # the scales of blocks form a matrix, too
             scale = self._permute(scale)
         return self._transposed[data], scale
 
@@ -154,7 +155,7 @@ class Quantizer:
         text, found = str(quantization), _find_quantized(base, quantization.format.name)
         if found and found[2] == quantization:
             return found[:2]
-        if found and quantization.block == TENSOR:  # the largest of the rows' scales
+        if found and quantization.block == TENSOR:  # the tensor scale is the largest row scale
             scale = self.emit(fp8.amax.default, found[1], "tensor")
         else:
             scale = self.emit(fp8.scale.default, self.amax(base, quantization.block), text)
@@ -183,7 +184,7 @@ class Quantizer:
         return self._transposed[base]
 
     def derive(self, x: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit `target(x, ...)`, which is in the backward if `x` is."""
+        """Emit `target(x, ...)`, which is in the backward if `x` is in the backward."""
         node = self.emit(target, x, *args, **kwargs)
         if x in self.backward:
             self.backward.add(node)
@@ -197,7 +198,7 @@ class Quantizer:
 def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
     """Return a key that is equal for nodes that hold the same matrix.
 
-    It contains the shape, since views of one tensor in two shapes have different rows.
+    The key contains the shape, since views of a tensor in two shapes have different rows.
     """
     return graph.skip_reshapes(matrix), graph.shape_text(tensor(matrix))
 
@@ -205,8 +206,8 @@ def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
 def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quantization] | None:
     """Return data, scales and quantization that a matrix was dequantized from, if in `format`.
 
-    BF16 holds the dequantized values exactly. To quantize them again would give the same data, or
-    the same values with half the scale.
+    BF16 represents the dequantized values exactly. So the values are not quantized again: the
+    result would be the same data, or the same values with half the scale.
     """
     while matrix.target in graph.CASTS:
         (matrix,) = matrix.all_input_nodes

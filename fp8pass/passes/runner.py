@@ -2,9 +2,9 @@
 
 TORCH_LOGS="+fp8pass"          log the time of each pass, and the nodes before and after
 FP8PASS_CHECK=1                verify the graph between passes (always on in the tests)
-FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
-TORCH_TRACE=DIR                write both graphs as artifacts for tlparse
-FP8PASS_DISABLE_PASSES=a,b     skip passes by exact name
+FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR TORCH_TRACE=DIR
+write both of these graphs as artifacts for tlparse FP8PASS_DISABLE_PASSES=a,b     skip passes by
+exact name
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def run_passes(
 ) -> list[PassRecord]:
     """Run `passes` in order; `of` is the kind of graph, as in `PassRecord.graph`.
 
-    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE` the records contain the graph's code. Printing it
-    takes longer than most passes.
+    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE` the records contain the graph's code. The code is
+    optional, because printing a graph takes longer than most passes.
     """
     folder = os.environ.get("FP8PASS_DUMP")
     record = record or bool(folder) or bool(os.environ.get("TORCH_TRACE"))
@@ -118,7 +118,7 @@ def run_passes(
             _dump(Path(folder), number, index, entry)
     if check and (contract := CONTRACTS.get(tuple(passes))):
         contract(gm.graph)
-    gm.recompile()  # once, since only a call of the module needs its code
+    gm.recompile()  # once at the end: only calls of the module need the code
     return records
 
 
@@ -151,7 +151,7 @@ def disabled_passes() -> list[str]:
 
 
 def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    """Return the passes to run, with the added ones and without the disabled ones."""
+    """Return the passes to run, with the added passes and without the disabled passes."""
     known = {p.__name__ for p in (*ALL_PASSES, *passes, *(function for *_, function in added))}
     disabled = disabled_passes()
     for name in disabled:
@@ -169,8 +169,8 @@ def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[
 def _code(gm: fx.GraphModule) -> str:
     """Return a graph as Python, with a comment at the first line of each module.
 
-    FX's `x = None` after the last use of each value is left out: every new use of a value would
-    move it, and show up as a change in the diff.
+    FX's `x = None` after the last use of each value is left out, because this line would move in
+    the diff whenever a value gets a later use.
     """
     nodes = {n.name: n for n in gm.graph.nodes}
     lines, current = [], ""
@@ -188,7 +188,7 @@ def _code(gm: fx.GraphModule) -> str:
 
 
 def _trace(number: int, entry: PassRecord) -> None:
-    """Write both graphs to `TORCH_TRACE`."""
+    """Write the graphs before and after a pass to `TORCH_TRACE`."""
     for when, code in (("before", entry.before), ("after", entry.after)) if entry.after else ():
         about = {
             "name": f"fp8pass_{number}_{entry.graph}_{entry.name}_{when}",

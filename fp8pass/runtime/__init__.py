@@ -1,4 +1,4 @@
-"""Code that runs between compiled graphs: copies, kernel launches, CUDA graph support.
+"""Code that runs in and around compiled graphs: copies, kernel launches, CUDA graph support.
 
 arena.py                 pinned host memory, and buffers that are reused from step to step
 copies.py                the operators `to_host`, `from_host` and `settled`

@@ -1,8 +1,8 @@
 """Pinned host memory, for copies that run concurrently with the GPU and the CPU.
 
 Pinning takes half a second per GiB, and PyTorch pins blocks of powers of two. An `Arena` divides
-blocks among tensors, so that no large part of a block is unused. `Buffers` are reused from step to
-step.
+blocks among tensors, so that no large part of a block is unused. `Buffers` reuse memory from step
+to step, so that it is pinned once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ log = logging.getLogger("fp8pass")
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 20, 1 << 30
 PINNED_ALIGNMENT = 512  # bytes, like tensors on a GPU
 # Sizes of buffers are multiples of 1/8 of a power of two, so that tensors of dynamic shapes share
-# them. This wastes at most a ninth of the memory.
+# them. The rounding wastes at most a ninth of the memory.
 SIZE_STEPS = 8
 
 
 class Arena:
-    """Host memory for tensors that are copied to and from `device`, freed all together.
+    """Host memory for tensors that are copied to and from `device`. All tensors are freed together.
 
-    It is pinned for a GPU. Tensors of different dtypes have different blocks, because `torch.save`
-    refuses tensors of several dtypes in one storage.
+    The memory is pinned if `device` is a GPU. Tensors of different dtypes have different blocks,
+    because `torch.save` refuses tensors of several dtypes in one storage.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,15 +75,15 @@ class Arena:
 
 
 class Buffers:
-    """Host memory for tensors that are copied to and from `device`, reused when they are freed.
+    """Host memory for tensors that are copied to and from `device`, reused when tensors are freed.
 
     A buffer belongs to a tensor, not to a graph: several forwards may run before their backwards, a
-    graph may be retained for a second backward, or dropped without one. The buffer is free when the
-    last reference to the tensor is gone, which autograd usually holds.
+    graph may be retained for a second backward, or dropped without a backward. The buffer can be
+    reused when the last reference to the tensor is gone, usually autograd's.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._taken = 0  # bytes of the arena
+        self._taken = 0  # bytes taken from the arena
         self._arena = Arena(device)
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._lock = threading.Lock()  # a backward runs on another thread
@@ -102,7 +102,8 @@ class Buffers:
         extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         size = extent * dtype.itemsize
         buffer = self._take(round_size(size))
-        # Every view of this memory holds a reference to the array.
+        # Every view of this memory refers to the array. When the last view is gone, the buffer is
+        # free.
         array = buffer.numpy()[:size]
         weakref.finalize(array, self._give_back, buffer).atexit = False
         return torch.from_numpy(array).view(dtype).as_strided(shape, stride)
@@ -115,7 +116,8 @@ class Buffers:
             return self._arena.empty(torch.Size([size]), torch.uint8)
 
     def _give_back(self, buffer: Tensor) -> None:
-        # Without the lock, which this thread may hold in garbage collection. `append` is atomic.
+        # No lock: garbage collection may call this while the thread holds the lock. `append` is
+        # atomic.
         self._free[len(buffer)].append(buffer)
 
 

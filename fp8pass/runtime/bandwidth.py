@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fp8pass.runtime.arena import Arena
 
-# Bytes per second of an H200's link. Used on a CPU, so that plans are as on that GPU.
+# Bytes per second of an H200's link. Plans on a CPU use this bandwidth, and so equal plans on an
+# H200.
 H200 = 51e9
 MEASURED_BYTES = 64 << 20
 REPEATS = 4
@@ -21,7 +22,7 @@ STEPS = 4
 
 @cache
 def bandwidth(device: torch.device) -> float:
-    """Measure bytes per second of the slower direction, rounded down to a step."""
+    """Return the measured bytes per second of the slower direction, rounded down to a step."""
     if device.type != "cuda":
         return H200
     on_device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)
@@ -36,7 +37,7 @@ def round_down(rate: float) -> float:
 
 
 def _time(source: Tensor, target: Tensor, device: torch.device) -> float:
-    """Return the seconds of the fastest of some copies; other processes may slow others down."""
+    """Return the seconds of the fastest of several copies; other processes may slow copies down."""
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
         target.copy_(source, non_blocking=True)

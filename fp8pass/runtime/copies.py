@@ -4,13 +4,13 @@
     y = from_host(copy, device)     start a copy: a device tensor with the layout of `copy`
     z = settled(y, copy)            wait for the copy: `y`, which now has the values of `copy`
 
-The copies of a device run in order on one side stream. Each starts after everything that was
-launched before it. `settled` makes the device wait, not the CPU. Until then both tensors are kept
-alive, whatever happens to the graph, and the copy must not be read. On a CPU the operators copy
-within CPU memory.
+The copies of a device run in order on one side stream. Each copy starts after all work that was
+launched before the copy. `settled` makes the device wait, not the CPU. Before `settled`, both
+tensors stay alive, even if the graph is freed, and the copy must not be read. On a CPU the
+operators copy within CPU memory.
 
-`after` of `from_host` is a tensor that it does not read. It is a data dependency for compilers: the
-copy starts after that tensor has been computed.
+`from_host` does not read the tensor `after`. The argument is a data dependency for compilers: the
+copy starts after `after` has been computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ library.define("settled(Tensor(a) copy, Tensor source) -> Tensor(a)")
 class _Lane(NamedTuple):
     """The host buffers and the copy stream of a device.
 
-    There is one stream for both directions, so that a reused buffer is read before it is written.
+    Both directions share one stream, so that a reused buffer is read before it is written.
     """
 
     buffers: Buffers
@@ -48,13 +48,13 @@ class _Unsettled(NamedTuple):
     source: Tensor
 
 
-# By the address of the copy; None if it is complete.
+# The copies that were started, by address. The value of a complete copy is None.
 _unsettled: dict[int, _Unsettled | None] = {}
 
 
 @cache
 def lane_of(device: torch.device) -> _Lane:
-    """Return the lane of a device."""
+    """Return the buffers and the stream of a device."""
     return _Lane(Buffers(device), torch.cuda.Stream(device) if device.type == "cuda" else None)
 
 

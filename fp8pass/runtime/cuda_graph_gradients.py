@@ -1,7 +1,7 @@
 """Gradient accumulation with CUDA graphs, which own the memory of their outputs.
 
 Autograd uses the first gradient of a parameter as its `.grad`, without a copy. A backward in a CUDA
-graph writes the gradients of the next micro-batch to the same memory, before they are added.
+graph overwrites this memory with the gradients of the next micro-batch, before autograd adds them.
 PyTorch then raises an error while it records graphs, and adds gradients to themselves in replays
 (pytorch/pytorch#169545). Therefore such a `.grad` is copied before a forward starts.
 """
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass import compat
 
-# Parameters of all graphs. The first graph of a forward checks the parameters of all others, too.
+# Parameters of all graphs, because the first graph of a forward checks all of them.
 _parameters = compat.WeakIdKeyDictionary()
 
 
@@ -37,7 +37,7 @@ def protect_gradients(program: Callable[..., Any]) -> Callable[..., Any]:
 def copy_replayed(device: torch.device) -> None:
     """Copy gradients that the next replays on `device` would overwrite."""
     replayed = compat.find_replayed_memory(device)
-    # Only the first graph of a forward finds replayed memory; the others skip the loop.
+    # Only the first graph of a forward finds replayed memory; later graphs skip the loop.
     for parameter in _parameters if replayed else ():
         gradient = parameter.grad
         if gradient is None:

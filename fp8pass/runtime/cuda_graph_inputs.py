@@ -1,11 +1,13 @@
 """CUDA graph support for weights whose address changes every step (FSDP2).
 
 FSDP2 gathers weights into newly allocated memory. Inductor treats a parameter as an input with a
-fixed address, and records a graph again when the address changes, which is in every step. As a
-non-static input, a weight is copied to the graph's own memory before each replay.
+fixed address, and records a graph again when the address changes, here in every step. Therefore
+these weights become non-static inputs, which are copied to the graph's own memory before each
+replay.
 
-The copy is valid until the next graph runs. For the backward the forward returns the weight that it
-was given, not the copy, which would keep memory: FSDP2 gathers that weight again.
+The copy is valid until the next graph runs. For the backward, the forward returns the original
+weight and not the copy. The copy would keep its memory, whereas FSDP2 gathers the original weight
+again.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def compile_for_moving(
 
 
 def pass_inputs(compiled: Callable[..., Any], pairs: Sequence[tuple[int, int]]) -> Any:
-    """Wrap a compiled graph to return inputs themselves: (result, input) pairs of indices."""
+    """Wrap a compiled graph to return inputs unchanged, by `pairs` of (result, input) indices."""
 
     def run(arguments: list[Any]) -> list[Any]:
         given = [arguments[i] for _, i in pairs]  # `compiled` empties the list

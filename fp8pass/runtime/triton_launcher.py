@@ -28,16 +28,16 @@ class Launcher:
         numbers: Sequence[float],
         constants: Sequence[Any],
     ) -> None:
-        """Launch the kernel on the current stream. Its parameters must have this order.
+        """Launch the kernel on the current stream. The kernel must have these parameters.
 
-        Triton compiles versions for alignments and special numbers; the key has all numbers.
+        Triton specializes kernels on alignments and on some numbers, so the key contains both.
         """
         layout = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
         device = tensors[0].device
         key = device, layout, *numbers, *constants
         with torch.cuda.device_of(tensors[0]):
             if (compiled := self._compiled.get(key)) is not None:
-                # Passed explicitly, which saves Triton two queries of its driver.
+                # The stream is passed explicitly, which saves two queries of Triton's driver.
                 stream = compat.stream_of(device)
                 compiled[grid](*tensors, *numbers, *constants, stream=stream)
             else:

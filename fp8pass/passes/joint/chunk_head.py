@@ -6,15 +6,15 @@
     after    nll, dx', dW' = in_chunks(body, [x, y, 1 / n], [W])
              loss = sum(nll) / n;  dx = dx' * tangent;  dW = dW' * tangent
 
-LLMQ section 3, "Chunking". The forward computes all gradients as if the gradient of the graph's
-result were 1, and the backward multiplies them by it. The pass checks that gradients are multiples
-of that number. Any operators that compute each token by itself may be between the GEMM and the loss
-(`graph/row_writer.py`): casts, a softcap, label smoothing, a z-loss, a shift by one token. The
-arithmetic of each token does not change. Only the weight's gradient is accumulated over chunks, in
-the weight's dtype, as it is over micro-batches.
+See "Chunking" in section 3 of the paper LLMQ. The forward computes all gradients as if the tangent,
+the gradient of the graph's result, were 1. The backward multiplies them by the tangent. The pass
+checks that gradients are multiples of the tangent. Operators between the GEMM and the loss must
+compute each token by itself (`graph/row_writer.py`), such as casts, a softcap, label smoothing, a
+z-loss, a shift by one token. The arithmetic of each token does not change. Only the weight's
+gradient changes: it is accumulated over chunks in the weight's dtype, as over micro-batches.
 
 The head is not chunked if logits are returned or have other users, or if the gradients are not
-multiples of one number. The plan reports the reason.
+multiples of one tangent. The plan reports the reason.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from fp8pass.graph.row_writer import ChunkWriter
 from fp8pass.passes.context import Context
 from fp8pass.plan import Head
 
-# Each chunk reads and writes the weight's gradient. With 2048 tokens this takes 5% of the head's
-# time (docs/results.md). The head of a model of hidden 2048 takes a fifth of the step.
+# Each chunk reads and writes the weight's gradient. With 2048 tokens per chunk this takes 5% of the
+# head's time (docs/results.md). At hidden size 2048 the head takes a fifth of the step.
 CHUNK_ROWS = 2048
 LEAST_HIDDEN = 2048
-# Fewer chunks save less memory than the accumulated gradient takes. More round it more often.
+# Fewer chunks save less memory than the accumulated gradient takes. More chunks round that gradient
+# more often.
 FEWEST, MOST = 4, 8
 
 
@@ -70,7 +71,7 @@ def _chunk_first(
     if compat.has_unbacked(rows):
         return {head: _describe_whole(head, "the number of tokens depends on data")}
     count = head_chunks or choose_chunks(compat.size_hint(rows), compat.size_hint(hidden))
-    if count == 1 or rows < 2 * count:  # a guard if the number of tokens is symbolic
+    if count == 1 or rows < 2 * count:  # adds a guard if the number of tokens is symbolic
         why = "there are too few tokens or features for chunks to pay"
         return {head: _describe_whole(head, why, can_chunk=True)}
     try:
@@ -79,7 +80,7 @@ def _chunk_first(
     except NotRowwise as reason:
         return {head: _describe_whole(head, str(reason))}
     finally:
-        graph.sort_and_prune(gm.graph)  # also removes the nodes of an attempt that failed
+        graph.sort_and_prune(gm.graph)  # also removes the nodes of a failed attempt
     return {
         each: Head(graph.module_path(each), _shape(each), graph.nbytes(each) // count, count, "")
         for each in heads
@@ -104,7 +105,7 @@ def choose_chunks(rows: int, hidden: int) -> int:
 
 
 def find_part(head: fx.Node) -> list[fx.Node]:
-    """Return the nodes that hold logits, their users, and the nodes between these, in order.
+    """Return, in order, the nodes with logits, their users, and the nodes between these.
 
     Raises:
         NotRowwise: the graph returns logits.
@@ -127,7 +128,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
 
 
 def _wide_operands(node: fx.Node, most: int) -> Iterator[fx.Node]:
-    """Yield operands as large as logits, except of GEMMs: masks, gradients of log-softmax."""
+    """Yield the operands that are as large as logits, such as masks, unless the node is a GEMM."""
     for operand in node.all_input_nodes if kind(node) is not Kind.GEMM else ():
         if operand.op == "call_function" and _is_wide(operand, most):
             yield operand
@@ -171,7 +172,8 @@ class Chunking:
         """Rewrite the graph.
 
         Raises:
-            NotRowwise: the part cannot be chunked. The graph has only new nodes without users.
+            NotRowwise: the part cannot be chunked. The graph then only has additional nodes without
+                users.
         """
         part = set(self.part)
         for node in self.part:
@@ -196,7 +198,7 @@ class Chunking:
             node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in part)
 
     def _emit_call(self, rows: list[fx.Node], sums: list[fx.Node]) -> fx.Node:
-        """Emit the call of `in_chunks` that computes results with rows, and sums over rows."""
+        """Emit a call of `in_chunks`, which concatenates `rows` and adds up `sums`."""
         row_inputs, shared_inputs = self.writer.finish([*rows, *sums])
         name = _add_submodule(self.gm, fx.GraphModule({}, self.writer.body))
         of_chunk = [tensor(self.writer[n]) for n in rows]
@@ -227,7 +229,7 @@ class Chunking:
         return self._units.get(node, node)
 
     def _require_multiple(self, node: fx.Node) -> None:
-        """Check that a gradient is a multiple of the tangent, and has its range."""
+        """Raise NotRowwise if a gradient is not a multiple of the tangent, or is in float16."""
         if node not in self.backward or compat.is_tangent(node):
             return
         if not is_multiple_of_gradient(node, self.backward.__contains__):
@@ -240,7 +242,7 @@ class Chunking:
             raise NotRowwise("gradients in float16 need the loss scale at the start: use bfloat16")
 
     def _emit_unit(self, node: fx.Node) -> fx.Node:
-        """Copy a node of the backward whose operands have been copied; a tangent becomes 1."""
+        """Copy a backward node after its operands; emit 1 instead of a tangent."""
         self._require_multiple(node)
         if compat.is_tangent(node):
             val = tensor(node)
@@ -271,7 +273,7 @@ class Chunking:
                     user.replace_all_uses_with(self._to_args([user.meta["val"]])[0])
 
     def _to_args(self, shape: Sequence[Any]) -> list[Any]:
-        """Return a shape as arguments, in which symbolic sizes are nodes of the graph."""
+        """Return a shape as arguments of a node, with nodes of the graph for symbolic sizes."""
         arguments: list[Any] = []
         for size in shape:
             if not isinstance(size, int):
@@ -284,7 +286,7 @@ class Chunking:
 
 
 def _find_sizes(g: fx.Graph, part: set[fx.Node]) -> dict[str, tuple[Any, ...]]:
-    """Find symbolic sizes outside of a part: a node, or a tensor and its dimension."""
+    """Find where to read symbolic sizes outside of a part: from a node, or a tensor's dimension."""
     found: dict[str, tuple[Any, ...]] = {}
     after: set[fx.Node] = set()
     for node in g.nodes:
@@ -300,7 +302,7 @@ def _find_sizes(g: fx.Graph, part: set[fx.Node]) -> dict[str, tuple[Any, ...]]:
 
 
 def _reads_elements(user: fx.Node, part: set[fx.Node]) -> bool:
-    """Whether a node outside of a part reads more than sizes of a node in it."""
+    """Whether `user` is outside of a part and reads elements of a node, not only sizes."""
     return user not in part and kind(user) is not Kind.SYMBOL
 
 

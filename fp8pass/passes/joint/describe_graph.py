@@ -19,7 +19,7 @@ from fp8pass.plan import Collective
 
 fp8 = torch.ops.fp8pass
 
-# Operators that BF16 GEMMs do not need; `amax` and `quantize` are checked by their arguments.
+# Operators that only FP8 GEMMs need. `_is_cast` checks `amax` and `quantize` by their arguments.
 CASTS = (
     fp8.segment_amax.default,
     fp8.transpose.default,
@@ -35,7 +35,7 @@ def describe_graph(gm: fx.GraphModule, ctx: Context) -> None:
         _describe(node, backward) for node in gm.graph.nodes if starts_communication(node)
     ]
     products = [n for n in gm.graph.nodes if is_fp8_gemm(n)]
-    in_fp32 = any(tensor(n).dtype is torch.float32 for n in products)  # slower than FP8 anyway
+    in_fp32 = any(tensor(n).dtype is torch.float32 for n in products)  # FP32 is slower than FP8
     if backward and not in_fp32:
         ctx.plan.fp8_work = fp8_work(gm.graph)
 
@@ -56,7 +56,7 @@ def _describe(collective: fx.Node, backward: set[fx.Node]) -> Collective:
 
 
 def fp8_work(g: fx.Graph) -> Work:
-    """Return the FLOPs of the FP8 GEMMs and the bytes that their casts move, each as a kernel."""
+    """Return the FLOPs of FP8 GEMMs, and the bytes that their casts move as separate kernels."""
     total = Work()
     for node in g.nodes:
         if is_fp8_gemm(node):

@@ -14,16 +14,16 @@ With one scale for the tensor:
     after    s  = scale(amax(all_gather(amax(shard))));  p = quantize(shard, s)
              q  = as_codes(all_gather(as_bytes(p)))
 
-`q` is the same, bit by bit. A row lies on one rank, and its scale is computed from its amax, which
-is gathered with the data. One scale for the tensor is computed from the amaxes of all ranks, one
-number each. These are gathered rather than reduced, since gloo's maximum drops NaN.
+`q` is bit-identical. A row lies on one rank. The scale of a row is computed from the row's amax,
+which is gathered with the data. A tensor scale is computed from the amaxes of all ranks, one number
+per rank. These amaxes are gathered instead of reduced, because gloo's maximum drops NaN.
 
-Views and permutations between the gather and the matrix are applied to the bytes, and casts to the
-shard before it is quantized. This covers activations of sequence parallel models, their gradients
-in the backward, and weights in SimpleFSDP.
+Views and permutations between the gather and the matrix are applied to the gathered bytes, and
+casts are applied to the shard. The pass covers activations of sequence parallel models, their
+gradients in the backward, and weights in SimpleFSDP.
 
 A gather stays in high precision if another operator reads the tensor, such as the gradient of a
-bias: to gather FP8 data as well would send more bytes. `explain` reports the reason. No decision
+bias, because gathering both would send more bytes. `explain` reports the reason. No decision
 depends on values that differ between ranks, so that all ranks run the same collectives.
 """
 
@@ -48,13 +48,13 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# Operators that only move elements, so that they can be applied to bytes.
+# Operators that only move elements, and so can be applied to bytes.
 MOVES = RESHAPES | {aten.permute.default, aten.clone.default}
 
 
 @dataclass
 class GatheredMatrix:
-    """A matrix that is a gathered tensor, and the operators that quantize it.
+    """A gathered tensor, viewed as a matrix, and the operators that quantize it.
 
     Attributes:
         node: the matrix.
@@ -78,7 +78,7 @@ class GatheredMatrix:
 
 
 def gather_quantized(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace gathers whose result is only quantized by gathers of FP8 data."""
+    """Gather FP8 data instead of tensors that are only read to be quantized."""
     changed = False
     for gather in list(find_gathers(gm.graph)):
         matrices, others = find_readers(gather.whole)
@@ -166,7 +166,7 @@ def _keeps_last_dimension(move: fx.Node) -> bool:
 
 
 def _is_stacked(gather: Gather, matrix: GatheredMatrix) -> bool:
-    """Whether a matrix is the stacked matrices of all ranks."""
+    """Whether a matrix consists of the matrices of all ranks, stacked along the rows."""
     leading = tensor(gather.shard).shape[: gather.dim]
     is_first = all(compat.statically_known_true(size == 1) for size in leading)
     permutes = any(graph.is_call(n, aten.permute.default) for n in matrix.moves)
@@ -174,7 +174,7 @@ def _is_stacked(gather: Gather, matrix: GatheredMatrix) -> bool:
 
 
 def _has_dynamic_shapes(gather: Gather, matrix: GatheredMatrix) -> bool:
-    """Whether a size is symbolic that views of the FP8 data would need as an argument."""
+    """Whether views of the FP8 data would need a symbolic size as an argument."""
     if _is_stacked(gather, matrix):
         return not isinstance(tensor(matrix.node).shape[-1], int)
     nodes = (gather.shard, gather.whole, *matrix.moves)
@@ -233,7 +233,7 @@ class Sender:
         return self._shard
 
     def _gather(self, shard: fx.Node) -> fx.Node:
-        """Gather a matrix with the rows of the shard, and apply the moves of the path."""
+        """Gather a matrix from its shards, and apply the views and permutations of the path."""
         if self.is_stacked:
             return self._stack_ranks(shard)
         width = tensor(shard).shape[-1]
@@ -247,7 +247,7 @@ class Sender:
         return whole
 
     def _sizes_after(self, move: fx.Node, width: int) -> list[int]:
-        """Return the sizes of a view of the data, or of its row amaxes, which have one column."""
+        """Return the sizes of a view of FP8 data, or of row amaxes, which have one column."""
         *leading, last = tensor(move).shape
         return [*leading, width if self._row_amax is not None and width == 1 else last]
 

@@ -56,7 +56,7 @@ def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
 def _carry_gradients(
     g: fx.Graph, num_fwd_outputs: int, backward: set[fx.Node], carrier: Carrier
 ) -> None:
-    """Return gradients from the backward that depend on no tangent, such as constants."""
+    """Let the backward return the gradients that do not depend on a tangent, such as constants."""
     output = graph.output_node(g)
     carrier.at = output
     results = graph.outputs(g)
@@ -116,8 +116,9 @@ class Carrier:
             if decision.centred:
                 return self._quantize_difference(node, decision)
             return self._quantize(node, node, decision, tensor(node).dtype)
-        # A view would keep the memory of its base. Masks stay views: attention needs rows of whole
-        # words, which PyTorch allocates for them. An overwritten input is saved before it changes.
+        # A view would keep the memory of its base alive, so a copy is saved. Masks stay views,
+        # because attention needs the aligned rows of their base. Inputs are copied before they are
+        # overwritten.
         is_part = kind(node) is Kind.VIEW and not is_attention_mask(node)
         saved = self._copy(node) if is_part or node in self.ctx.facts.overwritten else node
         self._save(node, decision, saved)
@@ -131,7 +132,7 @@ class Carrier:
         with self.graph.inserting_before(self.at):
             copy = self.graph.node_copy(node, lambda n: self._carried[n])
         if node.target is aten.view.default and _is_expanded(node.args[0]):  # type: ignore[arg-type]
-            copy.target = aten.reshape.default  # the dequantized tensor has other strides
+            copy.target = aten.reshape.default  # `view` would require the old strides
         copy.meta = {**node.meta, **IN_BACKWARD, COPIED_VALUE: node.name}
         return copy
 
@@ -171,7 +172,7 @@ class Carrier:
             return self._restore_layout(node, back) if decision.format.packed else back
 
     def _restore_layout(self, node: fx.Node, back: fx.Node) -> fx.Node:
-        """Give an unpacked value, which is contiguous, the strides of `node`, as views need."""
+        """Give a contiguous unpacked value the strides of `node`, as its views require."""
         order = graph.stride_order(tensor(node))
         if order == sorted(order):
             return back
@@ -188,7 +189,7 @@ class Carrier:
         *tensors: fx.Node,
         on_device: tuple[fx.Node, ...] = (),
     ) -> None:
-        """Let the tensors that `node` is saved as cross; `tensors` may go to the host."""
+        """Save `node` as `tensors` and `on_device`. Only `tensors` may go to host memory."""
         for x in tensors:
             x.meta[IS_OFFLOADED] = decision.on_host
         crossing = (*tensors, *on_device)

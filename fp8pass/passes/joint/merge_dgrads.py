@@ -1,4 +1,4 @@
-"""Compute the gradient of an input that several linear layers share by one GEMM.
+"""Compute, in one GEMM, the gradient of an input that several linear layers share.
 
     before   dq = scaled_mm(q(dQ), s₁, qᵀ(Wq, t₁), t₁)
              dk = scaled_mm(q(dK), s₂, qᵀ(Wk, t₂), t₂)
@@ -6,10 +6,10 @@
     after    c  = max(s₁·t₁, s₂·t₂)
              dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
 
-The GEMM accumulates in FP32; no term of the sum is written to memory and read again. One product of
-scales applies to all terms of a GEMM. Gradients have a wide range, so their scales and FP8 data do
-not change. A weight gets a larger scale if its gradient is small. The error of this is small
-compared with the largest entries of the sum, which are as exact as before.
+The GEMM accumulates in FP32, so no term of the sum is written to memory and read again. All terms
+share one product of scales. Gradients keep their scales and FP8 data, because gradients have a wide
+range. Therefore a weight is requantized with a larger scale if its gradient is small. The added
+error is small compared with the largest entries of the sum, which are as exact as before.
 
 This pass runs after the plan, so that `diagnose`, which compares single layers, sees the graph
 without merged GEMMs.
@@ -36,8 +36,8 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# The longest contraction of a merged GEMM. On an H200, two GEMMs take 6% longer than one at 16384,
-# and 12% less at 22016 (`benchmarks/results/merged.json`).
+# The longest contraction of a merged GEMM. On an H200, two GEMMs take 6% longer than a merged GEMM
+# of length 16384, and 12% less than one of length 22016 (`benchmarks/results/merged.json`).
 LONGEST_CONTRACTION = 16384
 
 
@@ -106,11 +106,11 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _find_term(gemm: fx.Node) -> Term | None:
-    """Return the term that a GEMM is; None if it cannot be merged.
+    """Return a GEMM as a term of a sum; None if it cannot be merged.
 
-    The GEMM must be an FP8 dgrad whose result is only added to other tensors, and the only user of
-    its FP8 weight. Gathered weights are excluded: all ranks share their FP8 data, whereas the scale
-    of a merged weight depends on the gradients of one rank.
+    The GEMM must be an FP8 dgrad, its result must only be added to other tensors, and its FP8
+    weight must have no other user. Gathered weights are excluded: all ranks share their FP8 data,
+    whereas the scale of a merged weight depends on the gradients of one rank.
     """
     if gemm.target is not fp8.scaled_mm.default or not is_fp8_gemm(gemm):
         return None
@@ -169,7 +169,7 @@ def _fits(group: list[Term], term: Term) -> bool:
     """Whether a term can be in one GEMM with a group of terms."""
     first, other = group[0].gemm, term.gemm
     if any(t.gemm.args[0] is other.args[0] for t in group):
-        return False  # terms share a gradient, which kernels store once
+        return False  # kernels cannot store a shared gradient twice
     return (
         sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
         and _same_shape_and_dtype(first, other)
@@ -202,7 +202,7 @@ def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
 
 
 def _multiply_scales(add: Any, term: Term) -> fx.Node:
-    """Emit the product of a term's scales, which is 0 if its gradient is zero."""
+    """Emit the product of a term's scales, or 0 if the gradient is zero."""
     _, scale, _, weight_scale = term.gemm.args[:4]
     amax = scale.args[0]  # type: ignore[union-attr]
     product = add(aten.mul.Tensor, scale, weight_scale)
@@ -210,10 +210,11 @@ def _multiply_scales(add: Any, term: Term) -> fx.Node:
 
 
 def _requantize_weight(add: Any, term: Term, scale: fx.Node) -> fx.Node:
-    """Emit the FP8 weight of a term for which the product of scales is `scale`."""
+    """Emit the FP8 weight of a term, with a scale that makes the product of scales `scale`."""
     _, gradient_scale, _, weight_scale = term.gemm.args[:4]
     wanted = add(aten.div.Tensor, scale, gradient_scale)
-    # Rounding, or a gradient of zeros, must not make the scale smaller than before.
+    # Rounding, or a gradient of zeros, must not make the scale smaller: it would clamp large
+    # weights.
     wanted = add(aten.maximum.default, wanted, weight_scale)
     weight = term.weight
     quantized = add(fp8.quantize.default, weight.args[0], wanted, weight.args[2])

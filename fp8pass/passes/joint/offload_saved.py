@@ -6,11 +6,12 @@
              ...                             q' = settled(c, h')
              h' = settled(h, q)              y = dequantize([q'], s)     h' crosses
 
-A copy to the host begins when its tensor is computed. `settled` waits for a copy. It is placed
-where a roofline of all operators expects the copy to be done, so that the wait takes no time. A
-copy back begins as late as possible. A tensor takes GPU memory while it is copied, so the copies in
-flight are limited to the bytes that the link carries in `IN_FLIGHT_SECONDS`, or to two copies if
-that is more. A copy back begins after a GEMM (`g`), which keeps compilers from moving it forward.
+A copy to the host begins when its tensor is computed. `settled` waits for a copy, and is placed
+where a roofline of all operators expects the copy to be done. So the wait takes no time. A copy
+back begins as late as possible. A tensor takes GPU memory while it is copied. Therefore the bytes
+of copies in flight are limited to the bytes that the link carries in `IN_FLIGHT_SECONDS`, or to the
+two largest copies if these are larger. A copy back has the result of a GEMM (`g`) as operand, so
+that compilers do not move it before the GEMM.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from fp8pass.runtime.copies import from_host, settled, to_host
 log = logging.getLogger("fp8pass")
 
 IN_FLIGHT_SECONDS = 5e-3
-# Copies back begin earlier than the roofline requires, since nothing runs at the peak rates.
+# Copies back are planned to take this many times their duration at the peak rate of the link.
 MARGIN = 1.5
 # Share of a step below which exposed copies are not logged.
 WORTH_LOGGING = 0.01
@@ -88,7 +89,7 @@ def _warn_about_exposed_copies(offload: Offload) -> None:
 
 
 def _move_to_host(saved: SavedTensor, names: dict[str, str]) -> SavedTensor:
-    """Return the plan's entry of a saved value after some tensors moved to the host.
+    """Return a saved value's entry in the plan, after some of its tensors moved to the host.
 
     `names` maps the names of these tensors to the names of their copies.
     """
@@ -137,7 +138,7 @@ class _Copy:
 
 
 class _Schedule:
-    """Where copies begin and are settled in a joint graph."""
+    """Places copies, and the waits for them, in a joint graph."""
 
     def __init__(self, gm: fx.GraphModule, ctx: Context, offloaded: Sequence[fx.Node]) -> None:
         self.graph = gm.graph
@@ -159,9 +160,10 @@ class _Schedule:
         self.in_flight = 0
 
     def _move_forward_up(self) -> None:
-        """Move forward nodes that are between nodes of the backward after their operands.
+        """Move forward nodes that are between nodes of the backward to right after their operands.
 
-        So FP8 data is transposed right after it is quantized, and not kept until the forward ends.
+        So FP8 data is transposed right after it is quantized, and is not kept until the forward
+        ends.
         """
         begun = False
         for node in list(self.graph.nodes):
@@ -179,9 +181,9 @@ class _Schedule:
         return min(users, key=self.order.__getitem__)
 
     def emit_sends(self) -> None:
-        """Begin copies to the host, and settle each copy when it should be done.
+        """Emit copies to the host, and the wait for each copy where it should be done.
 
-        A copy is settled earlier if the copies in flight would exceed the limit.
+        The wait comes earlier if the copies in flight would exceed the limit.
         """
         times = running_times(self.graph, self.forward)
         copies = {copy.node: copy for copy in self.copies}
@@ -211,10 +213,10 @@ class _Schedule:
             copy.on_host = graph.emit(self.graph, settled, copy.on_host, copy.node, like=copy.node)
 
     def emit_fetches(self) -> None:
-        """Begin copies back as late as possible, and settle each copy right before its first use.
+        """Emit copies back as late as possible, and the wait for each copy before its first use.
 
-        A copy back begins after the last GEMM that ends early enough, and after the first uses of
-        the copies with which it would exceed the limit.
+        A copy back begins after the last GEMM that ends early enough. If the copy would exceed the
+        limit, it begins after the first uses of enough earlier copies.
         """
         times = running_times(self.graph, self.backward)
         copies = sorted(self.copies, key=lambda copy: self.order[copy.first])
@@ -223,7 +225,7 @@ class _Schedule:
         for copy in reversed(copies):
             copy.used = times[copy.first][0]
             latest = copy.fetched = min(copy.used, latest) - MARGIN * copy.seconds
-        places: dict[fx.Node, fx.Node] = {}  # the node before which fetches after a GEMM begin
+        places: dict[fx.Node, fx.Node] = {}  # by GEMM, where its copies back begin
         for i, copy in enumerate(copies):
             in_flight = self._copies_in_flight(copies[:i], copy)
             done = self.order[copies[i - len(in_flight)].first] if len(in_flight) <= i else -1
@@ -243,7 +245,7 @@ class _Schedule:
         return found
 
     def _fetch(self, copy: _Copy, anchor: fx.Node | None, places: dict[fx.Node, fx.Node]) -> None:
-        """Fetch a copy after a GEMM of the backward; without one, where it is used."""
+        """Emit a copy back after the GEMM `anchor`; if it is None, right before the first use."""
         node, on_host = copy.node, copy.on_host
         place = (
             copy.first

@@ -1,22 +1,22 @@
 """Decide how forward values reach the backward: saved exactly, saved in low bits, or recomputed.
 
 The backward needs each of its values either *exactly* (for attention, for operators that amplify
-errors) or in *any* form. Two minimum cuts choose, modelled on PyTorch's partitioner:
+errors) or in *any* form. Two minimum cuts decide, modelled on PyTorch's partitioner:
 
     source --price--> v_in --bytes--> v_out --∞--> u_in   for every user u of v
                                       v_out --∞--> sink   if the backward uses v
 
-A cut through the middle arc saves v, at the cost of its bytes. A cut through the first arc
-recomputes v, at a price that is infinite if recomputation is impossible or too expensive. The first
-cut covers exact needs at exact prices. The second cut covers all needs: values that the first cut
-saves are free, and other values cost the bytes of the cheapest format that the error rules allow.
-A single cut would need three states for each value (exact, low-bit, absent), and their costs are
-not submodular.
+Cutting the middle arc saves v, at the cost of its bytes. Cutting the first arc recomputes v, at a
+price that is infinite if recomputation is impossible or too expensive. The first cut covers exact
+needs, and every saved value costs its exact bytes. The second cut covers all needs: values that the
+first cut saves cost nothing, and other values cost the bytes of the cheapest format that the error
+rules allow. A single cut is not possible: each value would have three states (exact, low-bit,
+absent), with costs that are not submodular.
 
-Among equal first cuts, the cut closest to the backward recomputes least, and the cut closest to the
-inputs leaves the second cut most values to recompute from. Both are tried, and the cheaper plan
-wins. Both are also tried with masks, and values of checkpointed regions, as exact needs if no
-format in low bits can represent them.
+Several first cuts may have the same cost. The cut closest to the backward recomputes least, and the
+cut closest to the inputs leaves the second cut most values to recompute from. Both cuts are tried,
+and the cheaper plan wins. Both cuts are also tried with additional exact needs: masks and values of
+checkpointed regions, if no low-bit format can represent them.
 
 A value that cannot be recomputed does not depend on how its inputs are saved. So GEMMs and
 attention split the graph into regions, which are solved one by one (with networkx).
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fp8pass.activation_memory.planner import Planner
 
 
-# A memory budget that is a share does not apply to graphs that save fewer bytes, such as the few
+# A budget that is a share does not apply to graphs that save fewer bytes than this, such as the few
 # operators between graph breaks.
 NEGLIGIBLE = 4096
 
@@ -68,7 +68,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
 
     @cache  # built on the first use, and shared by the budget, the frontier and the least bytes
     def planner() -> Planner:
-        # Its solver takes as long to import as a small graph takes to plan.
+        # Imported late, because importing the solver takes as long as planning a small graph.
         from fp8pass.activation_memory.planner import Planner
 
         return Planner(gm.graph, cuts, needs, choices)
@@ -85,7 +85,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
 def _within_budget(
     ctx: Context, cuts: Decisions, choices: FormatChoices, planner: Callable[[], Planner]
 ) -> Decisions:
-    """Return the plan of the cuts, changed to recompute more or to save more bits in the budget."""
+    """Return the plan of the cuts, changed to meet the budget or to save more bits within it."""
     most, is_share = saved_bytes(cuts, ctx.facts), isinstance(ctx.config.memory_budget, float)
     if most < NEGLIGIBLE and is_share:
         return cuts
@@ -100,8 +100,9 @@ def _within_budget(
 def _plan_nearest(ctx: Context, budget: float, planner: Planner) -> Decisions:
     """Return the plan whose bytes are nearest to the budget, for a graph without linear layers.
 
-    Graph breaks leave such graphs, for example the loss. They often cannot save as small a share of
-    their bytes as the rest of the model. That must not stop the training, so no error is raised.
+    Graph breaks leave such graphs, for example the loss. Such graphs often cannot meet a share that
+    the rest of the model can meet. No error is raised, because small graphs must not stop the
+    training.
     """
     least = min(planner.problem.least(), planner.most)
     if least > budget:

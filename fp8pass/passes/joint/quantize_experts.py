@@ -13,16 +13,16 @@ Tokens are sorted by expert. `offsets` contains the end of each expert group. Fo
              q(·) = quantize(·, scale)     qᵀ(·) = transpose_segments(·, scale, offsets)
 
 PyTorch's grouped FP8 GEMM takes a scale for each row of both operands. So each token has a scale,
-and each feature of a weight that is not contracted: weights are quantized once for the forward and
-once, transposed, for dgrad. Wgrad contracts tokens, where a scale may vary only between expert
-groups: it is computed from the largest amax of the group's tokens, without another pass over the
-tensor. Tensor cores take tokens in multiples of 16, and the router decides the sizes of groups:
-`transpose_segments` pads each group with zeros. All of this is computed on the device of the
-offsets, so that the CPU does not synchronize.
+and so has each feature of a weight that the GEMM does not contract. Therefore weights are quantized
+twice: for the forward, and transposed for dgrad. Wgrad contracts tokens, so its scales may vary
+only between expert groups. A group's scale is computed from the largest amax of its tokens, without
+another pass over the tensor. Tensor cores need multiples of 16 tokens, but the router decides the
+sizes of groups, so `transpose_segments` pads each group with zeros. All of this is computed on the
+device of the offsets, so that the CPU does not synchronize.
 
-If tokens are rows of another matrix, gathered in the order of their experts, that matrix is
-quantized and its FP8 data is gathered, which is half the bytes. For wgrad `transpose_segments`
-gathers the rows.
+If the tokens are gathered from the rows of another matrix, in the order of their experts, that
+matrix is quantized and its FP8 data is gathered. Gathering FP8 data moves half the bytes. For
+wgrad, `transpose_segments` gathers the rows.
 
 `bmm` and `baddbmm`, where all experts have the same number of tokens, become the same operators:
 
@@ -32,8 +32,9 @@ gathers the rows.
     after    y  = view(scaled_grouped_mm(q(rows), q(Wᵀ), offsets), [E, T, N])
              ...                                rows = view(x, [E·T, K]), offsets = T, 2·T, ..., E·T
 
-`rows` is a copy if the matrices are not stacked in memory, because tokens come first or are
-columns. Tokens that go to all experts are quantized once, and their FP8 data is repeated.
+`rows` is a copy if the matrices are not stacked in memory, for example if tokens are the first
+dimension or columns. Tokens that go to all experts are quantized once, and their FP8 data is
+repeated.
 
 Recipe `exact` does not change these GEMMs.
 """
@@ -72,12 +73,12 @@ from fp8pass.passes.quantizer import (
 fp8 = torch.ops.fp8pass
 T = TypeVar("T")
 
-# The limit of PyTorch's grouped FP8 GEMM.
+# The most experts that PyTorch's grouped FP8 GEMM accepts.
 MOST_EXPERTS = 1023
 
 
 def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
-    """Rewrite the GEMMs of experts, and record the layers at their place among linear layers."""
+    """Rewrite the GEMMs of experts, and add them to the linear layers of the plan, in order."""
     has_experts = any(n.target in GROUPED_GEMMS | BATCHED_GEMMS for n in gm.graph.nodes)
     if ctx.config.simulate is not None or not has_experts:
         return
@@ -130,7 +131,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
 
 
 def _weights_of(gemm: fx.Node, layer: Layer) -> fx.Node:
-    """Return the factor of a batched forward or dgrad that is the weights."""
+    """Return the weights among the two factors of a batched forward or dgrad."""
     a, b = gemm_operands(gemm)
     return a if graph.skip_views_and_casts(a) is layer.weight else b
 
@@ -142,7 +143,7 @@ def _grouped_operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 
 class ExpertRewriter(Quantizer):
-    """Replaces the GEMMs of experts by their FP8 form; tokens and weights are shared."""
+    """Replaces the GEMMs of experts by their FP8 form. GEMMs share quantized tokens and weights."""
 
     def __init__(self, g: fx.Graph, config: Config) -> None:
         super().__init__(g, config)
@@ -170,10 +171,10 @@ class ExpertRewriter(Quantizer):
         return self._multiply(fp8.scaled_grouped_mm.default, *left, *right, offsets)
 
     def _multiply_batch(self) -> tuple[fx.Node, fx.Node]:
-        """Emit a batched forward or dgrad; return the node that replaces the GEMM, and its result.
+        """Emit a batched forward or dgrad; return the node that replaces the GEMM, and the result.
 
-        If weights are the first factor, tokens are columns. They are transposed to rows, and so is
-        the result unless its users only transpose it again.
+        If weights are the first factor, tokens are columns, and are transposed to rows. The result
+        is transposed back. The transpose is copied unless all users only transpose it again.
         """
         gemm = self.gemm
         tokens, weights = gemm_operands(gemm)
@@ -195,7 +196,7 @@ class ExpertRewriter(Quantizer):
         return total, total
 
     def _multiply_wgrad(self) -> fx.Node:
-        """Emit a product of each expert's tokens and gradients."""
+        """Emit the product of tokens and gradients for each expert."""
         if self.gemm.target in GROUPED_GEMMS:
             left, right, offsets = _grouped_operands_of(self.gemm)
             rows, is_flipped = graph.skip_transposes(left)
@@ -234,14 +235,14 @@ class ExpertRewriter(Quantizer):
         assert isinstance(x, fx.Node)
         quantized, _ = self.quantize(x, Quantization(E4M3, ROW), contract_rows=False)
         amaxes = self.emit(aten.index.Tensor, self.amax(x, ROW), indices)
-        self._amaxes[(*identity_of(tokens), ROW)] = amaxes  # wgrad uses them, too
+        self._amaxes[(*identity_of(tokens), ROW)] = amaxes  # wgrad uses these amaxes, too
         scale = self.emit(fp8.scale.default, amaxes, BY_ROW)
         data = self.emit(fp8.as_bytes.default, quantized)
         data = self.emit(aten.index.Tensor, data, indices)
         return self.emit(fp8.as_codes.default, data, E4M3.name), scale
 
     def _quantize_by_group(self, x: fx.Node, offsets: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Return data [K, T'] of tokens [T, K] that are contracted, and the scales of groups."""
+        """Return FP8 data [K, T'] of tokens [T, K] with padded groups, and the scales of groups."""
         return self._once(("group", x, offsets), lambda: self._emit_by_group(x, offsets))
 
     def _emit_by_group(self, x: fx.Node, offsets: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -286,8 +287,8 @@ class ExpertRewriter(Quantizer):
         if not _is_stacked(tensor(batch)):
             batch = self._copy(batch)
         val = tensor(batch)
-        columns = compat.size_hint(val.shape[2])  # a size of the weights, which is static
-        # PyTorch would compare symbolic sizes to compute the fake value of this view.
+        columns = compat.size_hint(val.shape[2])  # the size of a weight, and so static
+        # PyTorch would add guards on symbolic sizes to compute the fake value of this view.
         fake = val.new_empty_strided((experts * val.shape[1], columns), val.stride()[1:])
         return self.derive(batch, aten.view.default, [-1, columns], fake=fake)
 
@@ -302,7 +303,7 @@ class ExpertRewriter(Quantizer):
         return base if is_flipped else self.derive(base, aten.permute.default, [0, 2, 1])
 
     def _offsets_of(self, batch: fx.Node) -> fx.Node:
-        """Return the ends of the matrices of a batch in the stack of their rows, int32 [E].
+        """Return the end of each matrix of a batch in the stacked rows, as int32 [E].
 
         E comes from the layer, since the batch dimension of tokens may be symbolic.
         """
@@ -335,7 +336,7 @@ class ExpertRewriter(Quantizer):
         return found
 
     def remove_unused_rows(self) -> None:
-        """Remove stacked rows without users: another view of the same rows was quantized."""
+        """Remove stacked rows that have no users because another view of the rows was quantized."""
         for (kind, *_), node in self._emitted.items():
             if kind == "rows" and not node.users:
                 node.graph.erase_node(node)
@@ -363,7 +364,7 @@ def _shared_matrix(batch: fx.Node) -> fx.Node | None:
 
 
 def _gathers_all_rows(node: fx.Node) -> bool:
-    """Whether a matrix gathers rows of another matrix, at least as many as that has."""
+    """Whether a matrix is gathered from a matrix that does not have more rows."""
     if not graph.is_call(node, aten.index.Tensor):
         return False
     x, indices = node.args

@@ -1,7 +1,7 @@
 """Run linear layers in FP8: `mm`, `addmm` of a parameter -> quantize + scaled_mm.
 
 For `y = x Wᵀ` the joint graph holds three GEMMs, forward `x Wᵀ`, dgrad `dY W` and wgrad `dYᵀ x`.
-Each becomes a `scaled_mm`, which contracts the last dimension of both operands:
+Each GEMM becomes a `scaled_mm`, which contracts the last dimension of both operands:
 
     before   y  = mm(x, t(W))
              dx = mm(dY, W)
@@ -10,14 +10,15 @@ Each becomes a `scaled_mm`, which contracts the last dimension of both operands:
              dx = scaled_mm(q(dY),  qᵀ(W))      qᵀ(·) = transpose(q(·))
              dW = scaled_mm(qᵀ(dY), qᵀ(x))      scale = scale(amax(·))
 
-Scales are just in time (COAT 5.2, LLMQ 3). Operands of the backward have one scale for the tensor,
-because their data is used in two layouts, and no scale may vary along the contracted dimension.
-Operands of the forward are used in one layout. Each row of `x` and `W` has a scale (torchao's
-rowwise scaling), so that a kernel that holds a row computes its scale and quantizes it in one pass.
-Every tensor is quantized once per layout and quantization, however many GEMMs share it. A tensor
-that Inductor padded for one of the GEMMs counts as a separate tensor.
+Scales are computed from current values (papers COAT, section 5.2, and LLMQ, section 3). Operands of
+the backward have one scale for the tensor, because their data is used in two layouts, and no scale
+may vary along the contracted dimension. Operands of the forward are used in one layout, so each row
+of `x` and `W` can have a scale (torchao's rowwise scaling). A kernel that holds a row then computes
+the scale and quantizes the row in one pass. Every tensor is quantized once per layout and
+quantization, however many GEMMs share it. A tensor that Inductor padded for one of the GEMMs counts
+as a separate tensor.
 
-`einsum` writes a linear layer as a `bmm` of one matrix, which becomes an `mm` first.
+`einsum` emits a linear layer as a `bmm` with a batch of one, which is replaced by an `mm` first.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from fp8pass.passes.quantizer import (
 
 fp8 = torch.ops.fp8pass
 
-# Smaller sizes, as of an adapter of rank 8 or a head of 10 classes, gain nothing from padding.
+# Padding smaller sizes gains nothing, as for an adapter of rank 8 or a head with 10 classes.
 WORTH_PADDING = 64
 
 
@@ -128,8 +129,8 @@ def _is_batch_of_one(gemm: fx.Node) -> bool:
 def _takes_rows(gemm: fx.Node) -> bool:
     """Whether operands of a GEMM can have a scale for each row.
 
-    Data with such scales can be neither transposed nor padded to a length that tensor cores take,
-    and cuBLASLt multiplies such operands only if the result is BF16.
+    Data with row scales can be neither transposed nor padded to a length that tensor cores take,
+    and cuBLASLt multiplies operands with row scales only if the result is BF16.
     """
     operands = gemm_operands(gemm)
     if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
@@ -148,7 +149,7 @@ def _divides(block: Block, gemm: fx.Node) -> bool:
 
 
 def _has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
-    """Whether FP8 tensor cores take the number of columns of the result, as far as is known."""
+    """Whether the result is known to have a number of columns that FP8 tensor cores take."""
     return is_multiple_of_16(tensor(gemm).shape[1])
 
 
@@ -168,8 +169,9 @@ class LinearRewriter(Quantizer):
                 (*self.quantize(a, how_a, contract_rows=False), how_a),
                 (*self.quantize(b, how_b, contract_rows=True), how_b),
             ]
-            # Tensor cores take any number of rows, but columns in multiples of 16. The result is
-            # transposed if tokens are columns, as in gradients of transposed inputs.
+            # Tensor cores take any number of rows, but columns in multiples of 16. So the
+            # transposed result is computed if tokens are columns, as in gradients of transposed
+            # inputs.
             is_turned = self.config.quantizes_linears and not _has_columns_for_tensor_cores(gemm)
             (x, x_scale, x_how), (y, y_scale, y_how) = reversed(sides) if is_turned else sides
             options = tensor(gemm).dtype, accumulates_fast(gemm, layer, self.config)
@@ -185,14 +187,14 @@ class LinearRewriter(Quantizer):
         replace_gemm(gemm, product, result)
 
     def _choose_quantization(self, operand: fx.Node) -> Quantization:
-        """Return the quantization of `Config.quantizations`, or one scale if it does not fit."""
+        """Return the configured quantization, or one with a tensor scale if blocks do not fit."""
         role, name = self.gemm.meta[ROLE], self.name_operand(operand)
         chosen = parse(self.config.quantizations[role, name])
         fits = _takes_rows(self.gemm) if chosen.block == ROW else _divides(chosen.block, self.gemm)
         return chosen if fits else Quantization(chosen.format, TENSOR)
 
     def _remove_batch(self, gemm: fx.Node) -> fx.Node:
-        """Replace a batch of one product by the product of two matrices, and return that."""
+        """Replace a batch of one product by a product of two matrices, and return the product."""
         with gemm.graph.inserting_before(gemm):
             operands = [self._squeeze(x) for x in gemm_operands(gemm)]
             product = emit(gemm.graph, aten.mm.default, *operands, like=gemm)
@@ -210,7 +212,7 @@ class LinearRewriter(Quantizer):
 def _turn(product: fx.Node, gemm: fx.Node) -> fx.Node:
     """Return the transpose of a product in the layout of `gemm`.
 
-    It is not copied if all users of the GEMM only transpose it again.
+    The transpose stays a view if all users of the GEMM only transpose it again.
     """
     product.meta[IS_TRANSPOSED] = True
     result = emit(gemm.graph, aten.permute.default, product, [1, 0], like=gemm)

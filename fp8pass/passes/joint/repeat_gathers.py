@@ -4,16 +4,15 @@
     after    w = wait_tensor(all_gather(W))        the backward saves the shard W
              w' = wait_tensor(all_gather(W))       in the backward
 
-This pass only marks gathers as recomputed; the plan does the rest. It marks
+This pass only marks gathers for recomputation; the plan does the rest. The pass marks
 
 - gathers of tensors that are computed from parameters alone (SimpleFSDP), in any precision;
 - gathers of FP8 data (`gather_quantized`). For an activation (sequence parallel) this rank saves
   the FP8 data that it sends, and nothing else.
 
-Other collectives run once, as in PyTorch's own partitioner. All ranks have the same graph. A
-collective must run on all of them, so the decision depends on nothing that may differ between
-ranks, such as sizes or free memory. For the same reason no copy of a gathered tensor may be saved,
-in any layout.
+Other collectives run once, as in PyTorch's own partitioner. All ranks must run the same
+collectives. So the decision depends on nothing that may differ between ranks, such as sizes or free
+memory. For the same reason no copy of a gathered tensor may be saved, in any layout.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# Operators whose result has the elements of their operand.
+# Operators that only copy, convert or rearrange the elements of an operand.
 COPIES = {
     *(WAIT_TENSOR, ALL_GATHER, aten.cat.default, aten.clone.default, *VIEWS, *CASTS),
     *(fp8.quantize.default, fp8.as_codes.default, fp8.transpose.default),
@@ -42,12 +41,12 @@ def repeat_gathers(gm: fx.GraphModule, ctx: Context) -> None:
     """Mark the gathers that the backward repeats."""
     found = list(find_gathers(gm.graph))
     if not found:
-        return  # graphs of one rank do not pay for the analysis below
+        return  # graphs without gathers skip the slow analysis below
     backward, origins = graph.tangent_dependent(gm.graph), Origins.of(gm.graph, ctx.facts)
     for gather in found:
         sent = graph.skip_reshapes(gather.shard)
         if gather.node in backward or sent.target in AMAX_OPERATORS:
-            continue  # the scale computed from a statistic is saved: four bytes for a tensor
+            continue  # the scale from an amax is saved instead: four bytes for a tensor
         if gather.shard in origins.computed:
             _recompute_copies(gather.node, backward)
         elif sent.target is fp8.as_bytes.default:

@@ -1,15 +1,17 @@
 """Simulate GEMMs in another format: mask the operands and results of linear layers.
 
-FP8 and back, section 3.2. `q` is a mask (`dialect/masking.py`). For `y = x Wᵀ`
+See section 3.2 of the paper FP8 and back. `q` is a mask, which rounds to the format
+(`dialect/masking.py`). For `y = x Wᵀ`
 
     before   y  = mm(x, t(W))              after    y  = q(mm(q(x), t(q(W))))
              dx = mm(dY, W)                         dx = q(mm(q(dY), q(W)))
              dW = mm(t(dY), x)                      dW = q(mm(t(q(dY)), q(x)))
 
 The GEMMs run in the model's own precision, so the simulated GEMM accumulates in high precision. A
-bias is added before the result is masked, and is not masked itself. Weights and saved activations
-are not masked; the backward masks them again. A tensor that several GEMMs read is masked once. No
-mask is emitted if a format represents all numbers of a tensor's dtype, as E8M7 does for bfloat16.
+bias is added before the result is masked, and is not masked itself. Weights and activations are
+saved unmasked, so the backward masks them again. A tensor that several GEMMs read is masked once.
+No mask is emitted if a format represents all numbers of a tensor's dtype, as E8M7 does for
+bfloat16.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ fp8 = torch.ops.fp8pass
 
 
 def simulate_format(gm: fx.GraphModule, ctx: Context) -> None:
-    """Mask the GEMMs of linear layers to `Config.simulate`; record all layers in the plan."""
+    """Mask the GEMMs of linear layers with the format `simulate`; record all layers in the plan."""
     simulation = ctx.config.simulation
     if simulation is None:
         return
@@ -80,7 +82,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
 
 
 class Masker:
-    """Masks the GEMMs of one graph, and each tensor that they read once."""
+    """Masks the GEMMs of one graph. A tensor that several GEMMs read is masked once."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.format = simulated_format(simulation.format)
@@ -103,11 +105,11 @@ class Masker:
         result.meta[REPLACED_GEMM] = gemm.name
         for user in users:
             user.replace_input_with(gemm, result)
-        if compat.must_save(gemm):  # the policy applies to the masked result
+        if compat.must_save(gemm):  # the masked result has the tag instead
             del gemm.meta["recompute"]
 
     def _mask_operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
-        """Return an operand that is masked before it is transposed."""
+        """Return a masked operand; the mask comes before a transpose."""
         batch = tensor(matrix).ndim == 3
         base, flipped = (graph.skip_batched_transposes if batch else graph.skip_transposes)(matrix)
         if self._is_unmasked(base):

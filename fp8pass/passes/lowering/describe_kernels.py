@@ -39,7 +39,7 @@ def describe_kernels(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _why_generated(quantize: fx.Node) -> str:
-    """Return why no kernel computes an operand."""
+    """Return why generated code quantizes an operand, and no hand-written kernel."""
     is_tensor = quantization_of(quantize).block == TENSOR
     why_not = why_no_tiles if is_tensor else why_no_rows
     return why_not(quantize) or "its inputs are parts of several matrices in memory"

@@ -1,10 +1,11 @@
-"""Launch kernels that can run together at once, as one operator.
+"""Merge kernels that can run together into one operator with one launch.
 
     before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
-A kernel joins earlier kernels if its inputs are available by then, such as weights. It must be
-small: earlier results take memory for longer, and a large kernel takes longer than its launch.
+A kernel joins earlier kernels if its inputs, such as weights, are available at that point. The
+kernel must be small: its results take memory for longer, and saving a launch matters little for a
+large kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.passes.context import Context
 
-# Bytes that a kernel may read and write: the GPU moves them in the time of one launch.
+# Bytes that a kernel may read and write: moving so many takes as long as a launch.
 MOST_MOVED = 64 * 2**20
 # Bytes of results that a launch may compute before they are needed.
 MOST_EARLY = 32 * 2**20
@@ -35,7 +36,7 @@ def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
-    """Return groups of kernels of one kind that can run at the first kernel of each group."""
+    """Return groups of kernels that can run together where the first kernel of the group runs."""
     position = {node: i for i, node in enumerate(g.nodes)}
     groups: list[list[fx.Node]] = []
     for node in g.nodes:

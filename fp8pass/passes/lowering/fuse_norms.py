@@ -8,7 +8,7 @@
              a = amax(r);  v = sum(p, 0)
 
 The kernel stores the sum, the amax of each row, and partial sums of the weight's gradient. The
-order of summation is fixed.
+order of summation is fixed, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ fp8 = torch.ops.fp8pass
 
 def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace sums of residual gradients and gradients of norms by row kernels."""
-    if not ctx.config.quantizes_linears:  # results must be bit-equal, but kernels round less often
+    if not ctx.config.quantizes_linears:  # recipe exact must be bit-equal, but kernels round less
         return
     candidates = [n for n in gm.graph.nodes if n.op == "call_function"]
     fused = [_fuse(node) for node in candidates if node.users and is_residual_sum(node)]
@@ -43,9 +43,9 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _fuse(total: fx.Node) -> bool:
-    """Replace a residual sum by a kernel; return False if it contains no norm that fits one.
+    """Replace a residual sum by a kernel; return False if it contains no suitable norm.
 
-    Values of the kernel that have other users are recomputed by these.
+    Other users of the kernel's intermediate values recompute them.
     """
     if why_not_a_matrix(total) or tensor(total).shape[-1] > LONGEST_SUMMED:
         return False
@@ -78,7 +78,7 @@ def _fuse(total: fx.Node) -> bool:
 
 
 def _find_column_sums(reader: Reader) -> list[fx.Node]:
-    """Return sums over all rows of values that can be computed from the kernel's loads alone."""
+    """Return the sums over all rows that the kernel can compute from its loads alone."""
     found: list[fx.Node] = []
     loads = set(reader.loads)
     for load in sorted(loads):

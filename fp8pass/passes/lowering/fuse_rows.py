@@ -6,8 +6,8 @@
              c  = scale(amax(s));  d = quantize(s, c)
     after    s, d, c, a, b = rows([w, x, mm], program)
 
-The kernel also stores computed values that have other users, and values that are quantized in
-groups to be saved for the backward.
+The kernel also stores its intermediate values that have other users, and values that are quantized
+in groups to be saved for the backward.
 
 `lower_dialect` lowers operators that no kernel takes.
 """
@@ -72,7 +72,7 @@ class RowKernel:
 
 
 def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
-    """Return the kernel that computes the quantized value, or loads it; None if there is none."""
+    """Return a kernel that computes, or loads, the value to quantize; None if no kernel can."""
     x, scale = quantize.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
@@ -111,8 +111,8 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
 def _used_outside(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
     """Return computed nodes that have users outside of the kernel, also through views and casts.
 
-    `absorbed` are other nodes that the kernel replaces. Conditions are not floating point; their
-    users recompute them.
+    `absorbed` are other nodes that the kernel replaces. Conditions, which are not floating point,
+    are left out, because their users recompute them.
     """
     inside = set(reader.names) | set(absorbed)
 

@@ -4,10 +4,10 @@
              b = amax(q);  t = scale(b)
     after    s, t = rows([p, q], [program, program])
 
-`p` and `q` are first stages of an amax that kernels have stored, one number for each row or tile,
-or inputs of the graph, such as the scales of a weight's rows. A second stage reads a few kilobytes,
-less than a launch is worth. A layer has a dozen or more second stages, and most results are needed
-much later.
+An amax has two stages: kernels store an amax for each row or tile, and the second stage reduces
+these to one number. `p` and `q` are results of first stages, or inputs of the graph, such as the
+row scales of a weight. A second stage reads a few kilobytes, which takes less time than a launch. A
+layer has a dozen or more second stages, and most results are needed much later.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _finishes_amax(node: fx.Node) -> bool:
     is_stored = isinstance(kernel, fx.Node) and kernel.target in (rows, tiles)
     if not is_stored and source.op != "placeholder":
         return False
-    count = tensor(source).numel()  # kernels store matrices, too
+    count = tensor(source).numel()  # may be large: kernels store matrices, too
     return holds_amaxes(source) and isinstance(count, int) and count <= LONGEST_HELD
 
 
@@ -103,7 +103,7 @@ def _fuse(amaxes: list[fx.Node]) -> None:
 
 
 def _make_program(amax: fx.Node, scales: list[fx.Node], stored: list[fx.Node]) -> Program:
-    """Return the program of one amax, which reads its numbers as one row."""
+    """Return the program of one amax. The program reads the stored numbers as one row."""
     steps = [Step(amax.name, "row_amax", ("partial",))]
     steps += [Step(s.name, "scale", (amax.name, parse(str(s.args[1])).format.name)) for s in scales]
     stores = (Store(node.name, ("row",), dtype="float32") for node in stored)

@@ -6,10 +6,10 @@
              b  = quantize(d, t);  c = transpose(b)
     after    a, b, c = tiles([s, t, dy, g, u], program)
 
-Every quantized matrix that is needed transposed becomes a store of a program, together with the
-pointwise operators that compute it from tensors in memory. Matrices computed from the same tensors
-share a kernel, so that each tensor is read once. Operators with other users also stay in the graph:
-computing them twice costs less than writing and reading their results.
+A kernel program stores every quantized matrix that is needed transposed. The program also has the
+pointwise operators that compute the matrix from tensors in memory. Matrices computed from the same
+tensors share a program, so that each tensor is read once. Operators with other users also stay in
+the graph: computing them twice costs less than writing and reading their results.
 
 The same kernel transposes FP8 data from other ranks:
 
@@ -53,7 +53,7 @@ class TiledMatrix:
 
     Attributes:
         reader: the loads and steps that compute the matrix.
-        store: its store, without layouts.
+        store: the store of the matrix, without layouts.
         replaced: the nodes that the stored result replaces, by layout.
         amaxes: the `amax` operators that will read the amaxes of tiles instead of the matrix.
     """
@@ -93,7 +93,7 @@ class Concatenation:
 
     @property
     def width(self) -> int:
-        """The columns of all parts."""
+        """The number of columns of all parts together."""
         return int(tensor(self.node).shape[1])
 
     def offset_of(self, nodes: Iterable[fx.Node]) -> int:
@@ -104,7 +104,7 @@ class Concatenation:
 
 
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace matrices that are quantized and transposed, or only measured, by tile kernels."""
+    """Emit tile kernels for matrices that are quantized and transposed, or that need an amax."""
     if not ctx.config.quantizes_linears:  # recipe exact must not change, but has amaxes, too
         return
     changed = False
@@ -169,10 +169,10 @@ def _find_received(data: fx.Node) -> TiledMatrix | None:
 
 
 def _find_measured(x: fx.Node) -> TiledMatrix | None:
-    """Return the matrix that a node is, if only its amax is needed from a kernel.
+    """Return the matrix of a node if a kernel should compute its amax, and nothing else.
 
-    The matrix must be dequantized from groups, or in memory. The generated kernel that computes any
-    other matrix can compute the amax as well.
+    The matrix must be dequantized from groups, or in memory. For any other matrix, the generated
+    kernel that computes the matrix can compute the amax as well.
     """
     amaxes = [u for u in x.users if u.target is fp8.amax.default and u.args[1] == "tensor"]
     if not amaxes or tensor(x).ndim != 2 or why_not_a_matrix(x):
@@ -189,7 +189,7 @@ def _find_measured(x: fx.Node) -> TiledMatrix | None:
 
 
 def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
-    """Return the matrices of each kernel; the first has the large loads of all of them."""
+    """Return the matrices of each kernel. The first matrix has all large loads of the kernel."""
     groups: list[list[TiledMatrix]] = []
     groups_by_load: dict[fx.Node, list[list[TiledMatrix]]] = {}
     for matrix in sorted(matrices, key=lambda m: -len(m.reader.large_loads)):
@@ -222,7 +222,7 @@ def _can_store_parts(whole: Concatenation, groups: list[list[TiledMatrix]]) -> b
 
 
 def _depend_on_each_other(matrices: list[TiledMatrix]) -> bool:
-    """Whether the inputs of one of the matrices depend on another of the matrices."""
+    """Whether the inputs of one matrix depend on another of the matrices."""
     reads = {n for m in matrices for n in m.reader.loads}
     return len(matrices) > 1 and depends_on(reads, [n for m in matrices for n in m.results])
 

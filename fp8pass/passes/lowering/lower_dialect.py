@@ -4,7 +4,7 @@
     after    a = amax(amax(abs(x), -1));  s = power_of_two(clamp(a / 448))
              q = buffer(convert(clamp(x * reciprocal(s))))
 
-`codegen/lowering.py` traces the reference of each operator, or its tuned lowering.
+`codegen/lowering.py` traces the reference implementation of each operator, or its tuned lowering.
 """
 
 from __future__ import annotations

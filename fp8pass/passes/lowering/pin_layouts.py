@@ -4,9 +4,9 @@
     after    h = buffer(mul(gate, up));  w = grouped_mm(permute(h, [1, 0]), dy, offsets)
 
 Grouped GEMMs raise an error if groups follow one another in the contiguous dimension, unless each
-group has a multiple of 16 bytes. Inductor copies a view of a tensor that is not in memory, and
-makes the copy row-major. Here a row would be a feature, in which the tokens of all experts follow
-one another. Recomputed and dequantized tensors are not in memory.
+group has a multiple of 16 bytes. If a tensor is not in memory, such as a recomputed or dequantized
+one, Inductor copies a view of the tensor, and makes the copy row-major. Each row of the copy would
+be a feature, and the tokens of all experts would follow one another in a row.
 """
 
 from __future__ import annotations

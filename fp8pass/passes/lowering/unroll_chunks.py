@@ -53,7 +53,7 @@ class Unroller:
         split = len(outputs) - chunks.sums
         self.row_results: list[fx.Node] = outputs[:split]
         self.sums: list[fx.Node] = outputs[split:]
-        # GEMMs that accumulate into the sum.
+        # GEMMs that accumulate into a sum over chunks in place.
         self.products = {n for n in self.sums if n.target is aten.mm.default and len(n.users) == 1}
 
     def emit_results(self) -> list[fx.Node]:
@@ -74,8 +74,8 @@ class Unroller:
     def _emit_chunk(self, start: Any, end: Any, done: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         """Emit a chunk that runs after `done`; return the new node of each node of the body.
 
-        Without the dependency Inductor would compute the losses where they are concatenated, from
-        the logits of all chunks.
+        Without the dependency Inductor would compute the losses where they are concatenated, and
+        keep the logits of all chunks until then.
         """
         env = dict(self.once)
         for placeholder, rows in self.row_inputs:
@@ -107,7 +107,7 @@ class Unroller:
         return total
 
     def _chunk_bounds(self) -> list[tuple[Any, Any]]:
-        """Return the first and last row of each chunk; nodes if the number of rows is symbolic."""
+        """Return the first and past-the-end row of each chunk, as nodes if they are symbolic."""
         rows, count = self.chunks.rows[0], self.chunks.count
         size = tensor(rows).shape[0]
         if isinstance(size, int):
