@@ -14,9 +14,9 @@ from fp8pass.tools.running import find_leaves, is_sharded
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Return the bytes that one forward of `model`, compiled or not, saves for its backward.
 
-    Parameters, buffers and leaves that require a gradient are not counted, because they are alive
-    anyway. Tensors that share a storage count once. Saved tensors are freed at once, so that models
-    whose activations do not fit can be measured; the backward of this forward cannot run.
+    Parameters, buffers and leaves that require a gradient are not counted, because the caller holds
+    them anyway. Tensors that share a storage count once. Saved tensors are freed immediately, so
+    models whose activations exceed the memory can be measured, but the backward cannot run.
 
     Raises:
         RuntimeError: the forward computes derivatives itself.

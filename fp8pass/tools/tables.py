@@ -102,7 +102,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Make the table of memory budgets; shares are of the largest, and the peak is estimated.
+    """Make the table of memory budgets. Shares are relative to the largest budget.
 
     Saved bytes are rounded up, so that they can be pasted as a memory budget.
     """
@@ -133,7 +133,7 @@ def sort_points(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
 
 
 def format_totals(explanation: ExplanationData) -> str:
-    """Return sentences about the totals over all runs of all graphs of a model."""
+    """Return sentences about a model with totals over all runs of all graphs."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs]
     linears = [y for plan in plans for y in plan.linears]
     rewritten = [y for y in linears if y.fp8 or y.simulated]
@@ -167,7 +167,7 @@ def format_totals(explanation: ExplanationData) -> str:
 
 
 def format_remarks(explanation: ExplanationData) -> str:
-    """Return sentences about what is not compiled, not saved or recomputed, or may be slower."""
+    """Return sentences about convolutions, uncompiled parts, checkpointing and slowdowns."""
     text = ""
     if count := explanation.convolutions:
         text += (

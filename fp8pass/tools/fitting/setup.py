@@ -29,7 +29,7 @@ class Setup:
     preset: str | None = "coat"
 
     def lines(self, accumulate: int, blocks: Sequence[str]) -> str:
-        """Return Python code that trains a `model` with this setup.
+        """Return Python code that prepares a `model` and an optimizer for this setup.
 
         Args:
             accumulate: number of backwards whose gradients are summed.

@@ -1,4 +1,4 @@
-"""The changes of a pass by module. Equal changes of repeated layers are shown once."""
+"""The code that a pass changes, by module. Equal changes of repeated layers are listed once."""
 
 from __future__ import annotations
 
