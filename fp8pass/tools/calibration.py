@@ -36,7 +36,7 @@ def calibrate(
     buffers and random number generators are restored.
 
     Args:
-        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
         config: the configuration to compile with, instead of the model's own or the default recipe.

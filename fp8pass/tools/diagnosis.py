@@ -1,9 +1,9 @@
 """`fp8pass.diagnose`: the gradient error of every layer, measured and predicted.
 
-Runs the joint graph of a model twice on real data: as it is before the passes, and rewritten. The
-second run replaces each forward value, and each gradient that enters a layer, by the exact value
-from the first run. So the error of a layer's gradients does not include errors of later layers, as
-in Table 13 of the paper AGoQ.
+Runs the joint graph of a model twice on real data: before the passes, and rewritten. The second run
+replaces each forward value, and each gradient that enters a layer, by the exact value from the
+first run. So the error of a layer's gradients does not include errors of later layers, as in Table
+13 of the paper AGoQ.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def diagnose(
     only predicted errors include the error of FP8 accumulation.
 
     Args:
-        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
         config: the configuration to diagnose, instead of the model's own or the default recipe.

@@ -43,7 +43,7 @@ class Explanation(ExplanationData):
 
         Raises:
             TypeError: `diagnosis` or `beside` has the wrong type.
-            ValueError: `beside` explains another model.
+            ValueError: `beside` is the explanation of another model.
         """
         # Imported here, because the report needs jinja2, which takes time to import.
         from fp8pass.tools.report import write_report
@@ -131,7 +131,7 @@ def explain(
     Buffers and random number generators are restored; parameters and gradients do not change.
 
     Args:
-        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         *args: arguments of the model.
         config: the configuration to explain, instead of the model's own or the default recipe.
         frontier: also compute the plans of other memory budgets. Solves about ten more

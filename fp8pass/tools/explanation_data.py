@@ -31,7 +31,7 @@ class ExplanationData(Result):
         model: name of the model's class.
         parts: paths of the compiled parts; () for the model as a whole.
         saved_bytes: measured bytes that a forward saves for the backward, inside and outside of
-            graphs. Shared tensors count once, parameters do not count.
+            graphs. Shared tensors are counted once, and parameters are not counted.
         eager_bytes: measured bytes that a forward saves without a compiler.
         graphs: the compiled graphs, in order.
         owners: path of each parameter's module, by the parameter's id.

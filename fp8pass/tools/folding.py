@@ -32,7 +32,7 @@ def format_paths(paths: Iterable[str]) -> str:
 
 
 def fold_rows(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[FoldedRow]:
-    """Fold (path, key, item) tuples whose keys are equal and whose paths differ only in numbers."""
+    """Fold (path, key, item) tuples with equal keys, and paths that differ only in numbers."""
     groups: dict[tuple[str, tuple[Any, ...]], list[tuple[str, Any]]] = {}
     for path, key, item in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", path), key), []).append((path, item))

@@ -166,8 +166,8 @@ def find_owners(model: nn.Module) -> dict[int, str]:
 def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
     """Collect the paths of `nn.Linear`s that run, by the ids of the parameters that they run with.
 
-    With FSDP2 the ids are those of gathered parameters, not of the model's own. Layers that compute
-    their weight are left out.
+    FSDP2 runs layers with gathered parameters instead of the model's own. Layers that compute their
+    weight are left out.
     """
     found: dict[int, str] = {}
 
@@ -199,8 +199,8 @@ def count_convolutions(model: nn.Module) -> tuple[int, float]:
 def name_projections(model: nn.Module, plan: Plan) -> None:
     """Name the projections of each `nn.MultiheadAttention` in a plan, because they share a path.
 
-    In each run, one to three GEMMs project queries, keys and values. The output projection follows.
-    It is the GEMM whose outputs are a third of the outputs before it.
+    In each run, one to three GEMMs project queries, keys and values. The next GEMM, the output
+    projection, has a third of the outputs of these GEMMs together.
     """
     modules = [
         f".{graph.clean_path(path)}"

@@ -236,7 +236,7 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
 
 
 def _describe_heads(plans: Sequence[Plan]) -> str:
-    """Describe each output head whose loss is in the graph, in one line."""
+    """Describe each output head that is in a graph with its loss, in one line."""
     lines = dict.fromkeys(
         f"\nLogits of {head.module or 'the output head'}, {head.shape}: "
         + (f"in {head.chunks} chunks of tokens" if head.chunks > 1 else "of all tokens at once")

@@ -11,7 +11,7 @@ from fp8pass.tools.cli.target import Target
 
 
 def run_alone(found: Target, run: Callable[[], Any] | None = None) -> None:
-    """Call the model, or `run`, without fp8pass, to tell errors of the model from fp8pass's errors.
+    """Call the model, or `run`, without fp8pass, so that the model's own errors appear first.
 
     Raises:
         Failure: the call fails.

@@ -27,7 +27,7 @@ KINDS = {
     "gradients": ("gradients", "#54a24b"),
     "workspace": ("workspace of operators", "#e45756"),
 }
-# Name of a GPU of which only the memory size is known.
+# Name of a GPU if only its memory size is known.
 UNNAMED = "unnamed GPU"
 # Kinds that have a row even without any bytes.
 ALWAYS = ("weights", "states", "gradients", "saved")

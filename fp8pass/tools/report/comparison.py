@@ -28,7 +28,7 @@ class ModuleCosts:
     seconds: float = 0.0
 
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for equal modules, whose seconds may differ by rounding."""
+        """Return a key that is equal for equal modules. Rounding errors of seconds are ignored."""
         return self.bytes, tuple(self.formats.items()), self.fp8, f"{self.seconds:.6e}"
 
 
@@ -43,12 +43,12 @@ class ComparedRow:
 
     @property
     def more_bytes(self) -> int:
-        """Saved bytes of all these modules in the second explanation, minus those in the first."""
+        """Saved bytes of all these modules: the second explanation's minus the first's."""
         return self.count * (self.theirs.bytes - self.ours.bytes)
 
     @property
     def more_seconds(self) -> float:
-        """Seconds of all these modules in the second explanation, minus those in the first."""
+        """Seconds of all these modules: the second explanation's minus the first's."""
         return self.count * (self.theirs.seconds - self.ours.seconds)
 
 

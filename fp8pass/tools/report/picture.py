@@ -264,7 +264,7 @@ class _Drawing:
 
 
 def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
-    """Return the drawn operators whose results `node` uses, directly or through hidden nodes."""
+    """Return the drawn operators that `node` reads, directly or through hidden nodes."""
     pending, seen = list(node.all_input_nodes), dict.fromkeys(node.all_input_nodes)
     while pending:
         operand = pending.pop()

@@ -38,7 +38,7 @@ class TimelinePoint:
 def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list[TimelinePoint]:
     """Return the operators that change the saved bytes: forwards, then backwards in reverse.
 
-    With `stock`, the operators and saved tensors are those of PyTorch's partitioner.
+    With `stock`, PyTorch's partitioner determines the operators and saved tensors.
     """
     forwards: list[tuple[bool, int, list[Change]]] = []
     backwards: list[tuple[bool, int, list[Change]]] = []
