@@ -39,7 +39,7 @@ class Group:
 def run_jobs(work: Work, jobs: list[Any], *, ranks: int = 1) -> Iterator[Any]:
     """Yield the results of `work(job, device)` for all jobs, from processes with one GPU each.
 
-    Each job runs on `ranks` GPUs, as the ranks of a process group; the first rank's results count.
+    Each job runs on `ranks` GPUs, as the ranks of a process group. Rank 0's results are yielded.
     Without a GPU one group runs on the CPU, and a single rank runs in this process.
 
     Raises:
