@@ -49,7 +49,7 @@ RESULTS = Path(__file__).parent / "results"
 GROUP_SIZE = 128
 EPS = 1e-8
 
-# Errors from the paper COAT, in a unit that it does not state. Keys are formats of the first moment;
+# Errors from the paper COAT, which does not state the unit. Keys are formats of the first moment;
 # the columns are the formats of the second moment in `SECOND`.
 SECOND = ("e4m3", "e4m3+expand", "e5m2", "e5m2+expand", "de8", "de8+expand")
 COAT = {
@@ -138,7 +138,7 @@ def measure_errors(size: str, steps: int) -> dict[str, Any]:
 
 
 def expansion_gain(results: list[dict[str, Any]], rounding: str) -> float:
-    """Return the error of E4M3 without expansion, divided by the error with both expanded."""
+    """Return the error of both moments in E4M3, divided by the error with both expanded."""
     found = {(r["first"], r["second"]): r["mse"] for r in results if r["rounding"] == rounding}
     return float(found["e4m3", "e4m3"] / found["e4m3+expand", "e4m3+expand"])
 
