@@ -174,7 +174,7 @@ class Operands:
 
 
 def measure(case: Case, product: Product, count: int) -> Result:
-    """Measure one GEMM. Rounds alternate both accumulations; the smallest medians count."""
+    """Measure one GEMM. Rounds alternate both accumulations; times are the smallest medians."""
     operands = Operands(product)
     times = [[operands.milliseconds(fast=fast) for fast in (True, False)] for _ in range(ROUNDS)]
     errors = [operands.error(fast=fast) for fast in (True, False)]

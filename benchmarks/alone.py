@@ -37,7 +37,7 @@ def print_result(measure: Callable[[torch.device], dict[str, Any]]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found: dict[str, Any] = measure(device) | {"error": None}
-    except Exception as error:  # such as out of memory: the next variants still run
+    except Exception as error:  # for example out of memory; the next variants still run
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     print(json.dumps(found))
 

@@ -6,11 +6,11 @@
 
 Every measurement runs in a new process, and every variant has its own cache folder. The first run
 of a variant is cold; the second run uses the caches of the first. Seconds are the time of the first
-forward and backward, without imports; `passes` are the CPU seconds of fp8pass's passes. Depths are
-measured in CPU time of the process and its compilers, minus a second forward and backward. `--jobs`
-processes run at a time; if there are many, each takes up to a third longer. All depths together get
-`--limit` seconds; measurements that do not end by then are skipped. On the CPU, kernels are
-generated but not compiled, because the C++ compiler would take most of the time.
+forward and backward, without imports; `passes` are the CPU seconds of fp8pass's passes. For depths,
+the time is the CPU time of the process and its compilers, minus the CPU time of a second forward
+and backward. `--jobs` processes run at a time; if there are many, each takes up to a third longer.
+All depths together get `--limit` seconds; measurements that do not end by then are skipped. On the
+CPU, kernels are generated but not compiled, because the C++ compiler would take most of the time.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 The text is the source of Python's standard library; every tenth file is held out. Weights and
 AdamW's states are fp32, the forward runs under BF16 autocast, and the learning rate falls to zero.
 For one seed every variant starts from the same weights and sees the same batches. Measured per run:
-training loss in means of 20 steps; the final loss on all held-out text, by the same compiled
+training loss in means of 20 steps; the final loss on all held-out text, with the same compiled
 forward; tokens per second and peak memory of the steps after the first five; whether any loss was
 not finite. Each run is written to the results as soon as it ends. Compare a variant with `bf16` of
 the same seed. The difference between two seeds of one variant is the noise.
@@ -87,7 +87,7 @@ def tokens(files: Iterable[Path], device: torch.device) -> Tensor:
 
 
 def run(kind: type[Decoder], variant: str, seed: int, size: Size, data: Data) -> Result:
-    """Train one variant of a kind of model from scratch and validate it."""
+    """Train a model of class `kind` from scratch in one variant, and validate it."""
     device = data.train.device
     torch.manual_seed(seed)
     model = kind(size).to(device)
@@ -161,7 +161,7 @@ def summary(
 
 
 def rate(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate: linear warm-up over a tenth, then a cosine."""
+    """Return a share of the peak learning rate: warm-up in a tenth of the steps, then a cosine."""
     warm_up = steps // 10
     progress = max(0, step - warm_up) / (steps - warm_up)
     return min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * progress))
@@ -197,7 +197,8 @@ def main() -> None:
         again=args.again,
     )
     done = {(r["variant"], r["seed"]) for r in record["results"]}
-    # All variants of a seed run before the next seed, so that interrupted runs can be compared.
+    # All variants of a seed run before the next seed, so that variants can be compared even if the
+    # script is interrupted.
     for variant, seed in [(v, s) for s in args.seeds for v in args.variants]:
         if (variant, seed) in done:
             continue

@@ -6,7 +6,7 @@
         --variants "fp8pass coat" "fp8pass coat, CUDA graphs"
     python benchmarks/distributed.py --tiny             small models, on CPUs with gloo too
 
-`fsdp` is the 1B Llama of `model.py`, or the first eight layers of its 7B, which keep a GPU busy for
+`fsdp` trains the 1B Llama of `model.py`, or the first eight layers of the 7B Llama, which run
 longer than the CPU takes to launch them. Weights are in FP32. FSDP2 shards each decoder layer, with
 gathers and gradients in BF16. Layers and the loss are compiled in place. `sequence` is a stack of
 16 decoder layers (models.Stack) in the sizes of the 1B Llama, with tensor parallelism and
@@ -132,13 +132,14 @@ VARIANTS = {
 
 
 def sharded_llama(size: Size, variant: Variant, device: torch.device) -> tuple[Any, Any]:
-    """Return a Llama, sharded and compiled, and the counters of `compress`."""
+    """Return a Llama, sharded and compiled, and the counters of the bytes that `compress` sends."""
     with torch.device(device):
         llama = new_llama(size, device).float()
     if variant.compiler == "torchao":
         _convert(llama, variant.gather)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    kind = type(with_own_code(llama.model.layers[0], "_call_impl"))  # all layers share the class
+    # All layers share the class and its compiled code.
+    kind = type(with_own_code(llama.model.layers[0], "_call_impl"))
     for layer in llama.model.layers:
         layer.__class__ = kind
         layer.compile(**_backend(variant))
@@ -188,7 +189,7 @@ def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) 
 
 
 class Run:
-    """One compiled and warm variant on this rank; see the module's docstring."""
+    """One compiled and warmed-up variant on this rank; see the module's docstring."""
 
     def __init__(self, name: str, size: Size, device: torch.device) -> None:
         self.variant, self.device = VARIANTS[name], device
@@ -243,10 +244,11 @@ def measure(names: list[str], size: Size, device: torch.device) -> dict[str, dic
     for name in names:
         try:
             runs[name] = Run(name, size, device)
-        except Exception as error:  # a missing package or out of memory: the same on all ranks
+        except Exception as error:  # a missing package or out of memory, on all ranks alike
             results[name] = {"error": f"{type(error).__name__}: {error}"}
             free_memory()
-    # The garbage collector would scan the objects of all variants, but a user's program has one.
+    # The garbage collector would scan the objects of all variants, while real programs have one
+    # variant.
     gc.collect()
     gc.freeze()
     for _ in range(TURNS):
@@ -366,7 +368,7 @@ def child(args: argparse.Namespace) -> None:
             print(json.dumps({**about, **found[name]}), flush=True)
     if args.rank == 0 and cuda and args.child == "nvlink":
         print(json.dumps({"kernels": kernels(device)}), flush=True)
-    os._exit(0)  # threads of process groups may outlive the interpreter
+    os._exit(0)  # skips the shutdown, because threads of process groups may outlive it
 
 
 def _size(model: str, *, tiny: bool) -> Size:

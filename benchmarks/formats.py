@@ -137,7 +137,7 @@ def _watch(model: Decoder, found: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """One format and group size: its bits, and its relative RMS error on each kind of values."""
+    """The bits of a format with a group size, and the relative RMS error on each kind of values."""
 
     format: str
     scale: str

@@ -6,8 +6,8 @@
 The script profiles forward and backward of decoder layers: recipe coat with the kernels of
 `codegen/`, coat with only Inductor's generated code, and torchao. It measures calls and
 milliseconds of each kernel per step. The bandwidth of a memory-bound kernel is compared with the
-bandwidth of a large copy in the same run. It follows from the bytes of the kernel's arguments;
-in-place arguments count twice. GEMMs are compared with the FP8 rate of one large product. The floor
+bandwidth of a large copy in the same run. A kernel's bytes are the bytes of its arguments; in-place
+arguments count twice. GEMMs are compared with the FP8 rate of one large product. The floor
 is the time of GEMMs and attention, plus the time of all other bytes at copy bandwidth. Better or
 fewer kernels could save the rest of the step.
 """
@@ -107,7 +107,7 @@ def busiest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def measure_limits() -> Limits:
-    """Measure a copy of 1 GiB, and a product of 16384 × 8192 × 8192."""
+    """Measure the rates of a copy of 1 GiB and of an FP8 product of 16384 × 8192 × 8192."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_ms = busiest_ms(lambda: target.copy_(source))
@@ -154,7 +154,7 @@ def flops_of(subject: Subject) -> tuple[float, float]:
 
 
 def profile(case: Case, compile_model: Variant, rounds: int) -> Breakdown:
-    """Profile one case, compiled in one way."""
+    """Profile one case, compiled by `compile_model`."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Stack(case.layers, case.hidden, case.heads, case.ffn).to("cuda", torch.bfloat16)

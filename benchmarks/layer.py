@@ -343,7 +343,7 @@ def main() -> None:
     }
     results: list[Result] = []
     for case in cases:
-        waits = case is CASES[0]  # the GPU waits for the CPU's launches, which CUDA graphs save
+        waits = case is CASES[0]  # only here does the GPU wait for the CPU, so CUDA graphs matter
         run = {n: make for n, make in chosen.items() if waits or not n.endswith(GRAPHED)}
         results += run_case(case, run, device, args.rounds)
         gc.collect()

@@ -5,8 +5,8 @@
     python benchmarks/lora.py losses                       a small model, 1,500 steps
     python benchmarks/lora.py speed --tiny --out x.json    small models, on the CPU too
 
-Adapters have rank 16 and compute the same as PEFT's, without dropout. The model has random weights
-in BF16. Only adapters are trained, with `torch.optim.AdamW(fused=True)`.
+Adapters have rank 16 and compute the same values as PEFT's adapters without dropout. The model has
+random weights in BF16. Only adapters are trained, with `torch.optim.AdamW(fused=True)`.
 
 `speed` trains on one sequence of 4,096 tokens. Layers are compiled one by one and share their code.
 With fp8pass, the head and the loss are compiled as one module, in chunks of tokens. Every variant

@@ -133,7 +133,7 @@ class GPT(nn.Module):
 
 
 class Experts(nn.Module):
-    """Eight SwiGLU networks, two for each token, implemented like torchtitan's.
+    """Eight SwiGLU networks, two for each token, implemented as in torchtitan.
 
     Attributes:
         imbalance: balancing loss of Switch Transformers in the last forward; 1 if all experts get

@@ -5,8 +5,8 @@
     python benchmarks/moe.py --tiny            a CPU-sized case, to check that the script works
 
 Measured for each case and variant: the same as in `layer.py`, and the planned share of FLOPs in
-FP8. torchao's expert GEMMs need multiples of 16 tokens per expert, so its layer pads the tokens, as
-in torchtitan.
+FP8. torchao's expert GEMMs need multiples of 16 tokens per expert, so the layer pads the tokens for
+torchao, as in torchtitan.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 class MoELayer(nn.Module):
     """RMSNorm, a router, SwiGLU experts, and the sum with the residual stream.
 
-    The router reads the input of the norm, not the output. Each variant rounds a norm differently,
-    so routers would send some tokens to different experts, which would hide gradient errors.
+    The router reads the input of the norm, not the output. Each variant rounds the output
+    differently, so it would send some tokens to different experts, which would hide the gradient
+    errors.
 
     Attributes:
         multiply: computes the GEMM of experts.

@@ -6,8 +6,8 @@
 
 `errors` trains the demo's model with states in FP32, and then rounds the states to every pair of
 formats, in two ways: stochastically (the optimizer's default), and to nearest (as in the paper
-COAT). It measures the mean squared error of m / (√v + ε). Tables 1 and 9 of COAT report the same
-error, and the record contains COAT's numbers, too.
+COAT). It measures the mean squared error of the update m / (√v + ε). Tables 1 and 9 of COAT report
+the same error, and the record contains COAT's numbers, too.
 
 `sums` adds gradients to buffers of every format (`step_in_backward(..., accumulate=n)`): equal
 gradients, and random gradients with mean zero. It measures the relative error of the sum, and the

@@ -439,7 +439,7 @@ def make_starts(job: Job, device: torch.device) -> Iterator[Result]:
 
 
 def start_ids(of: Job) -> dict[int, str]:
-    """Return an identifier of each seed's starting weights. Train weights that do not exist."""
+    """Return an identifier of each seed's starting weights. Train missing weights first."""
     if not of.start:
         return dict.fromkeys(of.seeds, "")
     missing = tuple(seed for seed in of.seeds if not of.start_file(seed).exists())

@@ -88,7 +88,7 @@ def _added_ms(results: list[dict[str, Any]]) -> float:
 
 
 def _contraction(result: dict[str, Any]) -> float:
-    """Return the length of a contraction; for wgrad of experts, an average expert's tokens."""
+    """Return the length of a contraction; for an expert wgrad, the tokens of an average expert."""
     is_outer = result["experts"] and result["role"] == "wgrad"
     return result["size"][2] / (result["experts"] if is_outer else 1)
 

@@ -31,7 +31,7 @@ def layer_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def _compare(r: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """Return a variant's time, memory and errors. Time and memory are relative to `base`, too."""
+    """Return a variant's time, memory and errors, and ratios of time and memory to `base`."""
     held, of = r["activation_bytes"], base["activation_bytes"]
     return [
         r["variant"],
@@ -124,7 +124,7 @@ def zoo_operators_table(data: dict[str, Any]) -> list[list[str]]:
     name_of = lambda op: str(op).split(".")[1]  # noqa: E731
     rules = {name_of(op) for op, meaning in POINTWISE.items() if meaning.formula}
     kernels = {name_of(op) for op, meaning in POINTWISE.items() if meaning.triton}
-    kernels.add("pow")  # for the exponents in `POWERS`
+    kernels.add("pow")  # kernels support the exponents in `POWERS`
     counts: dict[str, Counter[str]] = {}
     for r in data["results"]:
         for kind, names in r.get("operators", {}).items():

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 
 
 def lora_losses_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return losses of adapters, without speeds, because the model is small."""
+    """Return losses of adapters. Speed is left out, because it means little for a small model."""
     rows = convergence_table(data, baseline="BF16")
     return [row[:4] for row in rows]
 
@@ -88,7 +88,7 @@ def _paired(own: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> 
 
 
 # Vocabulary of the model in stability.py. The loss of an untrained model is the logarithm of this
-# number, which limits the losses in the sensitivity.
+# number; sensitivities count larger losses as this value.
 VOCABULARY = 256
 
 

@@ -110,7 +110,7 @@ def _serve(work: Work, rank: int, group: Group, waiting: Any, results: Any) -> N
 
 
 def _device(group: Group) -> torch.device:
-    """Return the only visible GPU of a process, so that all processes share compiled code."""
+    """Return the only visible GPU, number 0 in each process, so that processes share code."""
     if not group.on_gpu:
         torch.set_num_threads(1)
         return torch.device("cpu")

@@ -77,7 +77,7 @@ class Diagnosis(Result):
 
     @property
     def suspicious(self) -> list[LayerError]:
-        """The errors far above the predicted ones."""
+        """The errors that are far above the predicted error."""
         return [y for y in self.layers if y.far_above]
 
     @property
@@ -179,7 +179,7 @@ def measure_errors(record: Record) -> Iterable[LayerError]:
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
     predictor = Predictor(rules, record.decisions, record.planned_values(exact))
     predictor.run(record.planned.graph)
-    # Layers end at GEMMs and attention, and at the outputs of regions.
+    # Layers end at GEMMs and attention, and at the outputs of non-linear regions.
     ends = {n for region in rules.regions for n in region.outputs}
     ends |= {n for n in rules.backward if kind(n) in LAYERS}
     names = {original_name(n) for n in ends & rules.backward}
@@ -220,8 +220,8 @@ class LocalErrorInterpreter(fx.Interpreter):
         gm: the rewritten graph.
         exact: the exact value of each node, by name.
         ends: names of the gradients at the ends of layers.
-        regions: number of the region of each node, by name. Gradients between nodes of a region
-            are not replaced, for example in the sum that computes a bias's gradient.
+        regions: number of the non-linear region of each node, by name. Gradients between nodes of a
+            region are not replaced, for example in the sum that computes a bias's gradient.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def fold_saved(
 
     Args:
         saved: saved tensors.
-        sources: source line of each tensor, by name. Tensors are folded only if their lines equal.
+        sources: source line of each tensor, by name. Only tensors with equal lines are folded.
     """
     lines = sources or {}
 

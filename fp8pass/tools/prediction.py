@@ -1,8 +1,8 @@
 """Predict the error of every gradient in a planned backward with the error rules.
 
-Errors are local, as `diagnose` measures them: the error that one region, GEMM or attention adds to
-exact incoming gradients. Values come from a real batch. Rounding is idealized (`samples.rounding`):
-every value gets the relative error of the format's normal range.
+Errors are local, as `diagnose` measures them: the error that one non-linear region, GEMM or
+attention adds to exact incoming gradients. Values come from a real batch. Rounding is idealized
+(`samples.rounding`): values of any size have the relative error of the format's normal range.
 """
 
 from __future__ import annotations

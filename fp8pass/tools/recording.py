@@ -180,8 +180,8 @@ class Runs:
     def backward(self, inputs: dict[str, Any]) -> None:
         """Add the inputs of a backward to the last forward with the same saved inputs.
 
-        Autograd runs backwards in reverse order. Forwards after that one have no backward, because
-        their results are not used, or `torch.utils.checkpoint` ran them again.
+        Autograd runs backwards in the reverse order of forwards. So later forwards that still wait
+        have no backward: their results are not used, or `torch.utils.checkpoint` ran them again.
         """
         while self._waiting:
             run = self._waiting.pop()

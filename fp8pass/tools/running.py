@@ -59,7 +59,7 @@ def check_configuration(tool: str, model: Any, config: Any) -> Config:
 def find_recipe(config: Config) -> tuple[str, dict[str, Any]]:
     """Return the recipe that differs from `config` in the fewest options, and these options.
 
-    The option `compiler` is ignored. If several recipes differ in equally few, `coat` comes first.
+    The option `compiler` is ignored. If several recipes are equally near, `coat` is preferred.
     """
     found = {}
     for name in ("coat", *RECIPES):

@@ -89,7 +89,7 @@ def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
 def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
     """Make the table of error amplification by region.
 
-    Case 1 stores the inputs of a region, case 2 also intermediate results.
+    Case 1 of the paper AGoQ stores the inputs of a region; case 2 also stores intermediate results.
     """
     columns = "×", "inputs stored", "results, too"
     table = make_table(f"{title}: error rules", "module, operators, inputs", *columns)

@@ -143,7 +143,7 @@ class Candidate:
         return sum(self.host.values()) * (1 + HOST_SHARE) + PROCESS_BYTES
 
     def why_not(self, gpu: float, host: float) -> str:
-        """Return why the candidate does not fit the bytes of GPU and host; '' if it fits."""
+        """Return why the candidate does not fit the given bytes of GPU and host; '' if it fits."""
         reasons = []
         if (over := self.gpu_bytes - gpu) > 0:
             largest = sorted(self.gpu, key=self.gpu.__getitem__, reverse=True)[:2]

@@ -213,7 +213,7 @@ def _measure_workspace(node: fx.Node) -> float:
 
 
 def estimate_work(g: fx.Graph) -> Work:
-    """Return the work of a graph. For each buffer, generated code reads all operands once."""
+    """Return the work of a graph. Generated code reads all operands once per written buffer."""
     total = Work()
     for node in g.nodes:
         if node.op == "call_function" and is_expensive(node):

@@ -161,7 +161,7 @@ def record_step(
         torch.random.fork_rng(devices=[]),
         _compile_parts(module, paths, recorder) as run,
     ):
-        loss_of(run, args, kwargs)  # compiles; operators of the compilation are not recorded
+        loss_of(run, args, kwargs)  # compiles the graphs, without recording operators
         with recorder.watch(module):
             loss = loss_of(run, args, kwargs)
             if not loss.requires_grad:
@@ -301,7 +301,7 @@ class _Recorder(compat.OperatorObserver):
         return found
 
     def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module at a path."""
+        """Run the module at a path, and note the path for graphs that are captured."""
         self.path = path
         return run(*args, **kwargs)
 

@@ -87,7 +87,7 @@ def trace(
 
 
 def is_in_list(path: str) -> bool:
-    """Check whether a module is in a list. If a model has lists, budgets apply only to members."""
+    """Check whether a module is in a list. Budgets apply only to such modules, if there are any."""
     return any(part.isdigit() for part in path.split("."))
 
 
@@ -297,7 +297,10 @@ class TracedLayers:
         self.moments(Config(), Fate(stay=True))
 
     def _scale_budget(self, config: Config, depth: int) -> Config:
-        """Return `config` for `depth` layers, with a budget that omits as many bytes per layer."""
+        """Return `config` with its memory budget scaled to a model of `depth` layers.
+
+        The budget reduces the saved bytes of each layer by the same amount as in the whole model.
+        """
         if config.memory_budget is None:
             return config
         unlimited = replace(config, memory_budget=None)

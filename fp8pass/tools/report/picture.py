@@ -309,7 +309,7 @@ def _describe_scales(block: Block) -> str:
 
 
 def find_source_line(node: fx.Node) -> str:
-    """Return the line of the user's model that a node comes from, `model.py:54  q = self.q(x)`.
+    """Return the line of the user's model that created a node, as `model.py:54  q = self.q(x)`.
 
     The result is the innermost line outside of PyTorch, such as the line that calls an
     `nn.RMSNorm`, or '' if the line is unknown.
