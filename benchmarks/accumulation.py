@@ -27,7 +27,7 @@ from report import merge, print_rows, resume, write_json
 from tables_kernels import accumulation_table
 from torch import Tensor
 
-MERGED = 16384  # the longest contraction of `merge_dgrads`
+MERGED = 16384  # `merge_dgrads` does not make longer contractions
 CALLS = 4  # calls in one measurement
 SAMPLE = 64
 MEAN = 0.5
@@ -51,8 +51,8 @@ class Case:
 
     Attributes:
         name: name of the model.
-        tokens: rows of the input of every layer.
-        groups: layers (inputs, outputs) that share an input, group by group.
+        tokens: number of tokens, the rows of every layer's input.
+        groups: groups of layers that share an input. A layer is (inputs, outputs).
         layers: how often the groups are repeated.
         experts: number of experts in each layer, with a weight each; 0 without experts.
     """
@@ -76,7 +76,7 @@ class Case:
 
 
 def llama(name: str, tokens: int, hidden: int, ffn: int, kv: int, layers: int = 1) -> Case:
-    """Return the layers of a Llama: queries, keys and values; their output; gate and up; down."""
+    """Return a Llama's linear layers in groups: q, k, v; attention output; gate and up; down."""
     qkv = (hidden, hidden), (hidden, kv), (hidden, kv)
     groups = qkv, ((hidden, hidden),), ((hidden, ffn), (hidden, ffn)), ((ffn, hidden),)
     return Case(name, tokens, groups, layers)

@@ -368,7 +368,7 @@ def child(args: argparse.Namespace) -> None:
             print(json.dumps({**about, **found[name]}), flush=True)
     if args.rank == 0 and cuda and args.child == "nvlink":
         print(json.dumps({"kernels": kernels(device)}), flush=True)
-    os._exit(0)  # skips the shutdown, because threads of process groups may outlive it
+    os._exit(0)  # without a shutdown, because threads of process groups may still run
 
 
 def _size(model: str, *, tiny: bool) -> Size:

@@ -124,7 +124,7 @@ def measure_limits() -> Limits:
 
 @contextmanager
 def count_bytes() -> Iterator[dict[str, list[int]]]:
-    """Yield a dict that collects the argument bytes of each launch, by generated kernel."""
+    """Yield a dict that collects the argument bytes of each launch, by generated kernel's name."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     counted: dict[str, list[int]] = defaultdict(list)

@@ -63,7 +63,7 @@ TURN_MS = 20.0
 
 @dataclass
 class Times:
-    """Milliseconds of a step, and of its launches by the CPU."""
+    """Milliseconds of a step, and milliseconds in which the CPU launches a step."""
 
     ms: float = 0.0
     cpu_ms: float = 0.0
@@ -259,7 +259,7 @@ def compare(
     rounds: int,
 ) -> list[Result]:
     """Measure every variant of a model. The model's first input gets a gradient."""
-    torch._dynamo.reset()  # otherwise sizes that differ from the last case's become dynamic
+    torch._dynamo.reset()  # otherwise sizes that differ from the previous case become dynamic
     (x, *others), device = inputs, grad.device
     subjects, results = {}, {}
     reference: dict[str, Tensor] = {}

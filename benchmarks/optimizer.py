@@ -144,7 +144,7 @@ def expansion_gain(results: list[dict[str, Any]], rounding: str) -> float:
 
 
 def rank_correlation(results: list[dict[str, Any]]) -> float:
-    """Return Spearman's rank correlation of measured errors to nearest with COAT's errors."""
+    """Return Spearman's rank correlation between COAT's errors and measured errors to nearest."""
     both = [(r["mse"], r["coat"]) for r in results if r["coat"] is not None]
     ranks = torch.tensor(both, dtype=torch.float64).argsort(0).argsort(0).double()
     return float(torch.corrcoef(ranks.T)[0, 1])

@@ -169,7 +169,7 @@ RISE = 0.5  # nats: a larger rise of the loss is divergence
 HELD_OUT_EVERY = 10
 HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
-START_DATA = 1_000_000  # added to the seed, for other batches before the start than after it
+START_DATA = 1_000_000  # added to the seed, so that batches before the start are different
 MOST_TEXT = 256 << 20
 
 

@@ -46,7 +46,7 @@ def _version(package: str) -> str | None:
 
 
 def resume(path: Path, settings: dict[str, Any], *, again: bool = False) -> dict[str, Any]:
-    """Return the record in `path`, or an empty one with `again` or if the file does not exist.
+    """Return the record in `path`; an empty record if `again` is set or the file does not exist.
 
     Exit if the record comes from another GPU, other versions or other settings.
     """

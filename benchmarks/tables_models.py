@@ -131,7 +131,7 @@ def _share(result: dict[str, Any], base: dict[str, Any], key: str) -> str:
 
 
 def formats_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return errors of all formats in groups of 128, of E2M1 with 4.25 bits, and of all E4M3."""
+    """Return errors of all formats in groups of 128, E2M1 of 4.25 bits, and E4M3 in all groups."""
     names = list(data["results"][0]["errors"])
     rows = [["format", "scales", "G", "bits", *names]]
     for r in data["results"]:

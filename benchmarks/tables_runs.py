@@ -93,7 +93,7 @@ VOCABULARY = 256
 
 
 def stability_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return final losses and seeds that hold, by format and learning rate, and sharpness."""
+    """Return a row per format: losses and runs that hold at each learning rate, and sharpness."""
     results = data["results"]
     rates = sorted({r["rate"] for r in results})
     header = ["", *(f"{rate:g}" for rate in rates), "highest that holds", "sensitivity"]
@@ -105,7 +105,7 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
     limit = {seed: loss + data["settings"]["holds"] for seed, loss in lowest.items()}
     variants = list(dict.fromkeys(r["variant"] for r in results))
     pairs = [{(r["rate"], r["seed"]) for r in results if r["variant"] == v} for v in variants]
-    of_all = set.intersection(*pairs)  # sensitivities compare the same runs
+    of_all = set.intersection(*pairs)  # sensitivities of all variants cover the same runs
     for variant in variants:
         mine = [r for r in results if r["variant"] == variant and r["seed"] in limit]
         cells, highest = [], ""

@@ -299,7 +299,7 @@ class Trials:
         self.units = find_units(g.plan for g in graphs)
 
     def error(self, exact: frozenset[int]) -> float:
-        """Measure the relative error of the gradients with the numbered units exact."""
+        """Measure the relative error of the gradients if the units of these numbers are exact."""
         if not exact:
             return self._start
         options = make_options((self.units[i] for i in sorted(exact)), self.config)
@@ -336,7 +336,7 @@ def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress the logs and warnings of a compilation that repeats the first one."""
+    """Suppress logs and warnings, which many similar compilations would repeat."""
     log.disabled, before = True, log.disabled
     try:
         with warnings.catch_warnings():

@@ -57,7 +57,7 @@ class CulpritSearch:
         return max(CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)) * self.error(exact) ** 2
 
     def _find_next(self, exact: frozenset[int]) -> int | None:
-        """Return the unit that causes most of the remaining error; None if none stands out."""
+        """Return the unit that causes most of the remaining error; None if no unit stands out."""
         threshold = self._compute_threshold(exact)
         if not threshold:
             return None

@@ -26,7 +26,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     saved: dict[Any, int] = {}
     sharded = is_sharded(model)
 
-    @torch.compiler.disable  # hooks of FSDP2 trace this function, but fake tensors have no storage
+    @torch.compiler.disable  # FSDP2's hooks would trace it with fake tensors, without a storage
     def pack(tensor: Tensor) -> None:
         if sharded:  # FSDP2 replaces parameters by gathered ones while their module runs
             own.update(map(compat.weak_storage, model.parameters()))

@@ -55,13 +55,13 @@ def sharpness(
             language model, or [batch, vocabulary]: as a tensor, first in a tuple, or as `logits` of
             an object or mapping.
         loss_fn: `loss_fn(model, batch)` returns the mean loss of the last token of each sequence, a
-            scalar. It is called with a stand-in for the model that returns the logits of the last
-            token, [batch, 1, vocabulary] in FP64.
-        batch: passed to `loss_fn`. Sequences of a batch are searched together. For one sequence the
-            result is the paper's metric. For several, f is the mean loss over the sequences.
+            scalar. Its first argument is a stand-in for the model that returns the logits of the
+            last token, [batch, 1, vocabulary] in FP64.
+        batch: passed to `loss_fn`. For one sequence the result is the paper's metric. For several
+            sequences, one search covers all of them, and f is their mean loss.
         epsilon: ε, the half width of the box relative to |y| + 1.
-        search: whether to search the box with L-BFGS-B. Otherwise the maximum is assumed in the
-            corner that the gradient points to, which gives the same result for cross-entropy.
+        search: whether to search the box with L-BFGS-B. Otherwise the loss in the corner that the
+            gradient points to counts as the maximum, with the same result for cross-entropy.
 
     Returns:
         φ in percent; the loss itself if the loss is not finite.
@@ -202,7 +202,7 @@ def find_logits(output: Any) -> Tensor:
 
 
 def _replace_logits(output: Any, logits: Tensor) -> Any:
-    """Return a copy of a model's output with other logits."""
+    """Return a copy of a model's output with the given logits."""
     if isinstance(output, Tensor):
         return logits
     if isinstance(output, (tuple, list)) and not hasattr(output, "logits"):

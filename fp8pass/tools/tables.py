@@ -133,7 +133,7 @@ def sort_points(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
 
 
 def format_totals(explanation: ExplanationData) -> str:
-    """Return sentences about a model with totals over all runs of all graphs."""
+    """Return sentences with a model's totals over all runs of all graphs."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs]
     linears = [y for plan in plans for y in plan.linears]
     rewritten = [y for y in linears if y.fp8 or y.simulated]
@@ -210,7 +210,7 @@ def format_remarks(explanation: ExplanationData) -> str:
 
 
 def _describe_checkpointing(explanation: ExplanationData) -> str:
-    """Describe what `torch.utils.checkpoint` recomputes, and the alternative."""
+    """Describe what `torch.utils.checkpoint` recomputes, and a memory budget as an alternative."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs if g.plan.checkpointing]
     inside = [p.checkpointing for p in plans if p.checkpointing]
     around = sum(run.checkpointed for g in explanation.graphs for run in g.runs)

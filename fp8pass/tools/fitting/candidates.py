@@ -117,7 +117,7 @@ class Candidate:
         gpu: bytes on the GPU at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`,
             `activations`, `gradients`, `workspace`.
         host: bytes on the host, by kind.
-        peak: where the peak is: a module of the `forward` or `backward`, or the `update`.
+        peak: place of the peak: a module of the `forward` or `backward`, or the `update`.
         seconds: time of an optimizer step.
     """
 

@@ -176,7 +176,7 @@ def measure_memory(
 
 
 def _find_last_uses(nodes: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Return the last position at which a buffer is computed from each node."""
+    """Return, for each node, the position of the last buffer that is computed from the node."""
     found: dict[fx.Node, int] = {}
     for node in reversed(nodes):
         ends = [position[node]]

@@ -71,7 +71,7 @@ class RegionForward:
 
     Attributes:
         call: number of the call.
-        inputs, outputs: storages by position; None for storages that existed before the step.
+        inputs, outputs: numbers of the storages; None if a storage existed before the step.
     """
 
     region: CompiledRegion
@@ -213,7 +213,7 @@ def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
 
 @contextmanager
 def _explain_missing_values(module: nn.Module) -> Iterator[None]:
-    """Turn the error of an operator that reads values into a ValueError that names its module."""
+    """Raise a ValueError that names the module if an operator reads the values of tensors."""
     try:
         yield
     except compat.NEEDS_VALUES as error:

@@ -161,7 +161,7 @@ class _Replay:
         self.moments: list[Moment] = []
         self._alive: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
-        self._held: Counter[int] = Counter()  # references by regions that have not run backward
+        self._held: Counter[int] = Counter()  # uses by regions that have not run backward
         self._freed: set[int] = set()  # freed by the model while regions hold them
         self._calls: dict[int, RegionForward] = {}
         self._backward = False
@@ -184,7 +184,7 @@ class _Replay:
                     self._note(Moment())
 
     def _note(self, moment: Moment) -> None:
-        """Add the bytes that are alive outside of a region to a moment of the region."""
+        """Record a moment of a region, plus the bytes that are alive outside of the region."""
         alive = {name: self._alive[name] + getattr(moment, name) for name in KINDS}
         self.moments.append(Moment(moment.module, self._backward, **alive))
 

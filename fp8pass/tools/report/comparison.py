@@ -43,12 +43,12 @@ class ComparedRow:
 
     @property
     def more_bytes(self) -> int:
-        """Saved bytes of all these modules: the second explanation's minus the first's."""
+        """Difference of the saved bytes of all these modules, second explanation minus first."""
         return self.count * (self.theirs.bytes - self.ours.bytes)
 
     @property
     def more_seconds(self) -> float:
-        """Seconds of all these modules: the second explanation's minus the first's."""
+        """Difference of the seconds of all these modules, second explanation minus first."""
         return self.count * (self.theirs.seconds - self.ours.seconds)
 
 

@@ -15,7 +15,7 @@ _CONTEXT = 1  # unchanged lines around a change
 
 @dataclass(frozen=True)
 class ModuleDiff:
-    """The change of one module's code, which is equal up to numbers in `count` modules."""
+    """The change of one module's code. In `count` modules it is equal except for numbers."""
 
     module: str
     count: int

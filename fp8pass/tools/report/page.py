@@ -152,7 +152,7 @@ def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> d
 
 
 def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the explained plan, then the plans of the frontier that save less, largest first."""
+    """Yield the explained plan, then smaller plans of the frontier by descending memory."""
     here = plan.point
     if here is None:
         return

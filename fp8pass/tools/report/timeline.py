@@ -36,7 +36,7 @@ class TimelinePoint:
 
 
 def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list[TimelinePoint]:
-    """Return the operators that change the saved bytes: forwards, then backwards in reverse.
+    """Return a point for each change of the saved bytes: forwards, then backwards in reverse.
 
     With `stock`, PyTorch's partitioner determines the operators and saved tensors.
     """
