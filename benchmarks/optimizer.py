@@ -138,7 +138,7 @@ def measure_errors(size: str, steps: int) -> dict[str, Any]:
 
 
 def expansion_gain(results: list[dict[str, Any]], rounding: str) -> float:
-    """Return the error of both moments in E4M3, divided by the error with both expanded."""
+    """Return the error with both moments in E4M3, divided by the error with expanded moments."""
     found = {(r["first"], r["second"]): r["mse"] for r in results if r["rounding"] == rounding}
     return float(found["e4m3", "e4m3"] / found["e4m3+expand", "e4m3+expand"])
 

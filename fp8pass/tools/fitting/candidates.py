@@ -204,7 +204,7 @@ class Candidates:
     def _evaluate(self, configs: Iterable[Config]) -> Iterator[Candidate]:
         """Yield candidates, the fastest first.
 
-        Planning takes time, so a configuration is planned only if it may have the next candidate.
+        Planning takes time, so a configuration is planned only if one of its setups may be next.
         """
         waiting = deque(configs)
         timed: list[tuple[int, Setup, Seconds]] = []

@@ -43,7 +43,7 @@ def fit(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> Fit:
-    """Find the fastest way to train a model that fits a GPU and its host, without allocating.
+    """Find the fastest way to train that fits a GPU and its host, without allocating memory.
 
     Traces one forward and backward on fake tensors, and plans their graphs for several
     configurations. This machine need not have the GPU. Parameters and inputs may be on any device,
@@ -60,7 +60,7 @@ def fit(
         *args: arguments of the model for one micro-batch.
         gpu: a name, a size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; or bytes. Default:
             the GPU of this machine. A size alone uses the rates of this machine's GPU. Without a
-            GPU, or for a GPU with unknown rates, times are estimated for an H200, and marked so.
+            GPU, or for a GPU with unknown rates, times are estimated for an H200, with a note.
         host: memory for offloaded data and the process, as a size or bytes. Default: the available
             memory of this machine.
         config: the configuration where the search begins, instead of the model's own or the default

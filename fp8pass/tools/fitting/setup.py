@@ -81,7 +81,7 @@ class Setup:
 
 
 def _format_value(value: object) -> str:
-    """Return the value of an option as Python code; functions by name."""
+    """Return the value of an option as Python code. A function is represented by its name."""
     if isinstance(value, Simulation):
         return f"fp8pass.{value!r}"
     if isinstance(value, tuple):

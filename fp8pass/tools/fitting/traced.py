@@ -48,8 +48,8 @@ FEW, MORE = 3, 4
 # From this number of layers on, tracing two short models is faster than tracing the whole model.
 WORTHWHILE = 8
 
-# Position of a layer, or "before" or "after" all layers. Each pair has a place in the model with
-# `FEW` layers, and the place in the model with `MORE` layers that matches it.
+# Position of a layer, or "before" or "after" all layers. Each pair is a place in the model with
+# `FEW` layers, and the matching place in the model with `MORE` layers.
 Place = int | str
 PAIRS: tuple[tuple[Place, Place], ...] = (
     *(("before", "before"), ("after", "after")),
