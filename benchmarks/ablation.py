@@ -1,12 +1,12 @@
-"""Measure the gain of each optional part of fp8pass: the same model with it and without it.
+"""Measure the speed gained by each optional part of fp8pass: models with and without the part.
 
     python benchmarks/ablation.py                              all cases
     python benchmarks/ablation.py --cases h2048 gpt2           some of them
     python benchmarks/ablation.py --tiny --out x.json          a small case, on the CPU too
 
-A part stays in fp8pass if some case is at least 1% faster with it. A time is the median of forward
-and backward over rounds; variants alternate, in another order each round (`layer.py`). All variants
-of a case run in one process and share their parameters.
+A part stays in fp8pass if some case is at least 1% faster with the part. A time is the median of
+forward and backward over rounds. Variants alternate, in a different order each round (`layer.py`).
+All variants of a case run in one process and share their parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# A cache would return code of another variant.
+# Caches are off, because they would return code of another variant.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
@@ -43,7 +43,7 @@ class Variant:
     """fp8pass without some of its parts.
 
     Attributes:
-        env: environment variables while it compiles.
+        env: environment variables during the compilation.
         how: arguments of `torch.compile`.
     """
 
@@ -128,7 +128,7 @@ CASES: dict[str, Callable[[torch.device], Made]] = {
     "gpt2": gpt2_case,
     **{name: partial(llama_case, name) for name in MODELS},
 }
-# Cases that wait for the CPU to launch kernels.
+# Cases in which the GPU waits for the CPU to launch kernels. They also run with CUDA graphs.
 WAITS_FOR_CPU = ("h2048", "gpt2")
 
 
@@ -137,7 +137,7 @@ def compiled(name: str, model: nn.Module, variant: Variant) -> nn.Module:
     model = share_parameters(model)
     if name in MODELS and MODELS[name].per_block:
         layers: Any = model.model.layers  # type: ignore[union-attr]
-        kind = type(with_own_code(layers[0]))  # all layers share the class
+        kind = type(with_own_code(layers[0]))  # all layers share the class and its compiled code
         for i, layer in enumerate(layers):
             layer.__class__ = kind
             layers[i] = torch.compile(layer, backend=variant, **variant.how)

@@ -1,16 +1,16 @@
-"""Measure precise accumulation in FP8 GEMMs: time by role, and the error of the products.
+"""Measure fast and precise accumulation in FP8 GEMMs: time by role, and error of the products.
 
     python benchmarks/accumulation.py                    needs an NVIDIA GPU with FP8 tensor cores
     python benchmarks/accumulation.py --cases gpt2       one model; results in the file are kept
 
-The script times every FP8 GEMM of a step of a model, at its own shape and with its own scales: the
-forward and experts with row scales, dgrad and wgrad with one scale for each operand. dgrads of
+The script times every FP8 GEMM in a step of a model, in its shape and with its kind of scales. The
+forward and experts have row scales; dgrad and wgrad have one scale for each operand. dgrads of
 layers that share an input are one GEMM, as after `merge_dgrads`. Each GEMM is timed with fast and
 with precise accumulation, in turn.
 
 The relative error of a product is measured against FP64 on a sample of rows and columns. Operands
-have a mean of half their standard deviation: activations and gradients are correlated, and
-truncation then removes more from a sum than rounding does from independent terms.
+have a mean of half their standard deviation, because activations and gradients are correlated.
+Truncation removes more from sums of correlated terms than rounding does from independent terms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from report import merge, print_rows, resume, write_json
 from tables_kernels import accumulation_table
 from torch import Tensor
 
-MERGED = 16384  # the longest contraction of `merge_dgrads`
+MERGED = 16384  # `merge_dgrads` does not make longer contractions
 CALLS = 4  # calls in one measurement
 SAMPLE = 64
 MEAN = 0.5
@@ -36,7 +36,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Product:
-    """A GEMM [M, K] × [N, K]ᵀ, or one for each of several experts that share the M rows."""
+    """A GEMM [M, K] × [N, K]ᵀ, or one such GEMM for each expert; experts divide the tokens."""
 
     role: str
     m: int
@@ -50,11 +50,11 @@ class Case:
     """The linear layers of a model.
 
     Attributes:
-        name: of the model.
-        tokens: rows of the input of every layer.
-        groups: layers (inputs, outputs) that share an input, group by group.
+        name: name of the model.
+        tokens: number of tokens, the rows of every layer's input.
+        groups: groups of layers that share an input. A layer is (inputs, outputs).
         layers: how often the groups are repeated.
-        experts: how many weights each layer has.
+        experts: number of experts in each layer, with a weight each; 0 without experts.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Case:
 
 
 def llama(name: str, tokens: int, hidden: int, ffn: int, kv: int, layers: int = 1) -> Case:
-    """Return the layers of a Llama: queries, keys and values; their output; gate and up; down."""
+    """Return a Llama's linear layers in groups: q, k, v; attention output; gate and up; down."""
     qkv = (hidden, hidden), (hidden, kv), (hidden, kv)
     groups = qkv, ((hidden, hidden),), ((hidden, ffn), (hidden, ffn)), ((ffn, hidden),)
     return Case(name, tokens, groups, layers)
@@ -100,7 +100,7 @@ CASES = (
 
 @dataclass
 class Result:
-    """A GEMM, how often a step runs it, milliseconds and relative errors of both accumulations."""
+    """A GEMM, its count in a step, and milliseconds and relative errors of both accumulations."""
 
     case: str
     role: str
@@ -119,12 +119,12 @@ def codes(rows: int, columns: int) -> Tensor:
 
 
 def ones(*shape: int) -> Tensor:
-    """Return scales."""
+    """Return scales of 1."""
     return torch.ones(shape, device="cuda")
 
 
 class Operands:
-    """The operands of a GEMM, and the GEMM."""
+    """A GEMM with random operands."""
 
     def __init__(self, product: Product) -> None:
         self.of = product
@@ -164,7 +164,7 @@ class Operands:
         return ((found - exact).norm() / exact.norm()).item()
 
     def milliseconds(self, *, fast: bool) -> float:
-        """Count the FLOPs of one product."""
+        """Measure the milliseconds of one product."""
 
         def several() -> None:
             for _ in range(CALLS):
@@ -174,7 +174,7 @@ class Operands:
 
 
 def measure(case: Case, product: Product, count: int) -> Result:
-    """Measure one GEMM: the smallest median of a few rounds, alternating both accumulations."""
+    """Measure one GEMM. Rounds alternate both accumulations; times are the smallest medians."""
     operands = Operands(product)
     times = [[operands.milliseconds(fast=fast) for fast in (True, False)] for _ in range(ROUNDS)]
     errors = [operands.error(fast=fast) for fast in (True, False)]

@@ -1,7 +1,7 @@
-"""Measure variants of a training, each in a process of its own, so that they share no state.
+"""Measure each variant of a benchmark in a separate process, so that variants share no state.
 
-A script calls itself with `--child VARIANT`, where it calls `print_result`; as the parent it calls
-`measure_each`.
+A script calls `measure_each`, which starts the script again for each variant, with `--child
+VARIANT`. In the child process, the script calls `print_result`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from report import merge, use_expandable_segments, write_json
 
 
 def arguments(doc: str | None, variants: Iterable[str], name: str) -> argparse.Namespace:
-    """Parse the command line of a script: its variants, and `results/<name>.json` to extend."""
+    """Parse the command line of a script. Results go to `results/<name>.json` by default."""
     names = list(variants)
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--variants", nargs="+", default=names, choices=names)
@@ -32,12 +32,12 @@ def arguments(doc: str | None, variants: Iterable[str], name: str) -> argparse.N
 
 
 def print_result(measure: Callable[[torch.device], dict[str, Any]]) -> None:
-    """Print the result, or the error instead of it. The child calls this."""
+    """Measure in the child process, and print the result or the error."""
     use_expandable_segments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found: dict[str, Any] = measure(device) | {"error": None}
-    except Exception as error:  # such as out of memory: the next variants still run
+    except Exception as error:  # for example out of memory; the next variants still run
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     print(json.dumps(found))
 
@@ -49,7 +49,7 @@ def measure_each(
 
     Args:
         record: the record that `resume` returns; results are added to it.
-        path: the file to write it to.
+        path: the file to write the record to.
         variants: names of variants of the script.
         command: the script and its options; `--child` is added.
     """

@@ -1,16 +1,16 @@
-"""Measure compile time: cold and warm, with other compilers for comparison, and the passes alone.
+"""Measure compile time, cold and warm, of fp8pass, its passes alone, and other compilers.
 
     python benchmarks/compile_time.py            four layers of hidden 4096 (CUDA)
     python benchmarks/compile_time.py --passes   time of the passes for 1 to 32 layers (any device)
     python benchmarks/compile_time.py --depths   cold, for 10 to 200 small layers (any device)
 
-Every measurement runs in a process and a cache folder of its own. The first run of a variant is
-cold; the second run uses the caches of the first. Seconds are the time of the first forward and
-backward, without imports; `passes` is the share of fp8pass's passes. Depths are measured in CPU
-time of the process and its compilers, minus a second forward and backward. `--jobs` processes run
-at a time; with many of them each takes up to a third longer. Runs longer than `--limit` seconds are
-skipped. On the CPU, kernels are generated but not compiled, because the C++ compiler would take
-most of the time.
+Every measurement runs in a new process, and every variant has its own cache folder. The first run
+of a variant is cold; the second run uses the caches of the first. Seconds are the time of the first
+forward and backward, without imports; `passes` are the CPU seconds of fp8pass's passes. For depths,
+the time is the CPU time of the process and its compilers, minus the CPU time of a second forward
+and backward. `--jobs` processes run at a time; if there are many, each takes up to a third longer.
+All depths together get `--limit` seconds; measurements that do not end by then are skipped. On the
+CPU, kernels are generated but not compiled, because the C++ compiler would take most of the time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 
 
 def child(variant: str, layers: int, hidden: int) -> dict[str, Any]:
-    """Compile one variant in this process."""
+    """Compile one variant in this process, and return the times."""
     from layer import Subject
     from layer import variants as make_variants
     from models import Stack, init_weights, rope_tables

@@ -5,16 +5,17 @@
     python benchmarks/convergence.py --experts --variants bf16 coat --seeds 0 1 2
     python benchmarks/convergence.py --tiny --out x.json  seconds on a CPU
 
-The text is the source of Python's standard library, every tenth file held out. Weights and AdamW's
-states are fp32, the forward runs under BF16 autocast, and the learning rate falls to zero. For one
-seed every variant starts from the same weights and sees the same batches. Measured per run:
-training loss in means of 20 steps; the final loss on all held-out text, by the same compiled
+The text is the source of Python's standard library; every tenth file is held out. Weights and
+AdamW's states are fp32, the forward runs under BF16 autocast, and the learning rate falls to zero.
+For one seed every variant starts from the same weights and sees the same batches. Measured per run:
+training loss in means of 20 steps; the final loss on all held-out text, with the same compiled
 forward; tokens per second and peak memory of the steps after the first five; whether any loss was
-not finite. Each run is written to the results as soon as it ends. Compare with `bf16` of the same
-seed. The difference between two seeds of one variant is the noise.
+not finite. Each run is written to the results as soon as it ends. Compare a variant with `bf16` of
+the same seed. The difference between two seeds of one variant is the noise.
 
-`--experts` trains a mixture of experts of 97M parameters instead: eight experts in a layer, two of
-them for each token, with Switch's balancing loss, which the final loss does not include.
+`--experts` trains a mixture of experts of 97M parameters instead. Each layer has eight experts and
+uses two of them for each token. Training adds the balancing loss of Switch Transformers, which the
+final loss does not include.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "linear": {"recipe": "linear"},
     "coat": {"recipe": "coat"},
     "agoq, 4 bits": {"save_format": "e2m1"},
-    # Four bits wherever they fit, without the error rules.
+    # 4 bits wherever possible, without the error rules.
     "uniform4": {"save_format": "e2m1", "error_tolerance": float("inf")},
 }
 MODEL = Size(640, 10, 10, 10, 1792, seq=1024, batch=12, steps=2000, peak_lr=1e-3)
@@ -86,7 +87,7 @@ def tokens(files: Iterable[Path], device: torch.device) -> Tensor:
 
 
 def run(kind: type[Decoder], variant: str, seed: int, size: Size, data: Data) -> Result:
-    """Train one variant of a kind of model from scratch and validate it."""
+    """Train a model of class `kind` from scratch in one variant, and validate it."""
     device = data.train.device
     torch.manual_seed(seed)
     model = kind(size).to(device)
@@ -127,7 +128,7 @@ def train(
             first_step_s = time.perf_counter() - start
     seconds, peak_bytes = meter.read()
 
-    # Gradients stay on, so that validation runs the compiled graph that was trained.
+    # Gradients stay enabled, so that validation runs the compiled graph of the training.
     count = (len(data.held_out) - 1) // size.tokens
     with autocast():
         held_out = [compiled(*batch).detach() for batch in data.held_out_batches(size, count)]
@@ -146,7 +147,7 @@ def summary(
     first_step_s: float,
     peak_bytes: int | None,
 ) -> Result:
-    """Return the result of a run with the losses of its steps."""
+    """Return the result of a run, given the losses of its steps."""
     return Result(
         variant,
         seed,
@@ -160,7 +161,7 @@ def summary(
 
 
 def rate(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate: linear warm-up over a tenth, then a cosine."""
+    """Return a share of the peak learning rate: warm-up in a tenth of the steps, then a cosine."""
     warm_up = steps // 10
     progress = max(0, step - warm_up) / (steps - warm_up)
     return min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * progress))
@@ -196,7 +197,8 @@ def main() -> None:
         again=args.again,
     )
     done = {(r["variant"], r["seed"]) for r in record["results"]}
-    # All variants of a seed run before the next seed, so that an interrupted run has whole pairs.
+    # All variants of a seed run before the next seed, so that variants can be compared even if the
+    # script is interrupted.
     for variant, seed in [(v, s) for s in args.seeds for v in args.variants]:
         if (variant, seed) in done:
             continue

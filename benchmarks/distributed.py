@@ -1,4 +1,4 @@
-"""Measure training on several GPUs: speed, memory and bytes on the wire, over each link.
+"""Measure training on several GPUs: speed, memory and sent bytes, over each kind of link.
 
     python benchmarks/distributed.py                    every variant over both links (two GPUs)
     python benchmarks/distributed.py --links host --models 7B --variants "fp8pass coat, compressed"
@@ -6,19 +6,21 @@
         --variants "fp8pass coat" "fp8pass coat, CUDA graphs"
     python benchmarks/distributed.py --tiny             small models, on CPUs with gloo too
 
-`fsdp` is the 1B Llama of `model.py`, or the first eight layers of its 7B, which keep a GPU busy for
+`fsdp` trains the 1B Llama of `model.py`, or the first eight layers of the 7B Llama, which run
 longer than the CPU takes to launch them. Weights are in FP32. FSDP2 shards each decoder layer, with
-gathers and gradients in BF16. Layers and the loss are compiled in place. `sequence` is 16 decoder
-layers of the 1B's sizes (models.Stack) in tensor parallel with sequence-parallel norms.
+gathers and gradients in BF16. Layers and the loss are compiled in place. `sequence` is a stack of
+16 decoder layers (models.Stack) in the sizes of the 1B Llama, with tensor parallelism and
+sequence-parallel norms.
 
-Links: `nvlink` is what NCCL finds; `host` goes through host memory (NCCL_P2P_DISABLE=1), as GPUs
-without peer access do. Each GPU has one process for all variants of a link. Variants alternate,
-because the CPU's speed, which may limit a step, changes from minute to minute. Tokens per second
-count all ranks, by the median step and by the fastest. All other numbers are rank 0's: the
-milliseconds in which the CPU launches a step, the peak above the memory of the other variants, and
-the bytes of gradients and quantized weights that it sends, as a share of BF16's.
+Links: `nvlink` uses the links that NCCL finds; `host` sends through host memory
+(NCCL_P2P_DISABLE=1), as GPUs without peer access do. Each GPU has one process for all variants of a
+link. Variants alternate, because the CPU's speed, which may limit a step, changes from minute to
+minute. Tokens per second are summed over ranks, for the median step and for the fastest step. All
+other numbers are measured on rank 0: the milliseconds in which the CPU launches a step; the memory
+peak above the memory of the other variants; and the bytes of sent gradients and quantized weights,
+as a share of their bytes in BF16.
 
-`kernels` times the kernels that quantize and add: their share of a copy's bandwidth.
+`kernels` compares the kernels that quantize and add with the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -61,11 +63,11 @@ from fp8pass.demo.train import Meter, free_memory
 
 HERE = Path(__file__).parent
 LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}}
-# For each GPU; a sequence-parallel model has one batch for all GPUs.
+# Sequences for each GPU. A sequence-parallel model has this batch for all GPUs together.
 BATCH = 4
 SIZES = {"1B": MODELS["1B"], "7B": replace(MODELS["7B"], layers=8)}
-# Steps of a variant's turn. The first step is not timed, because the CPU's caches hold other code.
-# In the second step only the launches of the CPU are timed.
+# Turns of a variant, and steps of a turn. The first step is not timed, because the CPU's caches
+# hold code of other variants. In the second step only the launches of the CPU are timed.
 TURNS, STEPS = 6, 8
 
 
@@ -78,7 +80,7 @@ class Variant:
         compiler: `bf16`, `torchao` or `fp8pass`.
         gather: whether torchao gathers weights in FP8.
         compress: arguments of `fp8pass.distributed.compress`; None does not call it.
-        optimizer: `fused`, PyTorch's, or `fp8pass`.
+        optimizer: `fused` for PyTorch's AdamW, or `fp8pass` for fp8pass's.
         without: a pass to disable.
         keeps: whether gathered weights stay in memory from the forward to the backward.
         graphs: whether layers are replayed as CUDA graphs.
@@ -130,13 +132,14 @@ VARIANTS = {
 
 
 def sharded_llama(size: Size, variant: Variant, device: torch.device) -> tuple[Any, Any]:
-    """Return a Llama, sharded and compiled, and the counters of `compress`."""
+    """Return a Llama, sharded and compiled, and the counters of the bytes that `compress` sends."""
     with torch.device(device):
         llama = new_llama(size, device).float()
     if variant.compiler == "torchao":
         _convert(llama, variant.gather)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    kind = type(with_own_code(llama.model.layers[0], "_call_impl"))  # all layers share the class
+    # All layers share the class and its compiled code.
+    kind = type(with_own_code(llama.model.layers[0], "_call_impl"))
     for layer in llama.model.layers:
         layer.__class__ = kind
         layer.compile(**_backend(variant))
@@ -163,7 +166,7 @@ def _backend(variant: Variant) -> dict[str, Any]:
 
 
 def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) -> Any:
-    """Return decoder layers in tensor parallel, with sequence-parallel norms."""
+    """Return decoder layers with tensor parallelism and sequence-parallel norms."""
     stack: Any = Stack(size.layers, size.hidden, size.heads, size.ffn)
     with torch.no_grad():
         init_weights(stack.to(device, torch.bfloat16))
@@ -186,7 +189,7 @@ def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) 
 
 
 class Run:
-    """One compiled and warm variant on this rank; see the module's docstring."""
+    """One compiled and warmed-up variant on this rank; see the module's docstring."""
 
     def __init__(self, name: str, size: Size, device: torch.device) -> None:
         self.variant, self.device = VARIANTS[name], device
@@ -204,7 +207,7 @@ class Run:
         meter = Meter(device)
         step_seconds(self.step, 1, device)
         _, peak = meter.read()
-        # A replay does not count the memory that a CUDA graph uses inside.
+        # PyTorch does not count the memory that a replayed CUDA graph uses inside.
         self.peak_bytes = None if peak is None or self.variant.graphs else peak - others
 
     def take_turn(self) -> None:
@@ -234,17 +237,18 @@ class Run:
 
 
 def measure(names: list[str], size: Size, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Measure alternating variants. Return the results, or the error of each variant."""
+    """Measure variants in alternating turns. Return the result or the error of each variant."""
     torch._dynamo.reset()
     results: dict[str, dict[str, Any]] = {}
     runs: dict[str, Run] = {}
     for name in names:
         try:
             runs[name] = Run(name, size, device)
-        except Exception as error:  # a missing package or out of memory: the same on all ranks
+        except Exception as error:  # a missing package or out of memory, on all ranks alike
             results[name] = {"error": f"{type(error).__name__}: {error}"}
             free_memory()
-    # The garbage collector would scan all variants; a real program has only one.
+    # The garbage collector would scan the objects of all variants, while real programs have one
+    # variant.
     gc.collect()
     gc.freeze()
     for _ in range(TURNS):
@@ -341,7 +345,7 @@ def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
 
 
 def child(args: argparse.Namespace) -> None:
-    """Run one rank over one link; rank 0 prints a line for each variant."""
+    """Run one rank over one link. Rank 0 prints a line for each variant."""
     use_expandable_segments()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", args.rank) if cuda else torch.device("cpu")
@@ -352,7 +356,7 @@ def child(args: argparse.Namespace) -> None:
         "nccl" if cuda else "gloo", store=store, rank=args.rank, world_size=args.ranks,
         device_id=device if cuda else None,
     )  # fmt: skip
-    # Layers of all variants share compiled code.
+    # Layers of all variants share code objects, so Dynamo counts their compilations together.
     torch._dynamo.config.recompile_limit = len(VARIANTS) * 8
     ways = [(model, "fsdp") for model in args.models] + [("1B", "sequence")]
     for model, way in ways:
@@ -364,7 +368,7 @@ def child(args: argparse.Namespace) -> None:
             print(json.dumps({**about, **found[name]}), flush=True)
     if args.rank == 0 and cuda and args.child == "nvlink":
         print(json.dumps({"kernels": kernels(device)}), flush=True)
-    os._exit(0)  # threads of process groups may outlive the interpreter
+    os._exit(0)  # without a shutdown, because threads of process groups may still run
 
 
 def _size(model: str, *, tiny: bool) -> Size:

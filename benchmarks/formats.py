@@ -1,13 +1,13 @@
-"""Compare the rounding error and size of formats of less than a byte for each element.
+"""Compare the rounding error and size of formats with less than a byte per element.
 
     python benchmarks/formats.py            any device
 
-Formats are simulated in fp32, because fp8pass does not implement all of them: floats of `x`
-exponent and `y` mantissa bits without codes for Inf and NaN, E4M3 with its code for NaN, and
-integers. A group of `G` elements shares one scale: in fp32, in bf16 (truncated), or in E8M0, a
-power of two, rounded up. Each error is the root mean square of the rounding error divided by the
-root mean square of the values. The values are random numbers and activations of a demo model after
-some training.
+Formats are simulated in fp32, because fp8pass does not implement all of them. They are floats with
+x exponent and y mantissa bits (ExMy), without codes for Inf and NaN; E4M3, with its code for NaN;
+and integers. A group of `G` elements shares one scale: in fp32, in bf16 (truncated), or in E8M0 (a
+power of two, rounded up). Each error is the root mean square of the rounding error divided by the
+root mean square of the values. The values are random numbers, and activations of the demo model
+after some training.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SCALE_BITS = {"fp32": 32, "bf16": 16, "e8m0": 8}
 
 @dataclass(frozen=True)
 class Element:
-    """An element format; whole numbers have no exponent bits, and steps of 1.
+    """The format of an element. Integers have no exponent bits, and steps of 1.
 
     Attributes:
-        name: as in the record.
+        name: name in the record.
         exponent, mantissa: numbers of bits.
         reserved: how many of the largest codes are not numbers.
     """
@@ -60,7 +60,7 @@ class Element:
 
     @property
     def max(self) -> float:
-        """Return the largest value: all bits set, without reserved codes."""
+        """Return the largest value: the largest code that is not reserved."""
         binades = max(0, (1 << self.exponent) - 2)
         ones = (2 if self.exponent else 1) - (1 + self.reserved) * 2.0**-self.mantissa
         return ones * 2.0 ** (self.min_exponent + binades)
@@ -84,7 +84,7 @@ CHOICES = [
 
 
 def group_scale(amax: Tensor, element: Element, kind: str) -> Tensor:
-    """Return the stored scale that maps `amax` to the largest value."""
+    """Return the stored scale that maps `amax` to the largest value of the format."""
     scale = torch.where(amax == 0, 1.0, amax / element.max)
     if kind == "bf16":
         return (scale.view(torch.int32) & -1 << 16).view(torch.float32)
@@ -102,7 +102,7 @@ def relative_error(x: Tensor, element: Element, scale: str, group: int) -> float
 
 
 def random_values(device: torch.device) -> dict[str, Tensor]:
-    """Return random numbers of different tails, bf16 [*SHAPE]."""
+    """Return random bf16 numbers [*SHAPE] from distributions with different tails."""
     torch.manual_seed(0)
     gate, up = torch.randn(2, *SHAPE)
     heavy = torch.distributions.StudentT(torch.tensor(3.0)).sample(SHAPE)
@@ -137,7 +137,7 @@ def _watch(model: Decoder, found: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """One format and group size: its bits, and its relative RMS error on each kind of values."""
+    """The bits of a format with a group size, and the relative RMS error on each kind of values."""
 
     format: str
     scale: str

@@ -3,13 +3,13 @@
     python benchmarks/gpt2.py                      all variants, writes results/gpt2.json
     python benchmarks/gpt2.py --tiny --out x.json  a small model, on the CPU too
 
-FP32 weights under BF16 autocast, 16 × 1024 tokens: the residual stream is in FP32 and its branches
-are in BF16, so that branches take half the bytes of their sums. Variants share their weights, and
-alternate (`layer.py`).
+Weights are in FP32, under BF16 autocast; a batch has 16 × 1024 tokens. The residual stream is in
+FP32 and its branches are in BF16, so a branch takes half the bytes of the sum that includes it.
+Variants share their weights, and alternate (`layer.py`).
 
-Per variant: median milliseconds of a step, milliseconds in which a kernel runs (profiler), bytes
-held between forward and backward, the same bytes by the plan, and the peaks of the forward and of
-the backward. All bytes are above the memory allocated before the step.
+Measured for each variant: median milliseconds of a step, milliseconds in which a kernel runs
+(profiler), bytes held between forward and backward, the planned number of these bytes, and the
+memory peaks of forward and backward. Memory allocated before the step is subtracted.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class Subject:
 
 
 def subject_of(base: nn.Module, inputs: tuple[Tensor, Tensor], config: Config | None) -> Subject:
-    """Return a variant of a model, not compiled yet; None is stock `torch.compile`."""
+    """Return a variant of a model, which its first step compiles.
+
+    If `config` is None, the variant is stock `torch.compile`.
+    """
     model, planned = with_own_code(share_parameters(base)), list[int]()
 
     def observe(compiled: CompiledGraph) -> None:
@@ -111,7 +114,7 @@ def subject_of(base: nn.Module, inputs: tuple[Tensor, Tensor], config: Config | 
 
 
 def measure_memory(subject: Subject, result: Result) -> None:
-    """Fill in the bytes held between forward and backward, and the peak of each."""
+    """Add the bytes held between forward and backward, and the peaks of both, to a result."""
     if subject.inputs[0].device.type != "cuda":
         return
     subject.clear()

@@ -3,13 +3,13 @@
     python benchmarks/kernels.py                    the cases of layer.py, needs a GPU
     python benchmarks/kernels.py --cases h4096      one of them
 
-Decoder layers, forward and backward, profiled over some steps: recipe coat with the kernels of
-`codegen/`, with Inductor's generated code only, and torchao. For each kernel: calls and
-milliseconds of a step. For memory-bound kernels also the bandwidth, from the bytes of their
-arguments (counted once, in-place arguments twice), as a share of a large copy's bandwidth in the
-same run. GEMMs are compared with the FP8 rate of one large product. The floor is the time of GEMMs
-and attention, plus all other bytes at copy bandwidth. Better or fewer kernels could save the rest
-of the step.
+The script profiles forward and backward of decoder layers: recipe coat with the kernels of
+`codegen/`, coat with only Inductor's generated code, and torchao. It measures calls and
+milliseconds of each kernel per step. The bandwidth of a memory-bound kernel is compared with the
+bandwidth of a large copy in the same run. A kernel's bytes are the bytes of its arguments; in-place
+arguments count twice. GEMMs are compared with the FP8 rate of one large product. The floor
+is the time of GEMMs and attention, plus the time of all other bytes at copy bandwidth. Better or
+fewer kernels could save the rest of the step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass
 class Breakdown:
-    """One case; milliseconds of a step, and `idle_ms` between its kernels."""
+    """One profiled case. Times are per step; `idle_ms` is the time without a running kernel."""
 
     case: str
     step_ms: float
@@ -89,7 +89,8 @@ def kind_of(name: str) -> str:
 def busiest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
     """Return the median milliseconds of a call. A copy keeps the GPU busy during the launch.
 
-    An earlier call is not enough: the GPU runs short kernels faster than the CPU launches them.
+    An earlier call cannot replace the copy: the GPU runs short kernels faster than the CPU launches
+    them.
     """
     source, target = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
     times = []
@@ -106,7 +107,7 @@ def busiest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def measure_limits() -> Limits:
-    """Measure a copy of 1 GiB, and a product of 16384 × 8192 × 8192."""
+    """Measure the rates of a copy of 1 GiB and of an FP8 product of 16384 × 8192 × 8192."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_ms = busiest_ms(lambda: target.copy_(source))
@@ -123,7 +124,7 @@ def measure_limits() -> Limits:
 
 @contextmanager
 def count_bytes() -> Iterator[dict[str, list[int]]]:
-    """Return the bytes of the arguments of every launch of a generated kernel, by its name."""
+    """Yield a dict that collects the argument bytes of each launch, by generated kernel's name."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     counted: dict[str, list[int]] = defaultdict(list)
@@ -153,7 +154,7 @@ def flops_of(subject: Subject) -> tuple[float, float]:
 
 
 def profile(case: Case, compile_model: Variant, rounds: int) -> Breakdown:
-    """Profile one case, compiled in one way."""
+    """Profile one case, compiled by `compile_model`."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Stack(case.layers, case.hidden, case.heads, case.ffn).to("cuda", torch.bfloat16)
@@ -192,7 +193,7 @@ def profile(case: Case, compile_model: Variant, rounds: int) -> Breakdown:
 
 
 def start_profiler() -> None:
-    """Start GPU tracing, which the first profile of a process waits for."""
+    """Start GPU tracing, because its start would delay the first profile of the process."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
         torch.ones(1, device="cuda")
         torch.cuda.synchronize()

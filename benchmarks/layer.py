@@ -4,10 +4,14 @@
     python benchmarks/layer.py --cases h2048   one case
     python benchmarks/layer.py --tiny          a CPU-sized case, to check that the script works
 
-Per case and variant: compile seconds (cold); median milliseconds of forward and backward (CUDA
-events), where variants alternate so that drift affects all of them; milliseconds in which the CPU
-launches the first step of a turn; bytes that the forward allocates and the backward needs, without
-the output; relative L2 errors against eager BF16: output, input gradient, worst weight gradient.
+Measured for each case and variant:
+
+- seconds of a cold compilation
+- median milliseconds of forward and backward (CUDA events); variants alternate, so that drift
+  affects all variants
+- milliseconds that the CPU takes to launch the first step of a turn
+- bytes that the forward leaves allocated for the backward, without the output
+- relative L2 errors against eager BF16: output, input gradient, worst weight gradient
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ import fp8pass
 
 @dataclass(frozen=True)
 class Case:
-    """A stack of layers and its input; batch 4."""
+    """A stack of decoder layers and the sizes of its input."""
 
     name: str
     layers: int
@@ -53,13 +57,13 @@ CASES = (
     Case("h4096x4", 4, 4096, 32, 11008, 4096),
 )
 TINY = Case("tiny", 1, 128, 2, 384, 64)
-# The length of a variant's turn, if more than one step fits.
+# Length of a variant's turn. A turn has at least one step, even if the step takes longer.
 TURN_MS = 20.0
 
 
 @dataclass
 class Times:
-    """Milliseconds of a step, and of its launches by the CPU."""
+    """Milliseconds of a step, and milliseconds in which the CPU launches a step."""
 
     ms: float = 0.0
     cpu_ms: float = 0.0
@@ -126,7 +130,7 @@ Variant = Callable[[nn.Module], nn.Module]
 
 
 def torchao(recipe: str, **how: Any) -> Variant:
-    """Return a model with torchao's float8 training recipe, compiled."""
+    """Return a function that converts a model with torchao's float8 recipe and compiles it."""
 
     def make(model: nn.Module) -> nn.Module:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -142,7 +146,7 @@ CUDA_GRAPHS = {"triton.cudagraphs": True}
 
 
 def with_fp8pass(**options: Any) -> Variant:
-    """Return fp8pass with options."""
+    """Return a function that compiles a model with fp8pass and these options."""
     return lambda m: torch.compile(m, backend="fp8pass", options=options or None)  # type: ignore[return-value]
 
 
@@ -169,10 +173,10 @@ def variants(extra: bool) -> dict[str, Variant]:
 
 
 def with_own_code(model: nn.Module, method: str = "forward") -> nn.Module:
-    """Return `model` with a copy of the code of `method`, which is compiled.
+    """Give `model` its own copy of the code of `method`, and return the model.
 
-    Dynamo stores compiled graphs with the code object, and each call checks the guards of all of
-    them. With shared code every variant would check the guards of the other variants.
+    Dynamo stores compiled graphs with the code object, and each call checks the guards of all these
+    graphs. With shared code every variant would check the guards of the other variants.
     """
     kind = type(model)
     old = getattr(kind, method)
@@ -189,9 +193,10 @@ def share_parameters(model: nn.Module) -> nn.Module:
 
 
 def median_times(subjects: dict[str, Subject], rounds: int) -> dict[str, Times]:
-    """Return the median times of each subject; subjects alternate.
+    """Return the median times of each subject. Subjects alternate.
 
-    Each round has another order: a GPU at its power limit is slower after a demanding variant.
+    Each round has a different order, because a GPU at its power limit is slower after a demanding
+    variant.
     """
     steps = {
         name: max(1, round(TURN_MS / _turn(subject, 1).ms)) for name, subject in subjects.items()
@@ -253,8 +258,8 @@ def compare(
     chosen: dict[str, Variant],
     rounds: int,
 ) -> list[Result]:
-    """Measure every variant of a model. Its first input has a gradient."""
-    torch._dynamo.reset()  # otherwise sizes that differ from the last case's become dynamic
+    """Measure every variant of a model. The model's first input gets a gradient."""
+    torch._dynamo.reset()  # otherwise sizes that differ from the previous case become dynamic
     (x, *others), device = inputs, grad.device
     subjects, results = {}, {}
     reference: dict[str, Tensor] = {}
@@ -338,7 +343,7 @@ def main() -> None:
     }
     results: list[Result] = []
     for case in cases:
-        waits = case is CASES[0]  # for the CPU, which does not launch the kernels of CUDA graphs
+        waits = case is CASES[0]  # only here does the GPU wait for the CPU, so CUDA graphs matter
         run = {n: make for n, make in chosen.items() if waits or not n.endswith(GRAPHED)}
         results += run_case(case, run, device, args.rounds)
         gc.collect()

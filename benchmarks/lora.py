@@ -5,17 +5,18 @@
     python benchmarks/lora.py losses                       a small model, 1,500 steps
     python benchmarks/lora.py speed --tiny --out x.json    small models, on the CPU too
 
-Adapters have rank 16 and compute the same as PEFT's, without dropout. The model has random weights
-in BF16. Only adapters are trained, with `torch.optim.AdamW(fused=True)`.
+Adapters have rank 16 and compute the same values as PEFT's adapters without dropout. The model has
+random weights in BF16. Only adapters are trained, with `torch.optim.AdamW(fused=True)`.
 
 `speed` trains on one sequence of 4,096 tokens. Layers are compiled one by one and share their code.
-With fp8pass the head and the loss, in chunks of tokens, are one module. Every variant runs in a
-process of its own. Measured: tokens per second by the median of the steps after the first few;
-their memory peak, which is unknown with CUDA graphs; bytes of all weights; the last loss.
+With fp8pass, the head and the loss are compiled as one module, in chunks of tokens. Every variant
+runs in a separate process. Measured: tokens per second, by the median of the steps after the first
+few; the memory peak of these steps, which is unknown with CUDA graphs; bytes of all weights; the
+last loss.
 
 `losses` trains a model of 51M parameters (`convergence.py`) on the source of Python's standard
-library, in BF16. Every variant then adapts it to PyTorch's source, under autocast. The result is
-the loss on every tenth file, held out.
+library, in BF16. Every variant then adapts the model to PyTorch's source, under autocast. The
+result is the loss on every tenth file, which is held out.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class LoRA(nn.Module):
 
 
 def add_lora(model: nn.Module, layers: nn.Module) -> list[nn.Parameter]:
-    """Freeze a model and add adapters to the linear layers of `layers`. Return their parameters."""
+    """Freeze a model, add adapters to linear layers of `layers`, and return adapters' weights."""
     model.requires_grad_(False)
     for parent in list(layers.modules()):
         for name, child in list(parent.named_children()):
@@ -123,12 +124,12 @@ def measure(variant: str, size: Size, device: torch.device, **options: Any) -> d
     ids = torch.randint(size.vocabulary, (size.batch, size.seq), device=device)
     found = {**train(model, optimizer, ids), "weight_bytes": weight_bytes}
     if CUDA_GRAPHS.items() <= options.items():
-        found["peak_bytes"] = None  # memory inside graphs counts as free
+        found["peak_bytes"] = None  # the allocator counts memory inside CUDA graphs as free
     return found
 
 
 def bytes_of(weight: Tensor) -> int:
-    """Bytes of a weight, or of its codes."""
+    """Return the bytes of a weight, or of its FP8 data and scales."""
     parts = [weight.fp8_data, weight.scales] if isinstance(weight, QuantizedWeight) else [weight]
     return sum(x.nbytes for x in parts)
 
@@ -164,7 +165,7 @@ def pretrain(size: SmallSize, data: Data) -> dict[str, Tensor]:
 
 
 def pytorch_source(device: torch.device) -> Data:
-    """Return PyTorch's source, split by file."""
+    """Return PyTorch's source, split by file into training and held-out text."""
     files = [f for f in source_files(Path(torch.__file__).parent) if f.suffix == ".py"]
     held_out = files[:: convergence.HELD_OUT_EVERY]
     train = [f for f in files if f not in held_out]
@@ -174,7 +175,7 @@ def pytorch_source(device: torch.device) -> Data:
 def run(
     variant: str, seed: int, size: SmallSize, weights: dict[str, Tensor], data: Data
 ) -> convergence.Result:
-    """Train adapters on given weights, and validate them."""
+    """Train adapters on given weights, and compute the held-out loss."""
     torch.manual_seed(seed)
     model = Decoder(size).to(data.train.device)
     model.load_state_dict(weights)

@@ -4,21 +4,23 @@
     python benchmarks/model.py --models 7B --variants "fp8pass coat + AdamW"
     python benchmarks/model.py --tiny --out x.json      small models, on the CPU too
 
-A variant is a way to compile and an optimizer. All variants start from the same weights and train
-on one batch. Weights are in BF16, and so are the states of `torch.optim.AdamW(fused=True)`. The
-first steps (compilation, autotuning) are not timed. Measured: seconds of the first step, which may
-find code of earlier variants in Inductor's cache; tokens per second, by the median step; the memory
-peak of the timed steps; the last loss. Each result is written as it ends. A failure is written with
-its error, and the next run tries it again.
+A variant combines a way to compile with an optimizer. All variants start from the same weights and
+train on one batch. Weights are in BF16, and so are the states of `torch.optim.AdamW(fused=True)`.
+The first steps (compilation, autotuning) are not timed. Measured: seconds of the first step, which
+may find code of earlier variants in Inductor's cache; tokens per second, by the median step; the
+memory peak of the timed steps; the last loss. Each result is written when its variant ends. A
+failure is written with its error, and the next run of the script tries the variant again.
 
-`1B` is compiled as a whole. torchao converts the output head there, fp8pass leaves it in BF16.
+`1B` is compiled as a whole. torchao converts its output head, fp8pass leaves the head in BF16.
 
-`7B`, of Llama-2-7B's shape, is compiled as in torchtitan: each decoder layer alone, with shared
-code, and the loss. All other modules stay in BF16 in every variant: fp8pass does not compile them,
-so torchao does not convert them. torchtitan's FP8 settings also leave out the output head.
+`7B` has Llama-2-7B's shape. As in torchtitan, each decoder layer and the loss are compiled
+separately, and layers share compiled code. All other modules stay in BF16 in every variant: fp8pass
+does not compile them, so torchao does not convert them. torchtitan's FP8 settings also leave out
+the output head.
 
-`8B`, of Llama-3-8B's shape, is compiled in the same way. fp8pass compiles "head and loss" as one
-module that returns the loss alone: all logits at once, or four chunks of tokens.
+`8B` has Llama-3-8B's shape and is compiled in the same way. In the variants "head and loss",
+fp8pass compiles both as one module that returns only the loss: with all logits at once, or in four
+chunks of tokens.
 """
 
 from __future__ import annotations
@@ -150,7 +152,7 @@ def new_llama(size: Size, device: torch.device) -> Any:
 
 
 def compile_blocks(llama: Any, compile_module: Compile) -> Any:
-    """Compile each layer alone, and the loss."""
+    """Compile each layer and the loss separately."""
     layers = llama.model.layers
     for i, layer in enumerate(layers):
         layers[i] = compile_module(layer)
@@ -159,7 +161,7 @@ def compile_blocks(llama: Any, compile_module: Compile) -> Any:
 
 
 class HeadAndLoss(nn.Module):
-    """The output head of a Llama and its loss, which returns no logits."""
+    """The output head and the loss of a Llama as one module, which does not return logits."""
 
     def __init__(self, llama: Any) -> None:
         super().__init__()
@@ -172,7 +174,7 @@ class HeadAndLoss(nn.Module):
 
 
 class LossOnly(nn.Module):
-    """A Llama whose head and loss are compiled together, with Hugging Face's interface."""
+    """A Llama with head and loss compiled together. It has Hugging Face's interface."""
 
     def __init__(self, llama: Any, compile_layer: Compile, compile_head: Compile) -> None:
         super().__init__()
@@ -205,7 +207,7 @@ def measure(size: Size, compiled: str, optimizer: str, device: torch.device) -> 
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str, Any]:
-    """Train on one batch and measure it."""
+    """Train on one batch. Return the speed, the memory peak and the last loss."""
     losses = []
 
     def step() -> None:
@@ -249,7 +251,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def attempt(name: str, size: Size, variant: str, device: torch.device) -> Result:
-    """Return a result, or the error instead of it, and free the memory."""
+    """Measure one variant and free the memory. If it fails, the result has the error."""
     pair = VARIANTS[variant]
     try:
         return Result(name, *pair, **measure(size, *pair, device))

@@ -69,7 +69,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Decoder layers on one rotary table."""
+    """Decoder layers that share one table of rotary embeddings."""
 
     def __init__(self, layers: int, hidden: int, heads: int, ffn: int) -> None:
         super().__init__()
@@ -82,14 +82,14 @@ class Stack(nn.Module):
 
 
 def init_weights(model: nn.Module, std: float = 0.02) -> None:
-    """Normal weights of standard deviation `std`; norms stay at one."""
+    """Set matrices to normal random values with standard deviation `std`. Norms do not change."""
     for parameter in model.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=std)
 
 
 class GPTBlock(nn.Module):
-    """LayerNorm, causal attention, LayerNorm, GELU; no biases, as nanoGPT trains it."""
+    """LayerNorm, causal attention, LayerNorm, GELU; without biases, as in nanoGPT."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -133,10 +133,11 @@ class GPT(nn.Module):
 
 
 class Experts(nn.Module):
-    """Eight SwiGLU networks, two for each token, implemented like torchtitan's.
+    """Eight SwiGLU networks, two for each token, implemented as in torchtitan.
 
     Attributes:
-        imbalance: Switch's loss of the last forward; 1 if all experts get equally many tokens.
+        imbalance: balancing loss of Switch Transformers in the last forward; 1 if all experts get
+            equally many tokens.
     """
 
     COUNT, TOP = 8, 2
@@ -171,7 +172,7 @@ class Experts(nn.Module):
 class MoEDecoder(Decoder):
     """The demo's model with experts in each layer. The forward returns the loss.
 
-    The gradient also includes a hundredth of the experts' imbalance.
+    A hundredth of the experts' imbalance contributes to the gradient, but not to the loss.
     """
 
     def __init__(self, size: Size) -> None:

@@ -4,8 +4,9 @@
     python benchmarks/moe.py --cases mixtral   one case
     python benchmarks/moe.py --tiny            a CPU-sized case, to check that the script works
 
-Per case and variant: the measurements of `layer.py`, and the share of FLOPs in FP8 by the plan.
-torchao's GEMMs of experts need tokens in multiples of 16: its layer pads them, as in torchtitan.
+Measured for each case and variant: the same as in `layer.py`, and the planned share of FLOPs in
+FP8. torchao's expert GEMMs need multiples of 16 tokens per expert, so the layer pads the tokens for
+torchao, as in torchtitan.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 class MoELayer(nn.Module):
     """RMSNorm, a router, SwiGLU experts, and the sum with the residual stream.
 
-    The router reads the input of the norm. Each variant rounds a norm differently, so a router
-    behind the norm would send some tokens to other experts and hide the errors of gradients.
+    The router reads the input of the norm, not the output. Each variant rounds the output
+    differently, so it would send some tokens to different experts, which would hide the gradient
+    errors.
 
     Attributes:
         multiply: computes the GEMM of experts.
@@ -113,7 +115,7 @@ class MoELayer(nn.Module):
 
 
 def torchao(model: nn.Module) -> nn.Module:
-    """Return a layer with torchao's rowwise FP8 experts and linear layers, compiled."""
+    """Return the layer, compiled, with torchao's rowwise FP8 GEMMs for its experts."""
     from torchao.prototype.moe_training import fp8_grouped_mm
 
     assert isinstance(model, MoELayer)

@@ -1,21 +1,21 @@
-"""FP8 optimizer states: their rounding errors, and the time and memory of a step.
+"""Measure FP8 optimizer states: rounding errors, and the time and memory of a step.
 
     python benchmarks/optimizer.py errors            any device
     python benchmarks/optimizer.py sums              any device
     python benchmarks/optimizer.py speed             needs an NVIDIA GPU; torchao to compare with
 
-`errors` trains the demo's model with states in FP32, and rounds them to every pair of formats,
-stochastically, as the optimizer does by default, and to nearest, as COAT does. It measures the mean
-squared error of m / (√v + ε). Tables 1 and 9 of COAT report the same error; the record has their
-numbers, too.
+`errors` trains the demo's model with states in FP32, and then rounds the states to every pair of
+formats, in two ways: stochastically (the optimizer's default), and to nearest (as in the paper
+COAT). It measures the mean squared error of the update m / (√v + ε). Tables 1 and 9 of COAT report
+the same error, and the record contains COAT's numbers, too.
 
 `sums` adds gradients to buffers of every format (`step_in_backward(..., accumulate=n)`): equal
-gradients, and random ones without a common mean. It measures the relative error of the sum, and its
-projection on the exact sum.
+gradients, and random gradients with mean zero. It measures the relative error of the sum, and the
+sum's projection on the exact sum.
 
-`speed` steps over the parameters of Llama models, in BF16 with gradients in BF16. The bytes of a
-step are the weights and states, read and written, and the gradients, read. `limit` is the time of
-these bytes at the bandwidth of a large copy in the same run.
+`speed` runs optimizer steps on the parameters of Llama models, with weights and gradients in BF16.
+A step reads and writes weights and states, and reads gradients. `limit` is the time of these bytes
+at the bandwidth of a large copy in the same run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ RESULTS = Path(__file__).parent / "results"
 GROUP_SIZE = 128
 EPS = 1e-8
 
-# COAT's errors, in units that the paper does not state: first moment, then second.
+# Errors from the paper COAT, which does not state the unit. Keys are formats of the first moment;
+# the columns are the formats of the second moment in `SECOND`.
 SECOND = ("e4m3", "e4m3+expand", "e5m2", "e5m2+expand", "de8", "de8+expand")
 COAT = {
     "e4m3": (20.10, 18.08, 25.65, 18.16, None, None),
@@ -93,7 +94,7 @@ def round_trip(x: Tensor, number: int, name: str, rounding: str, *, signed: bool
 
 
 def bits_of(rows: Tensor, number: int, name: str) -> Tensor:
-    """Return the random bits of an optimizer with seed 0 in its first step for the state `name`."""
+    """Return the random bits for the state `name` in the first step of an optimizer with seed 0."""
     numbers = torch.tensor([number], dtype=torch.int32, device=rows.device)
     key = keys(0, numbers, torch.ones_like(numbers))
     element = torch.arange(rows.numel(), device=rows.device).view_as(rows)
@@ -112,7 +113,7 @@ def error(states: list[tuple[Tensor, Tensor]], first: str, second: str, rounding
 
 
 def measure_errors(size: str, steps: int) -> dict[str, Any]:
-    """Measure errors of every pair of formats in both roundings, with COAT's errors to nearest."""
+    """Measure the error of every pair of formats and rounding. Add COAT's errors to nearest."""
     states = trained_states(size, steps)
     results: list[dict[str, Any]] = [
         {
@@ -137,13 +138,13 @@ def measure_errors(size: str, steps: int) -> dict[str, Any]:
 
 
 def expansion_gain(results: list[dict[str, Any]], rounding: str) -> float:
-    """Return the error of E4M3 without expansion of both moments, divided by the error with it."""
+    """Return the error with both moments in E4M3, divided by the error with expanded moments."""
     found = {(r["first"], r["second"]): r["mse"] for r in results if r["rounding"] == rounding}
     return float(found["e4m3", "e4m3"] / found["e4m3+expand", "e4m3+expand"])
 
 
 def rank_correlation(results: list[dict[str, Any]]) -> float:
-    """Return Spearman's correlation of errors to nearest and COAT's: 1 if their order agrees."""
+    """Return Spearman's rank correlation between COAT's errors and measured errors to nearest."""
     both = [(r["mse"], r["coat"]) for r in results if r["coat"] is not None]
     ranks = torch.tensor(both, dtype=torch.float64).argsort(0).argsort(0).double()
     return float(torch.corrcoef(ranks.T)[0, 1])
@@ -174,7 +175,7 @@ def sum_errors(
 ) -> Iterator[tuple[int, float, float]]:
     """Yield each count, the relative error of the sum, and its projection on the exact sum.
 
-    The projection is divided by the norm of the exact sum, so that 1 means unbiased.
+    The length of the projection is relative to the exact sum, so 1 means unbiased.
     """
     generator = torch.Generator(device).manual_seed(0)
     draw = partial(torch.randn, ELEMENTS // GROUP_SIZE, GROUP_SIZE, device=device)
@@ -231,7 +232,10 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class Result:
-    """A step of one optimizer; `first_s` includes compilation, `limit_ms` is at copy bandwidth."""
+    """A step of one optimizer. `first_s` includes compilation.
+
+    `limit_ms` is the time that the bytes of a step need at the bandwidth of a copy.
+    """
 
     shape: str
     optimizer: str
@@ -243,7 +247,7 @@ class Result:
 
 
 def contenders() -> dict[str, Make]:
-    """Return optimizers by name, with torchao's if it is installed."""
+    """Return optimizers by name, including torchao's optimizers if torchao is installed."""
     found: dict[str, Make] = {
         "torch fused": lambda p: torch.optim.AdamW(p, fused=True),
         "fp8pass coat": lambda p: AdamW(p),
@@ -291,7 +295,7 @@ def measure_step(shape: str, name: str, make: Make, bandwidth: float) -> Result:
     first = time.perf_counter() - start
     state = torch.cuda.memory_allocated() - before
     optimizer.step()
-    peak = torch.cuda.max_memory_allocated()  # without the copy of `busiest_ms`
+    peak = torch.cuda.max_memory_allocated()  # before `busiest_ms` allocates buffers
     ms = busiest_ms(optimizer.step)
     return Result(
         shape,
@@ -305,7 +309,7 @@ def measure_step(shape: str, name: str, make: Make, bandwidth: float) -> Result:
 
 
 def measure_speed(path: Path, shapes: list[str]) -> dict[str, Any]:
-    """Measure steps of all optimizers over all shapes, and write each result as it ends."""
+    """Measure steps of all optimizers for all shapes. Write each result immediately."""
     record: dict[str, Any] = {**environment(), "bandwidth": copy_bandwidth(), "results": []}
     for shape in shapes:
         for name, make in contenders().items():

@@ -24,7 +24,7 @@ SMOOTHING = 5
 
 
 def convergence(data: dict[str, Any]) -> Figure:
-    """Plot the training loss of each variant, mean over seeds, and relative to bf16."""
+    """Plot the mean training loss of each variant over seeds, and its difference to bf16."""
     figure, (curves, difference) = pyplot.subplots(
         2, sharex=True, height_ratios=(3, 2), figsize=(8, 7), layout="constrained"
     )
@@ -76,7 +76,7 @@ def stability(data: dict[str, Any]) -> Figure:
             label = variant if i == 0 else None
             sharp.plot(steps, [_or_nan(c) for c in corners], color=color, label=label)
     lowest = min(loss for r in data["results"] for loss in r["losses"] if loss is not None)
-    # Diverged runs are above the plot.
+    # The axis ends below the losses of diverged runs.
     limits = {"bottom": lowest - 0.05, "top": lowest + 1.25}
     final.set(xlabel="learning rate", ylabel="final loss, nats per byte", xscale="log")
     final.set_ylim(**limits)
@@ -95,7 +95,7 @@ MODEL_ROWS = {
 
 
 def model(data: dict[str, Any]) -> Figure:
-    """Tokens per second and peak memory of the 7B model, as bars."""
+    """Plot tokens per second and peak memory of the 7B model as bars."""
     rows = {(r["variant"], r["optimizer"]): r for r in data["results"] if r["model"] == "7B"}
     labels, colors = list(MODEL_ROWS.values()), ["C7", "C7", "C0", "C0"]
     figure, (speed, memory) = pyplot.subplots(

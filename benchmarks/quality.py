@@ -1,4 +1,4 @@
-"""Compare the loss with BF16: a GPT-2 on Python sources, in paired seeds, on all GPUs.
+"""Compare the losses of a GPT-2 on Python sources with BF16, in paired seeds, on all GPUs.
 
     python benchmarks/quality.py                       every recipe, results/quality.json
     python benchmarks/quality.py accumulation          fast and precise accumulation by role
@@ -13,19 +13,19 @@ The model is nanoGPT's GPT-2 124M with a vocabulary of 256 bytes: FP32 weights u
 16 × 1024 tokens a step, AdamW, gradients clipped at 1.0, a linear warm-up and a cosine to a tenth
 of the learning rate. The text is the Python source of the standard library and of all installed
 packages; every tenth file is held out. For one seed all variants start from the same weights and
-see the same batches, so that losses are compared in pairs. Every GPU trains another variant and
-replays its steps as CUDA graphs. Variants with several ranks use FSDP2 on that many GPUs, with the
+see the same batches, so losses can be compared in pairs. Each GPU trains a different variant, and
+replays the steps as CUDA graphs. Variants with several ranks use FSDP2 on that many GPUs, with the
 same global batch and without CUDA graphs.
 
-In `recipes`, `accumulation` and `lengths` BF16 trains the first 1,200 steps of a seed at a fixed
-rate. All variants continue from these weights with a new optimizer. From random weights the
-loss stays on a plateau for about 600 steps. Two runs that differ only in rounding leave it at
-different times, and their final losses differ by 1%.
+In `recipes`, `accumulation` and `lengths`, each seed trains the first 1,200 steps in BF16 at a
+fixed rate. All variants continue from these weights with a new optimizer. The reason: from random
+weights, the loss stays on a plateau for about 600 steps. Two runs that differ only in rounding
+leave the plateau at different times, so their final losses differ by 1%.
 
 The loss of a run is the mean of its last 50 steps; the loss on held-out text is computed with the
 trained forward. Tables give the mean difference to BF16 over seeds with its standard error. A run
-diverges if the mean loss of 50 steps rises half a nat above the lowest one, or is not finite. Other
-programs may use the GPU at the same time, so do not compare the speed of runs.
+diverges if a mean loss of 50 steps is half a nat above the lowest earlier mean, or not finite.
+Other programs may use the GPU at the same time, so do not compare the speed of runs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Variant:
         options: options of fp8pass; None does not use fp8pass.
         torchao: float8 recipe of torchao; '' does not use torchao.
         optimizer: options of fp8pass's AdamW; None uses PyTorch's, with FP32 states.
-        ranks: GPUs that share a batch under FSDP2; fp8pass sends 8 bits (`compress`).
+        ranks: number of GPUs that share a batch under FSDP2. fp8pass sends 8 bits (`compress`).
     """
 
     options: dict[str, Any] | None = None
@@ -102,7 +102,7 @@ VARIANTS = {
     "agoq, FP8 AdamW, 8-bit wire, 4 ranks": Variant({"recipe": "agoq"}, "", FP8_STATES, 4),
 }
 RECIPES = tuple(VARIANTS)
-# Every choice of GEMMs with fast accumulation, whatever the length of their contractions.
+# Variants for every choice of GEMMs with fast accumulation, for contractions of any length.
 ANY_LENGTH = 2**30
 ACCUMULATION = {
     f"coat, fast: {' '.join(fast) or 'none'}": Variant(
@@ -125,7 +125,7 @@ TINY = Size(64, 2, 2, 2, 256, seq=32, batch=4, steps=30, peak_lr=2e-3)
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs that one record and one table hold.
+    """The runs of one record and one table.
 
     Attributes:
         variants: names of variants, the baseline first.
@@ -145,7 +145,7 @@ class Experiment:
 EXPERIMENTS = {
     "recipes": Experiment(RECIPES, CONTINUED, start=1200),
     "accumulation": Experiment((BASELINE, *ACCUMULATION), CONTINUED, seeds=4, start=1200),
-    # With 8 sequences wgrad contracts 8,192 tokens.
+    # With 8 sequences, wgrad sums over 8,192 tokens.
     "lengths": Experiment(
         (BASELINE, "coat", FAST_UP_TO_8192, "coat, fast: none"),
         replace(CONTINUED, batch=8),
@@ -162,16 +162,16 @@ EXPERIMENTS = {
 }
 VOCABULARY = 256
 WARM_UP = 0.04  # share of the steps
-LEAST_RATE = 0.1  # of the peak
+LEAST_RATE = 0.1  # share of the peak rate
 LAST = 50
 WINDOW = 50
 RISE = 0.5  # nats: a larger rise of the loss is divergence
 HELD_OUT_EVERY = 10
 HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
-START_DATA = 1_000_000  # added to the seed of the batches before the start
+START_DATA = 1_000_000  # added to the seed, so that batches before the start are different
 MOST_TEXT = 256 << 20
-PROGRESS = 1000
+PROGRESS = 1000  # steps
 Batch = tuple[Tensor, Tensor]
 
 
@@ -219,7 +219,7 @@ class Job:
 
 @cache
 def corpus(device: torch.device) -> Data:
-    """Return Python sources as bytes, split by file."""
+    """Return Python sources as bytes, split by file into training and held-out text."""
     texts = [bytearray(), bytearray()]
     for i, file in enumerate(source_files()):
         texts[i % HELD_OUT_EVERY == 0] += file.read_bytes()
@@ -247,8 +247,7 @@ class Trainer:
     """A compiled model of one variant, trained from scratch for each seed.
 
     Attributes:
-        model: the trained module.
-        compiled: the compiled module.
+        model: the trained module, compiled in place.
     """
 
     def __init__(self, variant: Variant, size: Size, device: torch.device) -> None:
@@ -320,7 +319,7 @@ class Trainer:
         return stacked
 
     def run(self, job: Job, seed: int, data: Data) -> Result:
-        """Train a variant."""
+        """Train the variant with one seed, and compute its losses."""
         start, size = self.reset(job, seed), self.size
         losses, seconds = self._train(data.train_batches(size, seed), job.rate, share)
         batches = data.held_out_batches(size, HELD_OUT_BATCHES)
@@ -379,7 +378,7 @@ class Trainer:
 
 
 def convert(model: nn.Module, recipe: str) -> None:
-    """Replace a model's linear layers, except the output head, by torchao's."""
+    """Replace a model's linear layers, except the output head, by torchao's FP8 layers."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -389,7 +388,7 @@ def convert(model: nn.Module, recipe: str) -> None:
 
 
 def diverged(windows: list[float | None]) -> bool:
-    """Return whether a loss is not finite or has risen from its lowest value."""
+    """Return whether a loss is not finite, or more than `RISE` above the lowest earlier loss."""
     lowest = math.inf
     for loss in windows:
         if loss is None or loss > lowest + RISE:
@@ -416,7 +415,7 @@ def warm_up_steps(steps: int) -> int:
 
 
 def finite(loss: Tensor) -> float | None:
-    """Return a number, or None if it is not finite."""
+    """Return a loss as a number, or None if the loss is not finite."""
     value = loss.item()
     return value if math.isfinite(value) else None
 
@@ -443,7 +442,7 @@ def make_starts(job: Job, device: torch.device) -> Iterator[Result]:
 
 
 def start_ids(of: Job) -> dict[int, str]:
-    """Return the identifier of the start of each seed; train the starts that do not exist yet."""
+    """Return an identifier of each seed's starting weights. Train missing weights first."""
     if not of.start:
         return dict.fromkeys(of.seeds, "")
     missing = tuple(seed for seed in of.seeds if not of.start_file(seed).exists())
@@ -456,7 +455,7 @@ def start_ids(of: Job) -> dict[int, str]:
 def jobs_of(
     variants: list[str], rates: list[float], done: set[tuple[str, float, int]], of: Job
 ) -> Iterator[Job]:
-    """List the runs of `of` without a result, for each variant and rate."""
+    """Yield jobs like `of` for each variant and rate, with the seeds that have no result."""
     for variant, rate in itertools.product(variants, rates):
         missing = tuple(seed for seed in of.seeds if (variant, rate, seed) not in done)
         if missing:

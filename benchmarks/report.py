@@ -24,7 +24,7 @@ def use_expandable_segments() -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return GPU, versions and date, which every benchmark file contains."""
+    """Return GPU, versions and date, which every results file contains."""
     cuda = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if cuda else "none",
@@ -46,9 +46,9 @@ def _version(package: str) -> str | None:
 
 
 def resume(path: Path, settings: dict[str, Any], *, again: bool = False) -> dict[str, Any]:
-    """Return the record in `path`, or an empty one with `again` or if the file does not exist.
+    """Return the record in `path`; an empty record if `again` is set or the file does not exist.
 
-    Exit if it comes from another GPU, other versions or other settings.
+    Exit if the record comes from another GPU, other versions or other settings.
     """
     record = {**environment(), "settings": settings, "results": []}
     if again or not path.exists():
@@ -64,18 +64,18 @@ def resume(path: Path, settings: dict[str, Any], *, again: bool = False) -> dict
 
 
 def merge(record: dict[str, Any], result: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Add a result; it replaces the result with the same `keys`."""
+    """Add a result to a record. It replaces the result that has the same values of `keys`."""
     record["results"] = [r for r in record["results"] if any(r[k] != result[k] for k in keys)]
     record["results"].append(result)
 
 
 def print_table(title: str, rows: list[dict[str, str]]) -> None:
-    """Print rows with equal keys."""
+    """Print dicts with equal keys as rows of a table."""
     print_rows(title, [list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def print_rows(title: str, rows: list[list[str]]) -> None:
-    """Print a table of tables.py. Its first row is the header."""
+    """Print rows as a table. The first row is the header."""
     header, *body = rows
     table = Table(*header, title=title)
     for row in body:

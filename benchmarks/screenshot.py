@@ -1,4 +1,4 @@
-"""Take the README's picture of a report: the demo's small model, one module unfolded.
+"""Take the README's picture of a report on the demo's small model, with one module unfolded.
 
 pip install playwright    # and a Chromium, such as Debian's
 python benchmarks/screenshot.py
@@ -21,8 +21,8 @@ from fp8pass.demo.sizes import SIZES
 DOCS = Path(__file__).parent.parent / "docs"
 MODULE = "layers.0.mlp.gate_proj"
 
-# Unfold the module and its parents, move it to the left of the details, and show how its result is
-# saved.
+# Unfold the module and its parents, move the module to the left of the details, and show how its
+# result is saved.
 ARRANGE = """(module) => {
     document.getElementById("picture").scrollIntoView();
     picture.reveal(module);

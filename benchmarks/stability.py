@@ -4,18 +4,18 @@
     python benchmarks/stability.py --variants bf16 e8m3 --rates 1e-2 --seeds 0
     python benchmarks/stability.py --tiny --out x.json  a minute on a CPU
 
-The protocol of FP8 and back at a small size: linear layers compute in a simulated format, forward
-and backward. Weights and AdamW's states are fp32, under BF16 autocast, with clipped gradients. The
-learning rate warms up and then stays constant. The text is the source of Python's standard library,
-every tenth file held out. For one seed every run starts from the same weights and sees the same
-batches. `bf16` is stock torch.compile, which computes in E8M7.
+The protocol follows the paper "To FP8 and Back Again", at a small size. Linear layers compute in a
+simulated format, forward and backward. Weights and AdamW's states are fp32, under BF16 autocast,
+with clipped gradients. The learning rate warms up and then stays constant. The text is the source
+of Python's standard library; every tenth file is held out. For one seed every run starts from the
+same weights and sees the same batches. `bf16` is stock torch.compile, which computes in E8M7.
 
-A run's final loss is the mean of its last 20 steps. The run *holds* if that is within a tenth of a
-nat of the lowest bf16 loss with the same seed. It *diverges* where the mean loss of 20 steps is
-half a nat above the lowest one before, or not finite. Sharpness is measured every tenth of a run on
-held-out sequences, in the corner of the box, and for the first seed also with the search. A format
-has one compiled model in each process, with one process for each GPU; each run sets its weights.
-Each run is written to the results as soon as it ends.
+A run's final loss is the mean of its last 20 steps. The run *holds* if this loss is at most a tenth
+of a nat above the lowest bf16 loss with the same seed. The run *diverges* if a mean loss of 20
+steps is half a nat above the lowest earlier mean, or not finite. Sharpness (`fp8pass.sharpness`) is
+measured ten times in a run on held-out sequences: in the corner of the box, and for the first seed
+also with the search. Each GPU has one process, which compiles the model once for each format; each
+run only sets the weights. Each run is written to the results as soon as it ends.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ TINY = Size(64, 3, 2, 2, 128, seq=32, batch=4, steps=40, peak_lr=RATES[0])
 WARM_UP = 0.1  # share of the steps
 WINDOW = 20
 RISE = 0.5  # nats: a larger rise of the loss is divergence
-HOLDS = 0.1  # nats: a smaller distance to the lowest bf16 loss holds
-MEASURED = 10  # measurements in a run
+HOLDS = 0.1  # nats: a run holds if its loss is at most this much above the lowest bf16 loss
+MEASURED = 10  # measurements of sharpness in a run
 SEQUENCES = 8  # sequences for sharpness
 
 
 class Model(Decoder):
-    """The demo's model, with its logits."""
+    """The demo's model, with a method that returns the logits."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return logits [batch, sequence, vocabulary]."""
@@ -93,8 +93,9 @@ class Result:
 
     Attributes:
         losses: means of `WINDOW` steps, up to the first that is not finite.
-        diverged_at: the last step of the first window that has diverged; None if none has.
-        sharpness: step, value in the corner, and value of the search for the first seed.
+        diverged_at: the last step of the first window that has diverged; None without divergence.
+        sharpness: for each measurement the step, the value in the corner, and the value of the
+            search, which only the first seed has.
     """
 
     variant: str
@@ -117,12 +118,13 @@ class Compiled:
 
 def compiled(variant: str, size: Size, device: torch.device) -> Compiled:
     """Return the compiled model of a variant."""
-    # Variants share code objects.
+    # Variants share code objects, so Dynamo counts their compilations together.
     torch._dynamo.config.recompile_limit = 4 * len(VARIANTS)
     model, options = Model(size).to(device), VARIANTS[variant]
     if options is None:
         return Compiled(model, torch.compile(model), model.logits)
-    # Logits are needed a few times a run: op by op, with the same masks.
+    # Logits are computed only a few times in a run, so their graph runs op by op, with the same
+    # simulated format.
     measured = torch.compile(
         model.logits, backend="fp8pass", options={**options, "compiler": "eager"}
     )
@@ -130,7 +132,7 @@ def compiled(variant: str, size: Size, device: torch.device) -> Compiled:
 
 
 def run(of: Compiled, variant: str, rate: float, seed: int, size: Size, data: Data) -> Result:
-    """Train from scratch until the loss is not finite."""
+    """Train from scratch. Stop early if the loss is not finite."""
     device = data.train.device
     torch.manual_seed(seed)
     of.model.load_state_dict(Model(size).state_dict())

@@ -65,7 +65,7 @@ DOCUMENTS = (
         )
     ),
 )
-# Results files of tables with another name.
+# Results files that are named differently from their tables.
 RESULTS = {
     "stability_ranks": "stability",
     "zoo_operators": "zoo",
@@ -123,7 +123,7 @@ def caption(data: dict[str, Any]) -> str:
 
 
 def fill_tables(text: str) -> str:
-    """Return `text` with every table replaced by the one from its results file."""
+    """Return `text` with every table recreated from its results file."""
 
     def table(match: re.Match[str]) -> str:
         name = match[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 SHOWN_KERNELS = 8
-# Cases that only the record has, so that the table stays short.
+# Cases that are in the record but not in the table, so that the table stays short.
 HIDDEN_CASES = ("h2048", "h4096x4")
 
 
@@ -59,12 +59,12 @@ def _kernel_row(kernel: dict[str, Any], bandwidth: float) -> list[str]:
     return [f"`{name[:60]}`", *numbers, f"{share:.0%}"]
 
 
-# The default of `longest_fast`.
+# The default of the option `longest_fast`.
 LONGEST_FAST = 4096
 
 
 def accumulation_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return the time of FP8 GEMMs with fast accumulation, and factors for other choices."""
+    """Return the time of FP8 GEMMs with fast accumulation, and of other choices relative to it."""
     roles = "forward", "dgrad", "wgrad"
     choices = *(f"{role} precise" for role in roles), "all precise", "default"
     rows = [["", "all fast, ms", *choices, "error all fast", "default"]]
@@ -88,7 +88,7 @@ def _added_ms(results: list[dict[str, Any]]) -> float:
 
 
 def _contraction(result: dict[str, Any]) -> float:
-    """Return the length of a contraction; for wgrad of experts, an average expert's tokens."""
+    """Return the length of a contraction; for an expert wgrad, the tokens of an average expert."""
     is_outer = result["experts"] and result["role"] == "wgrad"
     return result["size"][2] / (result["experts"] if is_outer else 1)
 
@@ -113,7 +113,7 @@ def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
 def optimizer_sums_table(data: dict[str, Any]) -> list[list[str]]:
     """Return a table of the relative errors of gradient sums, by the number of summed gradients.
 
-    In brackets is the length of the projection on the exact sum, relative to that sum.
+    Brackets contain the length of the sum's projection on the exact sum, relative to the exact sum.
     """
     results = data["results"]
     counts = sorted({r["count"] for r in results})
@@ -128,7 +128,7 @@ def optimizer_sums_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return time and memory of optimizer steps, with the time that the bytes need."""
+    """Return time and memory of optimizer steps, with the time relative to the bandwidth limit."""
     rows = [["", "ms", "× limit", "× torch fused", "first step s", "state bytes", "peak GiB"]]
     for shape in dict.fromkeys(r["shape"] for r in data["results"]):
         results = [r for r in data["results"] if r["shape"] == shape]

@@ -1,4 +1,4 @@
-"""Tables of decoder layers and small models: time, memory, errors, what runs in FP8."""
+"""Tables of decoder layers and small models: time, memory, errors, and layers in FP8."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fp8pass.graph.pointwise import POINTWISE
 BASELINE = "torchao tensorwise"
 # Suffix of variants that replay CUDA graphs. Their memory cannot be measured.
 GRAPHED = ", CUDA graphs"
-# Stock `torch.compile`, instead of a recipe.
+# Variant with stock `torch.compile`, instead of a recipe.
 BF16 = "bf16"
-# The variant of `ablation.py` that leaves nothing out.
+# The variant of `ablation.py` that has all parts of fp8pass.
 ALL_PARTS = "all parts"
 
 
@@ -31,7 +31,7 @@ def layer_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def _compare(r: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """Return a variant's time, memory and errors, relative to time and memory of `base`."""
+    """Return a variant's time, memory and errors, and ratios of time and memory to `base`."""
     held, of = r["activation_bytes"], base["activation_bytes"]
     return [
         r["variant"],
@@ -59,7 +59,7 @@ def moe_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def ablation_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return the times of models without parts of fp8pass."""
+    """Return the times of models if parts of fp8pass are disabled."""
     rows = [["", "ms", "CPU ms", "over all parts"]]
     for case in dict.fromkeys(r["case"] for r in data["results"]):
         found = {r["variant"]: r for r in data["results"] if r["case"] == case}
@@ -95,7 +95,7 @@ def gpt2_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def zoo_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return layers in FP8, saved bytes and correctness of one model of each architecture."""
+    """Return layers in FP8, saved bytes and correctness, for one model per architecture."""
     rows = [["", "FP8", "asked to stay", "kept, of stock", "right", "why others stay in 16 bits"]]
     ran = [r for r in data["results"] if not r["error"]]
     fp8, asked, layers = (sum(r[key] for r in ran) for key in ("fp8", "asked_for", "layers"))
@@ -120,11 +120,11 @@ def zoo_row(r: dict[str, Any]) -> list[str]:
 
 
 def zoo_operators_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return the operators of all architectures' graphs, by kind, most frequent first."""
+    """Return the operators in the graphs of all architectures, by kind, most frequent first."""
     name_of = lambda op: str(op).split(".")[1]  # noqa: E731
     rules = {name_of(op) for op, meaning in POINTWISE.items() if meaning.formula}
     kernels = {name_of(op) for op, meaning in POINTWISE.items() if meaning.triton}
-    kernels.add("pow")  # for the exponents in `POWERS`
+    kernels.add("pow")  # kernels support the exponents in `POWERS`
     counts: dict[str, Counter[str]] = {}
     for r in data["results"]:
         for kind, names in r.get("operators", {}).items():

@@ -8,7 +8,7 @@ from tables_layers import BASELINE
 
 
 def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return the seconds to the end of the first step, cold and in a second process."""
+    """Return the seconds to the end of the first step: cold, and warm in a second process."""
     rows = [["four layers, hidden 4096", "cold s", "warm s", "of which passes, cold"]]
     for variant in dict.fromkeys(r["variant"] for r in data["results"]):
         found = {r["cache"]: r for r in data["results"] if r["variant"] == variant}
@@ -19,7 +19,7 @@ def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def depths_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return CPU seconds of compilation by depth: total, for each layer, and of the passes."""
+    """Return CPU seconds of compilation by depth: in total, per layer, and for the passes."""
     variants = list(dict.fromkeys(r["variant"] for r in data["results"]))
     header = [f"{variant}, CPU s (a layer)" for variant in variants]
     rows = [["layers, hidden 256", *header, "of which passes, ms a layer"]]
@@ -38,7 +38,7 @@ def depths_table(data: dict[str, Any]) -> list[list[str]]:
 
 def distributed_table(data: dict[str, Any]) -> list[list[str]]:
     """Return speed and peak memory on several GPUs over each link, relative to torchao."""
-    launches = any(r.get("launch_s") for r in data["results"])  # not in older records
+    launches = any(r.get("launch_s") for r in data["results"])  # older records have no launch times
     header = ["", "tokens/s", "fastest step", *(["CPU ms"] if launches else [])]
     header += ["× torchao, FP8 gather", "peak GiB", "gradients sent", "weights sent"]
     rows = [header]
@@ -131,7 +131,7 @@ def _share(result: dict[str, Any], base: dict[str, Any], key: str) -> str:
 
 
 def formats_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return errors for groups of 128, of E2M1 with equal bits, and of E4M3 by group size."""
+    """Return errors of all formats in groups of 128, E2M1 of 4.25 bits, and E4M3 in all groups."""
     names = list(data["results"][0]["errors"])
     rows = [["format", "scales", "G", "bits", *names]]
     for r in data["results"]:

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 
 
 def lora_losses_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return losses of adapters. The model is too small to show its speed."""
+    """Return losses of adapters. Speed is left out, because it means little for a small model."""
     rows = convergence_table(data, baseline="BF16")
     return [row[:4] for row in rows]
 
@@ -48,7 +48,7 @@ def quality_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def _pair(run: dict[str, Any]) -> tuple[int, str]:
-    """Return the seed and the start of a run. Losses with equal ones can be compared."""
+    """Return the seed and the start of a run. Losses can be compared if both are equal."""
     return run["seed"], run.get("start", "")
 
 
@@ -87,12 +87,13 @@ def _paired(own: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> 
     return f"{round(mean(changes), 2) + 0.0:+.2f}%{error}"  # -0.0 + 0.0 is 0.0
 
 
-# Vocabulary of the model of stability.py. Its first loss is the logarithm of this number.
+# Vocabulary of the model in stability.py. The loss of an untrained model is the logarithm of this
+# number; sensitivities count larger losses as this value.
 VOCABULARY = 256
 
 
 def stability_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return final losses by format and learning rate, the number of seeds that hold, sharpness."""
+    """Return a row per format: losses and runs that hold at each learning rate, and sharpness."""
     results = data["results"]
     rates = sorted({r["rate"] for r in results})
     header = ["", *(f"{rate:g}" for rate in rates), "highest that holds", "sensitivity"]
@@ -104,7 +105,7 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
     limit = {seed: loss + data["settings"]["holds"] for seed, loss in lowest.items()}
     variants = list(dict.fromkeys(r["variant"] for r in results))
     pairs = [{(r["rate"], r["seed"]) for r in results if r["variant"] == v} for v in variants]
-    of_all = set.intersection(*pairs)  # sensitivities compare the same runs
+    of_all = set.intersection(*pairs)  # sensitivities of all variants cover the same runs
     for variant in variants:
         mine = [r for r in results if r["variant"] == variant and r["seed"] in limit]
         cells, highest = [], ""
@@ -132,7 +133,7 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def stability_ranks(data: dict[str, Any]) -> list[list[str]]:
-    """Return the rank correlation of sharpness in the corner and by the search."""
+    """Return the rank correlation between sharpness in the corner and sharpness by the search."""
     pairs = [
         (corner, searched)
         for r in data["results"]
@@ -153,7 +154,10 @@ def _final_loss(run: dict[str, Any]) -> float:
 
 
 def _sharpness_around_divergence(runs: list[dict[str, Any]]) -> tuple[str, str]:
-    """Return medians over diverging runs: of the last sharpness before, and of the next one."""
+    """Return median sharpness of diverging runs: last measured before divergence, and next after.
+
+    A measurement in the step of the divergence counts as after.
+    """
     before, at = [], []
     for r in runs:
         when = r["diverged_at"]

@@ -39,7 +39,7 @@ class Group:
 def run_jobs(work: Work, jobs: list[Any], *, ranks: int = 1) -> Iterator[Any]:
     """Yield the results of `work(job, device)` for all jobs, from processes with one GPU each.
 
-    Each job runs on `ranks` GPUs, as the ranks of a process group; the first rank's results count.
+    Each job runs on `ranks` GPUs, as the ranks of a process group. Rank 0's results are yielded.
     Without a GPU one group runs on the CPU, and a single rank runs in this process.
 
     Raises:
@@ -110,7 +110,7 @@ def _serve(work: Work, rank: int, group: Group, waiting: Any, results: Any) -> N
 
 
 def _device(group: Group) -> torch.device:
-    """Return the only visible GPU of a process, so that all processes share compiled code."""
+    """Return the only visible GPU, number 0 in each process, so that processes share code."""
     if not group.on_gpu:
         torch.set_num_threads(1)
         return torch.device("cpu")

@@ -27,7 +27,7 @@ from fp8pass.tools.culprit_search import CulpritSearch
 from fp8pass.tools.folding import format_paths
 from fp8pass.tools.output import Result, make_name, make_table
 
-# The option that makes units of a kind exact.
+# The option that makes units exact, by their kind.
 OPTIONS = {"linear": "skip", "saved": "keep_exact"}
 
 
@@ -57,7 +57,7 @@ class Culprit(Unit):
 
     Attributes:
         error_before: error of the gradients if only the culprits found earlier are exact.
-        error_after: error of the gradients if this one is exact, too.
+        error_after: error of the gradients if this culprit is exact, too.
     """
 
     error_before: float
@@ -68,17 +68,18 @@ class Culprit(Unit):
 class Bisection(Result):
     """The causes of a gradient error. Print it, or use `culprits`, `suggested` and `to_json()`.
 
-    Errors are ‖wrong - exact‖₂ / ‖exact‖₂ over all gradients, where `exact` are the gradients of
-    recipe `exact`; infinite for gradients that are not finite.
+    Errors are ‖wrong - exact‖₂ / ‖exact‖₂ over all gradients, where recipe `exact` computes the
+    exact gradients. The error is infinite if a gradient is not finite.
 
     Attributes:
         config: the configuration that was examined.
         error: error of the gradients.
-        culprits: the units that cause most of it, in the order found.
+        culprits: the units that cause most of the error, in the order found.
         units: number of linear layers and saved tensors that are not exact.
         probes: number of compilations.
         spread: whether no other unit stands out, because many units cause the remaining error.
-        parts: paths of the compiled parts, which names are relative to; () for the whole model.
+        parts: paths of the compiled parts, () for the whole model. Names of units are relative to
+            these paths.
     """
 
     config: Config
@@ -96,7 +97,7 @@ class Bisection(Result):
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """Options that make the culprits exact, with those entries that `config` already has."""
+        """Options that make the culprits exact, including the entries that `config` has."""
         return make_options(self.culprits, self.config)
 
     def _summary(self) -> str:
@@ -160,17 +161,18 @@ def bisect(
 ) -> Bisection:
     """Find the linear layers and saved tensors that a large gradient error comes from.
 
-    Compiles `model` about log2(n) times for each culprit, with groups of its n linear layers and
-    saved tensors exact, and runs one forward and backward each time, op by op. If only parts of the
-    model are compiled, only these run in low bits. `bisect` examines the error of the gradients in
-    training; `diagnose` measures the error that each layer adds to exact gradients. A
-    `memory_budget` in bytes must have room for the tensors that become exact. Parameters,
-    gradients, buffers and random number generators are restored.
+    Compiles `model` about log2(n) times for each culprit, where n is the number of linear layers
+    and saved tensors. Each time some of these are exact, and one forward and backward runs, op by
+    op. If only parts of the model are compiled, only these parts run in low bits. `bisect` examines
+    the error of the gradients in training; `diagnose` measures the error that each layer adds to
+    exact gradients. A `memory_budget` in bytes must be large enough for the tensors that become
+    exact. Parameters, gradients, buffers and random number generators are restored.
 
     Args:
-        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
-        batch: passed to `loss_fn`. Gradients of its tensors are compared, too, if they require one.
+        batch: passed to `loss_fn`. Gradients of tensors in the batch are compared, too, if the
+            tensors require a gradient.
         config: the configuration to examine, instead of the model's own or the default recipe.
         most: the largest number of culprits to look for.
 
@@ -209,7 +211,10 @@ def bisect(
 
 @contextmanager
 def _show_progress() -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal. Yields a function that takes the expected number of steps."""
+    """Show a progress bar if stderr is a terminal.
+
+    Yields a function that advances the bar by one step, given the expected number of steps.
+    """
     console = Console(stderr=True)
     columns = TextColumn("bisecting"), BarColumn(bar_width=24), MofNCompleteColumn()
     disable = not console.is_terminal
@@ -225,7 +230,7 @@ def _show_progress() -> Iterator[Callable[[int], None]]:
 
 
 def find_units(plans: Iterable[Plan]) -> list[Unit]:
-    """Return the linear layers and saved tensors in low bits, in the order in which they run."""
+    """Return the linear layers and saved tensors in low bits, in the order of the forward."""
     found: dict[Unit, None] = {}
     for plan in plans:
         placed: list[tuple[int, Unit]] = [
@@ -244,7 +249,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
 
 
 def make_options(units: Iterable[Unit], config: Config) -> dict[str, Any]:
-    """Return options that make units exact, with the entries that `config` already has."""
+    """Return options that make units exact, including the entries that `config` has."""
     options: dict[str, Any] = {}
     for unit in units:
         name = OPTIONS[unit.kind]
@@ -256,7 +261,7 @@ class Trials:
     """Runs one step of a model with some of its units exact, always from the same state.
 
     Attributes:
-        units: the units in low bits, in the order in which they run.
+        units: the units in low bits, in the order of the forward.
         compilations: number of compilations so far.
 
     Raises:
@@ -294,7 +299,7 @@ class Trials:
         self.units = find_units(g.plan for g in graphs)
 
     def error(self, exact: frozenset[int]) -> float:
-        """Measure the relative error of the gradients with the numbered units exact."""
+        """Measure the relative error of the gradients if the units of these numbers are exact."""
         if not exact:
             return self._start
         options = make_options((self.units[i] for i in sorted(exact)), self.config)
@@ -318,7 +323,7 @@ class Trials:
 
 
 def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> float:
-    """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors; infinite if it is not finite."""
+    """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors; infinity if the result is not finite."""
     difference = norm = 0.0
     for w, e in zip(wrong, exact, strict=True):
         if w is not None and e is not None:
@@ -331,7 +336,7 @@ def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress the logs and warnings of a compilation that repeats the first one."""
+    """Suppress logs and warnings, which many similar compilations would repeat."""
     log.disabled, before = True, log.disabled
     try:
         with warnings.catch_warnings():

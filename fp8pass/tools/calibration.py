@@ -23,23 +23,23 @@ def calibrate(
     *,
     config: Config | None = None,
 ) -> tuple[ValueMoments, ...]:
-    """Measure the mean and standard deviation of the values that the error rules bound.
+    """Measure the mean and standard deviation of the values that the error rules use.
 
-    The rules assume unit variance for values without moments. Pass the result to the compiler:
+    Without these moments, the rules assume unit variance. Pass the result to the compiler:
 
         calibration = fp8pass.calibrate(model, loss_fn, batch)
         model = torch.compile(model, backend="fp8pass", options={"calibration": calibration})
 
-    Names of values are relative to the compiled part, so compile the same model, as a whole or in
-    the same parts. If a module is in several graphs or runs several times, the moments with the
-    largest mean square are used. Runs one forward and backward; parameters, gradients, buffers and
-    random number generators are restored.
+    Names of values are relative to the compiled part, so compile the model in the same way: as a
+    whole or in the same parts. If a module is in several graphs or runs several times, the moments
+    with the largest mean square are used. Runs one forward and backward; parameters, gradients,
+    buffers and random number generators are restored.
 
     Args:
-        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
-        config: the configuration for compiling the model, instead of its own or the default recipe.
+        config: the configuration to compile with, instead of the model's own or the default recipe.
 
     Returns:
         (name, mean, standard deviation) of each value, as JSON-ready data.

@@ -1,15 +1,16 @@
-"""Search for the numbered units that cause an error, with few measurements of it.
+"""Search for the units that cause an error, with few measurements of the error.
 
-Let u1 ... un be the units in low bits in the order in which they run, and E(i) the error of all
-gradients if the first i units are exact. Independent errors add in squares, so the units from i + 1
-to j cause E²(i) - E²(j) together. Repeatedly halving the range that causes most leads to the
-largest single cause in log2(n) compilations. Ranges that cause less than the threshold of a culprit
-are not halved, so few measurements suffice if no unit is a culprit. A range that turns an infinite
-error into a finite one contains the unit that overflows.
+Let u1 ... un be the units in low bits in the order of the forward, and E(i) the error of all
+gradients if the first i units are exact. Squares of independent errors add up, so the units from
+i + 1 to j together cause E²(i) - E²(j). Repeatedly halving the range that causes the most error
+leads to the largest single cause in log2(n) compilations. A range is not halved if it causes less
+error than a culprit must, so few measurements suffice if no unit is a culprit. If making a range
+exact turns an infinite error into a finite error, the range contains the unit that overflows.
 
-Large errors do not add: if all gradients are wrong anyway, the unit that becomes exact last seems
-to cause everything. So the search continues with the found units exact, because several may have to
-be. In the end it drops the units that matter little if all other found units are exact.
+Squares of large errors do not add up: if all gradients are wrong anyway, the unit that becomes
+exact last seems to cause the whole error. Several units may have to be exact together, so the
+search for the next culprit keeps all culprits found so far exact. In the end the search drops each
+culprit that matters little if all other culprits are exact.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-# A culprit causes at least this share of the squared error, and at least this many times as much as
-# the other units do on average.
+# A culprit causes at least this share of the squared error, and at least this many times the
+# average of the other units.
 CULPRIT_SHARE, CULPRIT_TIMES = 0.25, 10.0
 
 
@@ -29,8 +30,8 @@ class CulpritSearch:
 
     Args:
         units: number of units.
-        error: returns the relative error of the gradients if these units are exact; called once for
-            each set.
+        error: returns the relative error of the gradients if a set of units is exact; called once
+            for each set.
     """
 
     def __init__(self, units: int, error: Callable[[frozenset[int]], float]) -> None:
@@ -43,7 +44,7 @@ class CulpritSearch:
         while len(found) < most and (unit := self._find_next(frozenset(found))) is not None:
             found.append(unit)
         if math.isinf(self.error(frozenset(found))):
-            return found  # no unit makes a difference on its own
+            return found  # the error stays infinite, so no unit makes a difference on its own
         for unit in reversed(found):
             others = frozenset(found) - {unit}
             if self._compute_decrease(others, others | {unit}) < self._compute_threshold(others):
@@ -51,12 +52,12 @@ class CulpritSearch:
         return found
 
     def _compute_threshold(self, exact: frozenset[int]) -> float:
-        """Return the least squared error that a culprit causes if the units in `exact` are."""
+        """Return the least squared error of a culprit, while the units in `exact` are exact."""
         others = self.units - len(exact) - 1
         return max(CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)) * self.error(exact) ** 2
 
     def _find_next(self, exact: frozenset[int]) -> int | None:
-        """Return the unit that causes most of the remaining error; None if none stands out."""
+        """Return the unit that causes most of the remaining error; None if no unit stands out."""
         threshold = self._compute_threshold(exact)
         if not threshold:
             return None
@@ -64,7 +65,7 @@ class CulpritSearch:
         def caused(start: int, end: int) -> float:
             return self._compute_decrease(exact.union(range(start)), exact.union(range(end)))
 
-        ranges = [(-caused(0, self.units), 0, self.units)]  # a heap: the largest first
+        ranges = [(-caused(0, self.units), 0, self.units)]  # a heap: the largest error first
         while True:
             minus_caused, start, end = heapq.heappop(ranges)
             if -minus_caused < threshold:

@@ -1,8 +1,9 @@
 """`fp8pass.diagnose`: the gradient error of every layer, measured and predicted.
 
 Runs the joint graph of a model twice on real data: before the passes, and rewritten. The second run
-replaces every value of the forward, and every gradient that enters a layer, by the exact one. So
-the error of a layer's gradients does not include errors of later layers (as in AGoQ, Table 13).
+replaces each forward value, and each gradient that enters a layer, by the exact value from the
+first run. So the error of a layer's gradients does not include errors of later layers, as in Table
+13 of the paper AGoQ.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from fp8pass.tools.running import check_configuration
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 
-# An error this many times the predicted error is marked.
+# An error of more than this many times the predicted error is marked.
 FAR_ABOVE = 3.0
 
-# Smaller errors come from BF16 rounding and from correlations of gradients with values.
+# Predicted errors count as at least this much, because BF16 rounding and correlations of gradients
+# with values cause errors up to this size.
 NEGLIGIBLE = 0.01
 
 
@@ -75,7 +77,7 @@ class Diagnosis(Result):
 
     @property
     def suspicious(self) -> list[LayerError]:
-        """The errors far above the predicted ones."""
+        """The errors that are far above the predicted error."""
         return [y for y in self.layers if y.far_above]
 
     @property
@@ -150,12 +152,12 @@ def diagnose(
     compiled, only their layers are measured. Runs one forward and backward; parameters, gradients,
     buffers and random number generators are restored.
 
-    On a GPU with FP8 tensor cores, measured errors include the error of FP8 accumulation. On other
-    devices GEMMs accumulate in FP32, unless within `fp8pass.testing.hardware_accumulation()`, and
-    only predicted errors include it.
+    On a GPU with FP8 tensor cores, measured errors include the error of FP8 accumulation. Other
+    devices accumulate in FP32, except within `fp8pass.testing.hardware_accumulation()`, so there
+    only predicted errors include the error of FP8 accumulation.
 
     Args:
-        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
         config: the configuration to diagnose, instead of the model's own or the default recipe.
@@ -172,12 +174,12 @@ def diagnose(
 
 
 def measure_errors(record: Record) -> Iterable[LayerError]:
-    """Yield measured and predicted errors of one graph's gradients that are not exact."""
+    """Yield measured and predicted errors of one graph's gradients, except exact gradients."""
     exact = record.exact_values()
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
     predictor = Predictor(rules, record.decisions, record.planned_values(exact))
     predictor.run(record.planned.graph)
-    # Layers end at GEMMs and attention, and at the outputs of regions.
+    # Layers end at GEMMs and attention, and at the outputs of non-linear regions.
     ends = {n for region in rules.regions for n in region.outputs}
     ends |= {n for n in rules.backward if kind(n) in LAYERS}
     names = {original_name(n) for n in ends & rules.backward}
@@ -218,8 +220,8 @@ class LocalErrorInterpreter(fx.Interpreter):
         gm: the rewritten graph.
         exact: the exact value of each node, by name.
         ends: names of the gradients at the ends of layers.
-        regions: number of the region of each node, by name. Inside a region values stay inexact,
-            for example in the sum that computes a bias's gradient.
+        regions: number of the non-linear region of each node, by name. Gradients between nodes of a
+            region are not replaced, for example in the sum that computes a bias's gradient.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         self.errors: dict[fx.Node, tuple[float, float]] = {}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        """Return the operands of a node, exact where another layer computed them."""
+        """Return the operands of a node, with exact gradients from other layers."""
         return fx.map_arg((n.args, n.kwargs), lambda operand: self._find_operand(operand, n))
 
     def _find_operand(self, operand: fx.Node, user: fx.Node) -> Any:
@@ -244,7 +246,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         return arrange_as(operand, self.exact[name]) if is_end and not inside else given
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node; in the forward, return its exact value instead."""
+        """Run a node and record its error. A forward node returns its exact value instead."""
         value, name = super().run_node(n), original_name(n)
         if n.op != "call_function" or name not in self.exact:
             return value

@@ -1,4 +1,4 @@
-"""`fp8pass.explain`: the decisions about a model and the reasons, without training it."""
+"""`fp8pass.explain`: fp8pass's decisions about a model with reasons, without training."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Explanation(ExplanationData):
 
         Raises:
             TypeError: `diagnosis` or `beside` has the wrong type.
-            ValueError: `beside` explains another model.
+            ValueError: `beside` is the explanation of another model.
         """
-        # `explain` itself does not need jinja2, which takes time to import.
+        # Imported here, because the report needs jinja2, which takes time to import.
         from fp8pass.tools.report import write_report
 
         if diagnosis is not None and not isinstance(diagnosis, Diagnosis):
@@ -61,7 +61,7 @@ class Explanation(ExplanationData):
         write_report(self, Path(path), diagnosis, beside)
 
     def plot_frontier(self, path: str | Path) -> None:
-        """Draw saved memory against added time into an image file, one line for each graph.
+        """Plot saved memory against added time into an image file, with a line for each graph.
 
         Raises:
             ValueError: the explanation has no frontier, or matplotlib does not support the file's
@@ -103,12 +103,12 @@ class Explanation(ExplanationData):
 def _measure_in_eager(
     explanation: Explanation, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Measure what a forward without a compiler saves, and record the linear layers that run."""
-    try:  # parts may be compiled in functions
+    """Measure the bytes that an eager forward saves, and record the linear layers that run."""
+    try:  # the stance also stops functions of the model that are compiled on their own
         with torch.compiler.set_stance("force_eager"), running.record_linears(module) as linears:
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     except AssertionError:
-        # Dynamo has to trace torch.cond, scan and map, and does not take hooks of modules in them.
+        # Dynamo must trace torch.cond, scan and map, and rejects hooks of modules within them.
         with torch.compiler.set_stance("default", force_backend="eager"):
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     else:
@@ -127,11 +127,11 @@ def explain(
     """Explain what fp8pass would do to `model` called with these arguments.
 
     Runs one forward of the model in eager mode, and one through the rewritten graphs, op by op,
-    with gradients enabled. If only parts of the model are compiled, only these are rewritten.
+    with gradients enabled. If only parts of the model are compiled, only those are rewritten.
     Buffers and random number generators are restored; parameters and gradients do not change.
 
     Args:
-        model: a module, or one compiled with `backend="fp8pass"`, whose options are then used.
+        model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         *args: arguments of the model.
         config: the configuration to explain, instead of the model's own or the default recipe.
         frontier: also compute the plans of other memory budgets. Solves about ten more

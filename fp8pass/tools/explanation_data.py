@@ -1,4 +1,4 @@
-"""The decisions about a model as data, for the tables and the report."""
+"""fp8pass's decisions about a model as data, for the tables and the report."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ OPERAND_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 @dataclass(repr=False)
 class ExplanationData(Result):
-    """The decisions about a model, as data.
+    """fp8pass's decisions about a model, as data.
 
     Attributes:
         config: the configuration that was explained.
         model: name of the model's class.
         parts: paths of the compiled parts; () for the model as a whole.
         saved_bytes: measured bytes that a forward saves for the backward, inside and outside of
-            graphs. Shared tensors count once, parameters do not count.
+            graphs. Shared tensors are counted once, and parameters are not counted.
         eager_bytes: measured bytes that a forward saves without a compiler.
         graphs: the compiled graphs, in order.
         owners: path of each parameter's module, by the parameter's id.
         linears: path of each linear layer that a forward runs, by the ids of its parameters.
         convolutions: number of convolution modules, none of which runs in FP8.
-        convolution_share: their share of the model's parameters.
+        convolution_share: share of the model's parameters that convolutions have.
     """
 
     config: Config
@@ -119,8 +119,9 @@ class ExplanationData(Result):
 def describe_operands(compiled: CompiledGraph) -> list[SavedTensor]:
     """Return the saved tensors of a graph, with FP8 operands of GEMMs as low-bit copies.
 
-    The plan lists an operand as `exact`, because the graph saves it as it is. Its format is FP8,
-    and without fp8pass the value that it was quantized from would be saved.
+    The plan lists such an operand as `exact`, because the graph saves the FP8 data unchanged. Here
+    its format is FP8, and `bytes_exact` is the size of the value that was quantized, because that
+    value would be saved without fp8pass.
     """
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     return [_describe_operand(s, nodes[s.name]) for s in compiled.plan.saved]

@@ -16,7 +16,7 @@ class FoldedRow(NamedTuple):
         module: pattern of the modules' paths.
         count: number of modules.
         item: the item of the first module.
-        source: the line of the model that it comes from, if known.
+        source: line of the model's code that the item comes from; '' if unknown.
     """
 
     module: str
@@ -32,7 +32,7 @@ def format_paths(paths: Iterable[str]) -> str:
 
 
 def fold_rows(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[FoldedRow]:
-    """Fold (path, key, item) with equal keys, and paths that differ only in numbers, into rows."""
+    """Fold (path, key, item) tuples with equal keys, and paths that differ only in numbers."""
     groups: dict[tuple[str, tuple[Any, ...]], list[tuple[str, Any]]] = {}
     for path, key, item in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", path), key), []).append((path, item))
@@ -68,7 +68,7 @@ def fold_collectives(sent: Iterable[Collective]) -> list[FoldedRow]:
 
 
 def fold_copies(copies: Iterable[HostCopy]) -> list[FoldedRow]:
-    """Fold offloaded tensors of equal layers. The item has the times of the first layer."""
+    """Fold offloaded tensors of equal layers. A row has the times of the first layer."""
     return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 
@@ -79,7 +79,7 @@ def fold_saved(
 
     Args:
         saved: saved tensors.
-        sources: source line of each tensor, by name; equal tensors have equal lines, too.
+        sources: source line of each tensor, by name. Only tensors with equal lines are folded.
     """
     lines = sources or {}
 

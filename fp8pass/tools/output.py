@@ -1,4 +1,4 @@
-"""Output of results: tables as text as wide as the terminal, JSON, and matplotlib figures.
+"""Output of results: tables as text, JSON, and matplotlib figures.
 
 Long facts about a row go below its name instead of into columns, so that tables stay narrow.
 """
@@ -20,7 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# Width of the text without a terminal.
+# Width of the text if no terminal determines it.
 DEFAULT_WIDTH = 100
 
 
@@ -89,7 +89,7 @@ def make_table(title: str, first: str, *numbers: str) -> Table:
 
 
 def make_name(name: str, *facts: str) -> Group:
-    """Make the first cell of a row: its name, and facts in lines below."""
+    """Make the first cell of a row: the row's name, with each fact in a line below."""
     lines = (Padding(Text(line), (0, 0, 0, 2)) for line in facts if line)
     return Group(Text(name or "(top level)"), *lines)
 

@@ -1,8 +1,8 @@
 """Predict the error of every gradient in a planned backward with the error rules.
 
-Errors are local, as `diagnose` measures them: the error that one region, GEMM or attention adds to
-exact incoming gradients. Values come from a real batch. Rounding is idealized (`samples.rounding`):
-it has the relative error of the format's normal range.
+Errors are local, as `diagnose` measures them: the error that one non-linear region, GEMM or
+attention adds to exact incoming gradients. Values come from a real batch. Rounding is idealized
+(`samples.rounding`): values of any size have the relative error of the format's normal range.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from fp8pass.graph.tags import original_name
 fp8 = torch.ops.fp8pass
 
 
-# Number of rows and columns of a GEMM's result in the sample that estimates its error.
+# The error of a GEMM is estimated on a sample of its result with this many rows and columns.
 LARGEST_SAMPLE = 512
-# The same for the error of fast accumulation, which is slow to emulate.
+# Rows and columns of the sample for fast accumulation, which is slow to emulate.
 LARGEST_EMULATED = 32
 
 
 @dataclass
 class Predictor:
-    """Predicted relative RMS errors on a joint graph that is planned but not yet rewritten.
+    """Predicts relative RMS errors on a joint graph that is planned but not yet rewritten.
 
     Attributes:
         rules: error rules of the graph.
@@ -60,7 +60,7 @@ class Predictor:
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:
-        """Fill in the errors of all nodes; of a region after its last input."""
+        """Predict the errors of all nodes in order. Each region follows its last input."""
         members = {n for region in self.rules.regions for n in region.nodes}
         ready = self.rules.by_last_input()
         for node in g.nodes:
@@ -116,7 +116,7 @@ class Predictor:
         return (rounded + mean).to(value.dtype)
 
     def _predict_scaled_mm(self, gemm: fx.Node) -> float:
-        """Return the error of a product, from errors of its operands and of FP8 rounding."""
+        """Return the error of a product due to its operands' errors and FP8 accumulation."""
         exact, rounded = [], []
         for operand in (gemm.args[0], gemm.args[2]):
             matrix, error = self._find_operand(operand)  # type: ignore[arg-type]
@@ -130,9 +130,9 @@ class Predictor:
         return math.hypot(change, estimate_accumulation_error(*exact) if fast else 0.0)
 
     def _predict_experts(self, gemm: fx.Node) -> float:
-        """Return the error of a product of experts, as the independent errors of its operands.
+        """Return the error of an expert GEMM, with the operands' errors taken as independent.
 
-        The sizes of its groups are dynamic, so no sample can be drawn.
+        The sizes of the expert groups are dynamic, so no sample of the product can be drawn.
         """
         operands = [_find_quantize(gemm.args[0]), _find_quantize(gemm.args[2])]
         formats = map(_find_format, operands)
@@ -147,9 +147,9 @@ class Predictor:
         return math.hypot(*errors)
 
     def _find_experts_matrix(self, node: fx.Node) -> Tensor:
-        """Return a matrix that was quantized, with the contracted dimension last.
+        """Return the matrix that `node` quantized, with the contracted dimension last.
 
-        If tokens are contracted, the result has as many of them as an average expert.
+        If the GEMM sums over tokens, the result has as many tokens as an average expert.
         """
         matrix = self.values[node.args[0]]  # type: ignore[index]
         if node.target is fp8.quantize.default:
@@ -158,7 +158,10 @@ class Predictor:
         return matrix[: max(len(matrix) // experts, 1)].t()
 
     def _find_operand(self, node: fx.Node) -> tuple[Tensor, float]:
-        """Return a matrix that was quantized, with the contracted dimension last, and its error."""
+        """Return the matrix that an operand was quantized from, and the operand's error.
+
+        The contracted dimension is the matrix's last.
+        """
         if graph.is_call(node, fp8.transpose.default):
             matrix, error = self._find_operand(node.args[0])  # type: ignore[arg-type]
             return matrix.t(), error
@@ -213,14 +216,14 @@ class Predictor:
 
 
 def _find_quantize(node: Any) -> fx.Node:
-    """Return the operator that quantizes an operand of experts."""
+    """Return the node that quantized an operand of an expert GEMM."""
     while node.target not in (fp8.quantize.default, fp8.transpose_segments.default):
         node = node.args[0]
     return node
 
 
 def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
-    """Return the relative error that fast accumulation adds to `a @ b.T`, on a sample."""
+    """Estimate the relative error that fast accumulation adds to `a @ b.T`, on a sample."""
     operands = []
     for x in (a, b):
         rows = torch.linspace(0, len(x) - 1, min(len(x), LARGEST_EMULATED), dtype=torch.float64)
@@ -231,7 +234,7 @@ def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
 
 
 def _find_format(quantized: fx.Node) -> Format:
-    """Return the format of an operand that `quantize` or `transpose_segments` gives."""
+    """Return the format of an operand that `quantize` or `transpose_segments` returns."""
     if quantized.target is fp8.quantize.default:
         return quantization_of(quantized).format
     return FORMATS[str(quantized.args[3])]

@@ -1,4 +1,4 @@
-"""Record the joint graphs of one step of a model, before and after the passes, with inputs."""
+"""Record the joint graphs of one step of a model: before and after the passes, with inputs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fp8pass.tools import running
 def record_step(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, config: Config
 ) -> list[Record]:
-    """Run `loss_fn(model, batch).backward()`, and record each run of a graph with a backward.
+    """Run `loss_fn(model, batch).backward()`, and record each graph run that has a backward.
 
-    If only parts of the model are compiled, only these are recorded. Parameters, buffers, gradients
+    If only parts of the model are compiled, only those are recorded. Parameters, buffers, gradients
     and random number generators are restored.
     """
     records: list[Record] = []
@@ -55,7 +55,7 @@ class Record:
         rewritten: the graph after `materialize_plan`.
         ctx: context of the passes, for the nodes of `planned`.
         decisions: decisions about the nodes of `planned`.
-        module: path of the module that it ran in. Paths in the graph are relative to it.
+        module: path of the module that ran. Paths in the graph are relative to this module.
         inputs: real tensors by placeholder.
     """
 
@@ -99,7 +99,7 @@ class Record:
         return {node.name: value for node, value in interpreter.env.items()}
 
     def planned_values(self, exact: dict[str, Any]) -> dict[fx.Node, Any]:
-        """Return the exact values by node of `planned`, also of views and copies from passes."""
+        """Return exact values by node of `planned`, including views and copies added by passes."""
         values: dict[fx.Node, Any] = {}
         for node in self.planned.graph.nodes:
             if (name := node.meta.get(ORIGINAL_GATHER, original_name(node))) in exact:
@@ -149,7 +149,7 @@ class Recorder:
             self._planned = planned, replace(ctx, facts=ctx.facts.map_to_copy(copies)), decisions
 
     def after(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """Make the record after `materialize_plan`; later passes only merge GEMMs of layers."""
+        """Make the record after `materialize_plan`, before a pass merges the GEMMs of layers."""
         if pass_ is materialize_plan and self._planned and self._exact:
             rewritten = graph.copy_module(gm)
             for module in (self._exact, rewritten):
@@ -163,7 +163,7 @@ class Runs:
 
     Args:
         records: list that a record of each run is added to, in the order of the forwards.
-        copies: whether to copy inputs, because they are freed after the step.
+        copies: whether to copy inputs, which is necessary if they are freed after the step.
     """
 
     def __init__(self, records: list[Record], *, copies: bool) -> None:
@@ -180,8 +180,8 @@ class Runs:
     def backward(self, inputs: dict[str, Any]) -> None:
         """Add the inputs of a backward to the last forward with the same saved inputs.
 
-        Autograd runs backwards in reverse order. Later forwards have no backward: their results are
-        not used, or `torch.utils.checkpoint` ran them again.
+        Autograd runs backwards in the reverse order of forwards. So later forwards that still wait
+        have no backward: their results are not used, or `torch.utils.checkpoint` ran them again.
         """
         while self._waiting:
             run = self._waiting.pop()

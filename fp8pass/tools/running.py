@@ -57,9 +57,9 @@ def check_configuration(tool: str, model: Any, config: Any) -> Config:
 
 
 def find_recipe(config: Config) -> tuple[str, dict[str, Any]]:
-    """Return the recipe with the fewest different options, and these options of `config`.
+    """Return the recipe that differs from `config` in the fewest options, and these options.
 
-    The option `compiler` is left out. Of equally near recipes `coat` comes first.
+    The option `compiler` is ignored. If several recipes are equally near, `coat` is preferred.
     """
     found = {}
     for name in ("coat", *RECIPES):
@@ -70,7 +70,7 @@ def find_recipe(config: Config) -> tuple[str, dict[str, Any]]:
 
 
 def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Collection[str]) -> None:
-    """Raise TypeError if a keyword argument of the model looks like one of the tool.
+    """Raise TypeError if a keyword argument of the model looks like an argument of the tool.
 
     A forward with `**kwargs`, as in transformers, would silently accept a misspelled argument.
     """
@@ -89,7 +89,7 @@ def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Collectio
 
 
 def _list_arguments(module: nn.Module) -> Collection[str]:
-    """Return the names of a forward's arguments; empty if unknown, as for code in C++."""
+    """Return the names of a forward's arguments; () if they are unknown, as for code in C++."""
     try:
         return inspect.signature(module.forward).parameters
     except (TypeError, ValueError):
@@ -145,7 +145,7 @@ def find_compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
 def compile_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
     """Yield `model` compiled with `backend`, in the same parts or as a whole.
 
-    Caches of compiled code are empty, and gradients enabled.
+    Inside the context, the caches of compiled code start empty, and gradients are enabled.
     """
     parts = find_compiled_parts(model)
     module = model if parts else compat.original_of(model)
@@ -166,7 +166,7 @@ def find_owners(model: nn.Module) -> dict[int, str]:
 def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
     """Collect the paths of `nn.Linear`s that run, by the ids of the parameters that they run with.
 
-    With FSDP2 these are gathered parameters instead of the model's own. Layers that compute their
+    FSDP2 runs layers with gathered parameters instead of the model's own. Layers that compute their
     weight are left out.
     """
     found: dict[int, str] = {}
@@ -197,10 +197,10 @@ def count_convolutions(model: nn.Module) -> tuple[int, float]:
 
 
 def name_projections(model: nn.Module, plan: Plan) -> None:
-    """Name the projections of each `nn.MultiheadAttention` in a plan, which share one path.
+    """Name the projections of each `nn.MultiheadAttention` in a plan, because they share a path.
 
-    In each run the projections of queries, keys and values, in one to three GEMMs, come first. They
-    have three times as many outputs as the output projection.
+    In each run, one to three GEMMs project queries, keys and values. The next GEMM, the output
+    projection, has a third of the outputs of these GEMMs together.
     """
     modules = [
         f".{graph.clean_path(path)}"
@@ -218,7 +218,8 @@ def name_projections(model: nn.Module, plan: Plan) -> None:
 def find_module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
     """Return the path of the module that a graph ran in; '' is the model itself.
 
-    It is a weight's module path in the model without the module path in the graph, a suffix.
+    A weight's module has a path in the model, which ends in the module's path in the graph. The
+    result is the path in the model without this ending.
 
     Args:
         weights: parameters that the graph ran with, by the paths of their modules in the graph.
@@ -279,7 +280,7 @@ def restore_state(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _restore(values: Mapping[Tensor, Tensor]) -> None:
-    """Write values back to the tensors that they were copied from, if these have changed."""
+    """Write values back to the tensors that they were copied from, if the tensors have changed."""
     for x, value in values.items():
         if local(x).shape != value.shape:
             x.resize_(value.shape)
@@ -290,11 +291,12 @@ def _restore(values: Mapping[Tensor, Tensor]) -> None:
 
 @contextmanager
 def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
-    """Yield the leaf tensors with no gradients, and restore their gradients on exit.
+    """Yield the leaf tensors without gradients, and restore their gradients on exit.
 
-    Restores also the values of gradients, because DistributedDataParallel writes to their memory,
-    and the sums that FSDP2 has not reduced yet; inside, FSDP2 reduces all gradients. Hooks of
-    accumulated gradients do not run: an optimizer in the backward would train the model.
+    The values of gradients are restored, too, because DistributedDataParallel writes to their
+    memory. FSDP2 reduces all gradients inside the context; sums that it has not reduced yet are
+    restored on exit. Hooks on accumulated gradients do not run, because an optimizer in such a hook
+    would train the model.
 
     Raises:
         ValueError: inference mode is on.

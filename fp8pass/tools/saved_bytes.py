@@ -14,9 +14,9 @@ from fp8pass.tools.running import find_leaves, is_sharded
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Return the bytes that one forward of `model`, compiled or not, saves for its backward.
 
-    Parameters, buffers and leaves that require a gradient are not counted, because they are alive
-    anyway. Tensors that share a storage count once. Saved tensors are freed at once, so that models
-    whose activations do not fit can be measured; the backward of this forward cannot run.
+    Parameters, buffers and leaves that require a gradient are not counted, because the caller holds
+    them anyway. Tensors that share a storage count once. Saved tensors are freed immediately, so
+    their total may exceed the memory, but the backward of this forward cannot run.
 
     Raises:
         RuntimeError: the forward computes derivatives itself.
@@ -26,7 +26,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     saved: dict[Any, int] = {}
     sharded = is_sharded(model)
 
-    @torch.compiler.disable  # hooks of FSDP2 trace this function, but fake tensors have no storage
+    @torch.compiler.disable  # FSDP2's hooks would trace it with fake tensors, without a storage
     def pack(tensor: Tensor) -> None:
         if sharded:  # FSDP2 replaces parameters by gathered ones while their module runs
             own.update(map(compat.weak_storage, model.parameters()))

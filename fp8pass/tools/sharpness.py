@@ -1,15 +1,16 @@
 """`fp8pass.sharpness`: how far the loss rises within a small box around the last token's logits.
 
-FP8 and back, section 3.1, after Keskar et al. 2017. With the logits y of the last token, and the
-loss f as a function of these logits, sharpness is
+Section 3.1 of the paper "To FP8 and Back Again", after Keskar et al. 2017, defines the metric. With
+the logits y of the last token, and the loss f as a function of these logits, sharpness is
 
     φ = 100 · (max f(y + z) - f(y)) / (1 + f(y)),   over |z_i| ≤ ε (|y_i| + 1).          (Eq. 1, 2)
 
-The model runs once. The search is SciPy's L-BFGS-B from z = 0 with default tolerances, in FP64.
+The model runs once. SciPy's L-BFGS-B searches for the maximum from z = 0, with default tolerances,
+in FP64.
 
 Cross-entropy is monotonic in each logit, so its maximum over the box is in the corner that the
-gradient at y points to. `search=False` computes only this corner, on the model's device, with two
-losses and one gradient. Losses that are not monotonic within the box need the search.
+gradient at y points to. `search=False` evaluates the loss only at y and in this corner, with one
+gradient, on the model's device. Losses that are not monotonic within the box need the search.
 """
 
 from __future__ import annotations
@@ -44,26 +45,26 @@ def sharpness(
     epsilon: float = EPSILON,
     search: bool = True,
 ) -> float:
-    """Return the sharpness of the loss landscape in percent (FP8 and back, Eq. 2).
+    """Return the sharpness of the loss landscape in percent ("To FP8 and Back Again", Eq. 2).
 
-    Sharpness is large before a training diverges. The paper measures it on held-out data. The model
-    runs once, in evaluation mode and without gradients; its state is restored.
+    Sharpness is large before training diverges. The paper measures sharpness on held-out data. The
+    model runs once, in evaluation mode and without gradients; its state is restored.
 
     Args:
-        model: called by `loss_fn`. Returns logits, [batch, sequence, vocabulary] for a language
-            model or [batch, vocabulary]: a tensor, a tuple that begins with one, or an object or
-            mapping with `logits`.
+        model: called by `loss_fn`. Returns logits of shape [batch, sequence, vocabulary] for a
+            language model, or [batch, vocabulary]: as a tensor, first in a tuple, or as `logits` of
+            an object or mapping.
         loss_fn: `loss_fn(model, batch)` returns the mean loss of the last token of each sequence, a
-            scalar. It is called with a stand-in for the model that returns the logits of the last
-            token, [batch, 1, vocabulary] in FP64.
-        batch: passed to `loss_fn`. Sequences of a batch are searched together. For one sequence the
-            result is the paper's metric, for several the ratio of mean rise and mean loss.
+            scalar. Its first argument is a stand-in for the model that returns the logits of the
+            last token, [batch, 1, vocabulary] in FP64.
+        batch: passed to `loss_fn`. For one sequence the result is the paper's metric. For several
+            sequences, one search covers all of them, and f is their mean loss.
         epsilon: ε, the half width of the box relative to |y| + 1.
-        search: whether to search the box with L-BFGS-B. Otherwise the corner that the gradient
-            points to is used, which gives the same result for cross-entropy.
+        search: whether to search the box with L-BFGS-B. Otherwise the loss in the corner that the
+            gradient points to counts as the maximum, with the same result for cross-entropy.
 
     Returns:
-        φ in percent. If the loss is not finite, the loss.
+        φ in percent; the loss itself if the loss is not finite.
 
     Raises:
         ConfigError: an option has an invalid value, `loss_fn` does not compute the loss of the last
@@ -112,11 +113,11 @@ class Landscape:
         self.logits: Tensor = self._current
 
     def loss(self, logits: Tensor) -> float:
-        """Return the loss at other logits."""
+        """Return the loss at the given logits."""
         return self._compute(logits.detach()).item()
 
     def loss_and_gradient(self, logits: Tensor) -> tuple[float, Tensor]:
-        """Return the loss at other logits, and its gradient."""
+        """Return the loss at the given logits, and the gradient of the loss."""
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
             loss = self._compute(logits)
@@ -155,7 +156,7 @@ class Landscape:
 def _search_box(landscape: Landscape, half_widths: Tensor) -> float:
     """Return the largest loss that L-BFGS-B finds in the box."""
     center = landscape.logits
-    # Tolerances are for a single sequence, so the mean loss is scaled to a sum over sequences.
+    # L-BFGS-B's tolerances are made for the loss of one sequence, so the mean is scaled to a sum.
     count = math.prod(center.shape[:-1])
 
     def descent(z: np.ndarray) -> tuple[float, np.ndarray]:
@@ -201,7 +202,7 @@ def find_logits(output: Any) -> Tensor:
 
 
 def _replace_logits(output: Any, logits: Tensor) -> Any:
-    """Return a copy of a model's output with other logits."""
+    """Return a copy of a model's output with the given logits."""
     if isinstance(output, Tensor):
         return logits
     if isinstance(output, (tuple, list)) and not hasattr(output, "logits"):

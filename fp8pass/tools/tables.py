@@ -89,7 +89,7 @@ def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
 def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
     """Make the table of error amplification by region.
 
-    Case 1 stores the inputs of a region, case 2 also intermediate results.
+    Case 1 of the paper AGoQ stores the inputs of a region; case 2 also stores intermediate results.
     """
     columns = "×", "inputs stored", "results, too"
     table = make_table(f"{title}: error rules", "module, operators, inputs", *columns)
@@ -102,7 +102,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Make the table of memory budgets; shares are of the largest, and the peak is estimated.
+    """Make the table of memory budgets. Shares are relative to the largest budget.
 
     Saved bytes are rounded up, so that they can be pasted as a memory budget.
     """
@@ -133,7 +133,7 @@ def sort_points(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
 
 
 def format_totals(explanation: ExplanationData) -> str:
-    """Return sentences about the totals over all runs of all graphs of a model."""
+    """Return sentences with a model's totals over all runs of all graphs."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs]
     linears = [y for plan in plans for y in plan.linears]
     rewritten = [y for y in linears if y.fp8 or y.simulated]
@@ -167,7 +167,7 @@ def format_totals(explanation: ExplanationData) -> str:
 
 
 def format_remarks(explanation: ExplanationData) -> str:
-    """Return sentences about what is not compiled, not saved or recomputed, or may be slower."""
+    """Return sentences about convolutions, uncompiled parts, checkpointing and slowdowns."""
     text = ""
     if count := explanation.convolutions:
         text += (
@@ -210,7 +210,7 @@ def format_remarks(explanation: ExplanationData) -> str:
 
 
 def _describe_checkpointing(explanation: ExplanationData) -> str:
-    """Describe what `torch.utils.checkpoint` recomputes, and the alternative."""
+    """Describe what `torch.utils.checkpoint` recomputes, and a memory budget as an alternative."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs if g.plan.checkpointing]
     inside = [p.checkpointing for p in plans if p.checkpointing]
     around = sum(run.checkpointed for g in explanation.graphs for run in g.runs)
@@ -236,7 +236,7 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
 
 
 def _describe_heads(plans: Sequence[Plan]) -> str:
-    """Describe each output head whose loss is in the graph, in one line."""
+    """Describe each output head that is in a graph with its loss, in one line."""
     lines = dict.fromkeys(
         f"\nLogits of {head.module or 'the output head'}, {head.shape}: "
         + (f"in {head.chunks} chunks of tokens" if head.chunks > 1 else "of all tokens at once")

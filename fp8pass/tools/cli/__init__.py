@@ -1,8 +1,10 @@
 """The command line: `fp8pass --help`, or `python -m fp8pass --help`.
 
-commands.py      explain, fit, diagnose, bisect and demo; env.py the facts for a bug report
-target.py        the model of a command and its inputs; huggingface.py from a config.json
-model_run.py     a run of the model without fp8pass, and its loss
+commands.py      the commands explain, fit, diagnose, bisect and demo
+env.py           the command env: facts for a bug report
+target.py        the model of a command and its inputs
+huggingface.py   a model and inputs from a Hugging Face config.json
+model_run.py     a run of the model without fp8pass, and the model's loss
 parsing.py       arguments, tasks and errors of all commands
 """
 
@@ -29,7 +31,7 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default the arguments of the process.
+    """Run the command line `argv`, by default the arguments of the process.
 
     Returns:
         The exit code: 0, 1 after a failure, or 130 after Ctrl-C.

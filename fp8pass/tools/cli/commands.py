@@ -20,7 +20,7 @@ from fp8pass.tools.cli.parsing import (
 )
 
 REPORT = "--traceback shows where; to report it, add the output of fp8pass env."
-# fit does not run the model on real tensors first, so an error may come from the model.
+# Unlike other commands, fit does not first run the model alone, so an error may be the model's.
 REPORT_FIT = (
     "--traceback shows where; unless that is in the model or its loss_fn, report it with the "
     "output of fp8pass env."
@@ -28,7 +28,7 @@ REPORT_FIT = (
 
 
 def _add_options(parser: argparse.ArgumentParser, plot: str = "", runs: bool = True) -> None:
-    """Add TARGET with its options, `--json`, and `--plot` if there is something to draw."""
+    """Add TARGET with its options, `--json`, and `--plot` if `plot` names something to draw."""
     target.add_options(parser, runs=runs)
     if plot:
         help = f"also draw {plot}, as PNG, SVG or PDF"

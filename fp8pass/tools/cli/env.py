@@ -27,7 +27,7 @@ LARGEST_ERROR = 0.1
 
 def collect() -> dict[str, dict[str, Any]]:
     """Collect versions, devices and their capabilities, and environment variables, as text."""
-    # First: Inductor sets some variables itself when it is imported.
+    # Read the variables first, because importing Inductor sets some of them.
     variables = {
         name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)
     }
@@ -57,7 +57,7 @@ def _list_versions() -> dict[str, str]:
 
 
 def _list_devices() -> dict[str, dict[str, str]]:
-    """List the CPU and each GPU with the paths of fp8pass that they support, or why not."""
+    """List the CPU and each GPU with the code paths of fp8pass that the device supports."""
     try:
         import torch
     except Exception as error:
@@ -92,7 +92,7 @@ def _find_driver() -> str:
 
 
 def _try(find: Callable[..., str], *about: Any) -> str:
-    """Return what a function returns, or a description of its error."""
+    """Return the result of `find(*about)`, or a description of the error that it raises."""
     try:
         return find(*about)
     except Exception as error:
@@ -107,7 +107,10 @@ def _find_version(package: str) -> str:
 
 
 def _list_paths(device: torch.device) -> dict[str, str]:
-    """List the paths of fp8pass on a device, each `yes` or why not, and the result of a product."""
+    """Return whether a device supports each code path of fp8pass, or why not.
+
+    The result also contains the outcome of one FP8 product on the device.
+    """
     from fp8pass import hardware
 
     no_casts = "no: by integer arithmetic, which is slower"
@@ -120,7 +123,7 @@ def _list_paths(device: torch.device) -> dict[str, str]:
 
 
 def _check_product(device: torch.device) -> str:
-    """Compute an FP8 product as compiled graphs do; return `ok`, or the error."""
+    """Compute an FP8 product as compiled graphs do. Return `ok`, or a text about the failure."""
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -130,7 +133,7 @@ def _check_product(device: torch.device) -> str:
     if reason := hardware.why_no_fp8_gemm(device):
         return f"not run: {reason}"
 
-    from fp8pass.codegen.lowering import lower  # after the operators, which it looks up
+    from fp8pass.codegen.lowering import lower  # looks up the operators defined above
 
     fp8 = torch.ops.fp8pass
 

@@ -9,12 +9,12 @@ import torch
 from fp8pass.tools.cli.parsing import Failure, UsageError
 
 BATCH, SEQUENCE = 2, 128
-# In the note about inputs that were made up.
+# Sizes that the note about made-up inputs suggests.
 USUAL_BATCH, USUAL_SEQUENCE = 4, 2048
 
 
 def read(path: str) -> Any:
-    """Read a config.json, or the one in a folder, for training.
+    """Read a config.json for training, given its path or the path of its folder.
 
     Raises:
         Failure: transformers is not installed.
@@ -103,7 +103,7 @@ def make_inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def note_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> str:
-    """Return a note that inputs were made up, with arguments that describe usual ones."""
+    """Return a note that inputs were made up, with arguments for inputs of usual sizes."""
     x = next(iter(inputs.values()))
     made = f"{' x '.join(map(str, x.shape))} {'values' if x.is_floating_point() else 'tokens'}"
     usual = " ".join(f"--input {name}={_describe_usual(model, x)}" for name, x in inputs.items())
@@ -111,7 +111,7 @@ def note_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> str:
 
 
 def _describe_usual(model: Any, x: torch.Tensor) -> str:
-    """Describe an input of a usual size like `x`, as `--input` takes it."""
+    """Describe an input like `x` of a usual size, in the syntax of `--input`."""
     if x.is_floating_point():
         return "x".join(map(str, (USUAL_BATCH, *x.shape[1:])))
     if x.ndim == 1:

@@ -11,7 +11,7 @@ from fp8pass.tools.cli.target import Target
 
 
 def run_alone(found: Target, run: Callable[[], Any] | None = None) -> None:
-    """Call the model, or `run`, without fp8pass, so that errors of the model are reported as such.
+    """Call the model, or `run`, without fp8pass, so that the model's own errors appear first.
 
     Raises:
         Failure: the call fails.
@@ -35,7 +35,7 @@ def run_alone(found: Target, run: Callable[[], Any] | None = None) -> None:
 def make_loss_fn(found: Target) -> Callable[[Any, Any], Any]:
     """Return TARGET's `loss_fn`, or a function that returns the model's own loss.
 
-    The function raises UsageError if the result is not a tensor of one element.
+    The returned function raises UsageError if the loss is not a tensor of one element.
     """
     import torch
 

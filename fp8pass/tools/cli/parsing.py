@@ -80,7 +80,7 @@ def check_device(text: str) -> str:
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return the device of that name; without a name a GPU if PyTorch sees one, else the CPU.
+    """Return the device `name`. Default: a GPU if PyTorch sees a GPU, else the CPU.
 
     Raises:
         UsageError: the GPU does not exist.
@@ -131,11 +131,11 @@ def check_plot(options: argparse.Namespace) -> None:
 
 @contextmanager
 def task(doing: str, fix: str) -> Iterator[None]:
-    """Show a task on stderr if that is a terminal, and redirect its stdout to stderr.
+    """Show a task on stderr if stderr is a terminal. Redirect the task's stdout to stderr.
 
     Args:
         doing: the task, such as "building models:build".
-        fix: a sentence on how to fix a failure. It ends the message of the error.
+        fix: a sentence on how to fix a failure. The error message ends with this sentence.
 
     Raises:
         UsageError: the task raised a ConfigError.

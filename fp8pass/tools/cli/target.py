@@ -49,7 +49,7 @@ class Target:
     """A model, the arguments to call it with, and its loss function.
 
     Attributes:
-        loss_fn: returns the loss of model and batch; None for models that return their loss.
+        loss_fn: returns the loss, given model and batch; None if the model returns its own loss.
         batch: the arguments as TARGET returned them: a tensor, a tuple, a dict, or both.
         notes: remarks about the model and its inputs, as sentences.
     """
@@ -87,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
 
     Args:
         parser: parser of a command.
-        runs: whether the command runs the model, and so has `--device`.
+        runs: whether the command runs the model. If so, `--device` is added.
     """
     add = parser.add_argument
     repeatable = partial(add, action="append", default=[])
@@ -114,7 +114,7 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
 
 
 def parse_config(options: argparse.Namespace) -> Config | None:
-    """Return the configuration that the options give, or None without any.
+    """Return the configuration of `--recipe` and `--option`, or None if neither is given.
 
     Raises:
         UsageError: the recipe, an option or a value is invalid.
@@ -126,7 +126,7 @@ def parse_config(options: argparse.Namespace) -> Config | None:
 
 
 def parse_beside(options: argparse.Namespace, config: Config) -> Config | None:
-    """Return `config` with the options of `--beside`, or None without any.
+    """Return `config` with the options of `--beside`, or None if `--beside` is not given.
 
     Another recipe replaces the recipe of `config`, but not the options of `--option`.
     """
@@ -237,7 +237,7 @@ def check_dtype(text: str, among: tuple[str, ...] = DTYPE_NAMES) -> str:
 def load(options: argparse.Namespace) -> Target:
     """Build the model and its inputs, and check that the model accepts them.
 
-    Commands without `--device` do not run the model: a Hugging Face model is then on the meta
+    Commands without `--device` do not run the model, so a Hugging Face model is built on the meta
     device.
 
     Raises:
@@ -390,7 +390,7 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but a module that it imports does not
+            raise  # the module exists, but imports another module that does not exist
         nearby = [p.stem for p in Path.cwd().iterdir() if p.suffix == ".py" or p.is_dir()]
         message = unknown("module", error.name, nearby)
         raise UsageError(f"{message} Looked in {Path.cwd()} and in installed packages.") from error

@@ -1,16 +1,16 @@
 """`fit`: whether a model trains on a GPU and its host, and how, before anything is allocated.
 
-    step.py        one step on fake tensors, recorded: allocations, and runs of compiled graphs
+    step.py        record of one step on fake tensors: allocations, and runs of compiled graphs
     planned.py     a compiled graph under a configuration: its plan, memory and work
-    traced.py      the record with planned graphs: bytes alive at each moment; equal layers
+    traced.py      bytes alive at each moment of a recorded step, also for many equal layers
     setup.py       a way to train: options, as lines to paste
     parameters.py  bytes of weights, gradients and optimizer states, on the GPU and on the host
     candidates.py  the ways to train with their memory and time, the fastest first
     result.py      the result: tables, JSON and a plot
-    fitting.py     the function `fit`, and the GPU that is meant
+    fitting.py     the function `fit`, and how it finds the GPU from its argument
 
-LLMQ section 3.1: which of its techniques to use "is not possible to decide a priori". With traced
-and planned graphs it is possible.
+Section 3.1 of the paper LLMQ calls it "not possible to decide a priori" which of its techniques to
+use. Traced and planned graphs make this decision possible.
 """
 
 from __future__ import annotations

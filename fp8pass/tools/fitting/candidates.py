@@ -1,7 +1,7 @@
 """The ways to train, each with its memory and its step time, in the order of time.
 
-The lattice is small and fixed: configurations of the backend, times what lives in host memory.
-Setups that change results only by rounding come first. 4-bit saved values come last.
+The candidates are a small, fixed set: each configuration of the backend with each choice of data in
+host memory. Candidates with 4-bit saved values come last.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from fp8pass.tools.fitting.traced import TracedLayers, TracedStep
 MIB = 1 << 20
 # GPU memory of CUDA, its libraries and kernels.
 CONTEXT_BYTES = 600 * MIB
-# Share that PyTorch's allocator reserves beyond allocated bytes, with expandable segments.
+# Share of GPU memory that PyTorch's allocator reserves beyond the allocated bytes, if segments are
+# expandable.
 UNUSED_SHARE = 0.02
 # Host memory of Python, PyTorch and the driver.
 PROCESS_BYTES = 4 << 30
-# Pages are pinned in powers of two, so the last one is partly unused.
+# Unused share of pinned host memory: its blocks are powers of two, so the last is partly unused.
 HOST_SHARE = 0.05
-# CPU time that launching the update of one parameter in the backward takes: 12 ms per step for the
-# 291 parameters of Llama-2-7B on an H200 (benchmarks/results/model.json).
+# CPU time to launch the update of one parameter in the backward: 12 ms per step for the 291
+# parameters of Llama-2-7B on an H200 (benchmarks/results/model.json).
 ATTACHED_SECONDS = 40e-6
 
 # Memory budgets, as shares of the bytes saved without a budget.
 BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2)
 HEAD_CHUNKS = 8
-# `step_in_backward`, and what lives in host memory.
+# Values of `step_in_backward` and `offload`.
 PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (False, ()),
     (True, ()),
@@ -45,7 +46,7 @@ PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (True, ("states", "gradients")),
     (True, ("states", "gradients", "weights")),
 )
-# Step times within 1% count as equal; the first candidate comes first.
+# Step times within 1% count as equal, and such candidates keep their order.
 SAME_TIME = 1.01
 
 
@@ -56,8 +57,8 @@ class Seconds:
     Attributes:
         forward, backward: seconds of all micro-batches.
         update: seconds of the optimizer, and of adding up gradients.
-        waiting: seconds of copies to and from the host that nothing overlaps.
-        link: seconds that the link to the host is busy in one direction.
+        waiting: seconds of copies to and from the host that do not overlap with computation.
+        link: seconds in which the link to the host is busy in one direction.
     """
 
     forward: float
@@ -75,7 +76,7 @@ class Seconds:
 def estimate_step(
     work: tuple[Work, Work], parameters: Parameters, setup: Setup, accumulate: int, gpu: Gpu
 ) -> Seconds:
-    """Estimate the time of a step by a roofline of the GPU and the bandwidth of the link.
+    """Estimate the time of a step from a roofline of the GPU and the bandwidth of the host link.
 
     Args:
         work: work of the forward and the backward of a micro-batch.
@@ -87,14 +88,14 @@ def estimate_step(
     forward, backward = map(gpu.seconds, work)
     here, host = parameters.place(setup, accumulate)
     gradients = parameters.gradient_bytes
-    # The update moves three times the gradients' bytes (weights, gradients), and reads and writes
-    # the states.
+    # The update reads gradients, and reads and writes weights: three times the gradients' bytes. It
+    # also reads and writes the states.
     update = (3 * gradients + 2 * (here.states + host.states)) / gpu.bandwidth
     if setup.step_in_backward:
         update += ATTACHED_SECONDS * len(parameters.trained)
     adding = (gradients + 2 * (here.sums + host.sums)) / gpu.bandwidth if accumulate > 1 else 0.0
     one_way, sums_one_way = (host.states + host.weights) / gpu.link, host.sums / gpu.link
-    # An attached optimizer overlaps copies with the backward; other optimizers with updates only.
+    # With `step_in_backward`, copies also overlap with the backward; otherwise only with updates.
     overlap = backward + adding if setup.step_in_backward else 0.0
     waits = (accumulate - 1) * max(0.0, sums_one_way - overlap)
     waits += max(0.0, one_way + sums_one_way - overlap - update)
@@ -116,7 +117,7 @@ class Candidate:
         gpu: bytes on the GPU at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`,
             `activations`, `gradients`, `workspace`.
         host: bytes on the host, by kind.
-        peak: where the peak is: a module of the `forward` or `backward`, or the `update`.
+        peak: place of the peak: a module of the `forward` or `backward`, or the `update`.
         seconds: time of an optimizer step.
     """
 
@@ -128,21 +129,21 @@ class Candidate:
 
     @property
     def allocated(self) -> float:
-        """Bytes of tensors on the GPU at the peak, as `torch.cuda.max_memory_allocated` counts."""
+        """Bytes of tensors on the GPU at the peak, as in `torch.cuda.max_memory_allocated`."""
         return sum(self.gpu.values())
 
     @property
     def gpu_bytes(self) -> float:
-        """GPU memory, with CUDA's context and the allocator's unused part."""
+        """Bytes of GPU memory, including CUDA's context and the allocator's unused part."""
         return self.allocated * (1 + UNUSED_SHARE) + CONTEXT_BYTES
 
     @property
     def host_bytes(self) -> float:
-        """Host memory, with the process."""
+        """Bytes of host memory, including the process itself."""
         return sum(self.host.values()) * (1 + HOST_SHARE) + PROCESS_BYTES
 
     def why_not(self, gpu: float, host: float) -> str:
-        """Return why the candidate does not fit that many bytes; '' if it fits."""
+        """Return why the candidate does not fit the given bytes of GPU and host; '' if it fits."""
         reasons = []
         if (over := self.gpu_bytes - gpu) > 0:
             largest = sorted(self.gpu, key=self.gpu.__getitem__, reverse=True)[:2]
@@ -201,13 +202,13 @@ class Candidates:
         return found
 
     def _evaluate(self, configs: Iterable[Config]) -> Iterator[Candidate]:
-        """Yield candidates in the order of time.
+        """Yield candidates, the fastest first.
 
-        Planning takes time, so a configuration is planned only when the next candidate may have it.
+        Planning takes time, so a configuration is planned only if one of its setups may be next.
         """
         waiting = deque(configs)
         timed: list[tuple[int, Setup, Seconds]] = []
-        begun = -math.inf  # a lower bound of the times of the configurations that wait
+        begun = -math.inf  # a lower bound of the times of the waiting configurations
         while waiting or timed:
             while waiting and not (timed and timed[0][0] <= begun):
                 new = self._time(waiting.popleft())
@@ -218,7 +219,7 @@ class Candidates:
                 yield self._measure(setup, seconds)
 
     def _time(self, config: Config) -> list[tuple[int, Setup, Seconds]]:
-        """Return the setups of a configuration, each with a sort key and its time."""
+        """Return the setups of a configuration, each with its time and the time's sort key."""
         if not self._may_help(config):
             return []
         try:
@@ -239,7 +240,7 @@ class Candidates:
         return list(zip(keys, setups, times, strict=True))
 
     def _may_help(self, config: Config) -> bool:
-        """Check whether a configuration may be possible and differ from the earlier ones."""
+        """Check whether a configuration may be possible and differ from earlier configurations."""
         unlimited = replace(config, memory_budget=None)
         if unlimited in self._too_small:
             return False
@@ -248,7 +249,7 @@ class Candidates:
         return any(head.chunks > 1 for plan in self.traced.plans(unlimited) for head in plan.heads)
 
     def _measure(self, setup: Setup, seconds: Seconds) -> Candidate:
-        """Add the memory of a setup to its time."""
+        """Return the candidate for a setup: its memory at the peak, and the given time."""
         here, host = self.parameters.place(setup, self.accumulate)
         fate = self.parameters.decide_fate(setup, self.accumulate)
         moment = self._largest(setup.config, fate)

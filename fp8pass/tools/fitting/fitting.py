@@ -24,9 +24,9 @@ from fp8pass.tools.fitting.result import UNNAMED, Fit
 from fp8pass.tools.fitting.step import LossFunction, compute_own_loss
 from fp8pass.tools.fitting.traced import trace
 
-# Exposed copies of a larger share of the step are noted.
+# Exposed copies are noted if they take a larger share of the step.
 MUCH = 0.02
-# Logits of a smaller share of the GPU's memory are not noted.
+# Logits are noted if they take a larger share of the used GPU memory.
 FEW = 0.001
 # An integer below this number of bytes was probably meant to be GiB.
 LEAST = 1 << 20
@@ -43,10 +43,11 @@ def fit(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> Fit:
-    """Find the fastest way to train a model that fits a GPU and its host, without allocating.
+    """Find the fastest way to train that fits a GPU and its host, without allocating memory.
 
-    Traces one forward and backward on fake tensors, and plans them for several configurations. The
-    GPU need not be there. Parameters and inputs may be on any device, the meta device included:
+    Traces one forward and backward on fake tensors, and plans their graphs for several
+    configurations. This machine need not have the GPU. Parameters and inputs may be on any device,
+    including the meta device:
 
         with torch.device("meta"):
             model = LlamaForCausalLM(config).bfloat16()
@@ -59,11 +60,11 @@ def fit(
         *args: arguments of the model for one micro-batch.
         gpu: a name, a size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; or bytes. Default:
             the GPU of this machine. A size alone uses the rates of this machine's GPU. Without a
-            GPU, or for a GPU with unknown rates, times are those of an H200, and marked so.
+            GPU, or for a GPU with unknown rates, times are estimated for an H200, with a note.
         host: memory for offloaded data and the process, as a size or bytes. Default: the available
             memory of this machine.
         config: the configuration where the search begins, instead of the model's own or the default
-            recipe. The search does not change its `memory_budget` and `head_chunks`.
+            recipe. If it sets `memory_budget` or `head_chunks`, the search keeps their values.
         accumulate: number of micro-batches whose gradients are summed before an update.
         blocks: paths of modules that are compiled one by one, as shell-style patterns. A list of
             modules stands for its members. Default: the model is compiled as a whole.
@@ -126,7 +127,7 @@ def _describe_inputs(*values: Any) -> str:
 
 
 def _search(candidates: Candidates, found: Fit) -> None:
-    """Try candidates until one fits; a single one if the host cannot fit any."""
+    """Try candidates until one fits. Try only the first if the host cannot fit the process."""
     for candidate in candidates.all():
         why_not = candidate.why_not(found.gpu.memory, found.host)
         found.tried.append((candidate, why_not))
@@ -172,7 +173,7 @@ def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
 
 
 def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of modules that match patterns, with the members instead of a list.
+    """Return the paths of modules that match patterns. A list is replaced by its members.
 
     Raises:
         ConfigError: a pattern matches nothing.
@@ -192,7 +193,7 @@ def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _fold_lists(module: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """Return paths with `list.*` instead of all members of a list."""
+    """Return `paths`, with `list.*` in place of the paths of all members of a list."""
     found = dict.fromkeys(paths)
     for path, m in module.named_modules():
         members = {f"{path}.{i}" for i in range(len(m))} if isinstance(m, nn.ModuleList) else set()
@@ -202,7 +203,7 @@ def _fold_lists(module: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_host(host: str | int | None) -> float:
-    """Return the bytes of host memory, by default those available here.
+    """Return the bytes of host memory, by default the bytes available on this machine.
 
     Raises:
         ConfigError: `host` is not a size, or the available memory is unknown.
@@ -270,7 +271,7 @@ def _find_by_name(name: str) -> Gpu:
 
 
 def _detect_gpu() -> Gpu:
-    """Return this machine's GPU, with the rates of the known GPU of its name, or assumed rates."""
+    """Return this machine's GPU, with the rates known for its name, or assumed rates."""
     if not torch.cuda.is_available():
         return replace(GPUS[REFERENCE], name=UNNAMED, rates="assumed")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -27,7 +27,7 @@ class Standing:
     """Bytes that live for the whole step, on the GPU or on the host.
 
     Attributes:
-        weights: parameters (quantized, where the originals are offloaded) and buffers.
+        weights: parameters and buffers. The GPU has FP8 data of the weights that are offloaded.
         states: states of the optimizer.
         sums: sums of gradients over micro-batches.
         staging: staging buffers of offloaded values.
@@ -52,7 +52,7 @@ class Parameters:
 
     Attributes:
         coded: the weights that `offload_weights` moves to the host.
-        why_not_coded: why there are no such weights; '' otherwise.
+        why_not_coded: why `offload_weights` cannot move weights; '' if it can.
         gradient_bytes: bytes of all gradients.
 
     Raises:
@@ -71,7 +71,7 @@ class Parameters:
             self.why_not_coded = str(error)
 
     def place(self, setup: Setup, accumulate: int) -> tuple[Standing, Standing]:
-        """Return the bytes on the GPU and on the host."""
+        """Return the bytes that a setup needs on the GPU and on the host, for the whole step."""
         gpu, host = Standing(weights=self.buffer_bytes), Standing()
         group = {"offload": setup.offload}
         stored = moment_format(default_buffer(accumulate), signed=True).storage_dtype
@@ -104,7 +104,7 @@ class Parameters:
     def decide_fate(self, setup: Setup, accumulate: int) -> Fate:
         """Return how long final gradients stay alive."""
         if not setup.step_in_backward:
-            # Gradients of later micro-batches are added to the existing ones.
+            # With several micro-batches, gradients are added to sums, which `place` counts.
             return Fate(stay=accumulate == 1)
         if not setup.offload:
             return Fate(stay=False)

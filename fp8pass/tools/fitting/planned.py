@@ -1,8 +1,8 @@
-"""Plan a region for a configuration, and estimate memory and work of its forward and backward.
+"""Plan a compiled region for a configuration, and estimate its memory and work.
 
-Memory: `activation_memory/backward_memory.py` decides which nodes have a buffer and when it is last
-used. Those are results of GEMMs and attention, FP8 data and sums of the residual stream. Pointwise
-operators are fused into the operators that read them.
+Only nodes with a buffer take memory (`activation_memory/backward_memory.py`): results of GEMMs and
+attention, FP8 data and sums of the residual stream. Pointwise operators are fused into the
+operators that read them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp8pass.tools.fitting.step import CompiledRegion
 
 fp8 = torch.ops.fp8pass
 
-# Generated code dequantizes where it reads, so these results need no buffer.
+# Generated code dequantizes values while it reads them, so these operators need no buffer.
 DEQUANTIZERS = {fp8.dequantize.default}
 # CUDA kernels of attention's backward accumulate the gradient of queries in FP32.
 BYTES_PER_QUERY = 4
@@ -48,7 +48,7 @@ class Moment:
         module: path of the module whose operator runs, '' outside of compiled graphs.
         backward: whether the backward has begun.
         saved: bytes that compiled graphs save for the backward.
-        activations: bytes that PyTorch saves outside of compiled graphs, and results.
+        activations: bytes allocated in the forward outside of graphs, and results of graphs.
         gradients: bytes of parameters' gradients.
         workspace: all other bytes.
     """
@@ -73,7 +73,7 @@ class Planned:
     Attributes:
         plan: the decisions.
         forward, backward: bytes alive after each operator.
-        kept: bytes saved for the backward, apart from inputs and results.
+        kept: bytes saved for the backward, without inputs and results.
         held_inputs, held_outputs: positions of the inputs and results that the backward reads.
         forward_work, backward_work: work of both graphs.
     """
@@ -147,7 +147,7 @@ def measure_memory(
     Args:
         g: a forward, whose results stay alive until its end, or a backward.
         kinds: kinds of memory of nodes; all other nodes are workspace.
-        inputs: placeholders that the graph owns: they are freed after their last use.
+        inputs: placeholders that the graph owns, which are freed after their last use.
     """
     nodes = [n for n in g.nodes if n.op != "output"]
     position = {n: i for i, n in enumerate(nodes)}
@@ -176,7 +176,7 @@ def measure_memory(
 
 
 def _find_last_uses(nodes: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Return the last position at which a buffer is computed from each node."""
+    """Return, for each node, the position of the last buffer that is computed from the node."""
     found: dict[fx.Node, int] = {}
     for node in reversed(nodes):
         ends = [position[node]]
@@ -190,7 +190,7 @@ def _find_last_uses(nodes: list[fx.Node], position: Mapping[fx.Node, int]) -> di
 
 
 def has_buffer(node: fx.Node) -> bool:
-    """Check whether a node's result is written to memory of its own."""
+    """Check whether a node's result has its own memory."""
     if node.target in DEQUANTIZERS:
         return any(reads_memory(user) for user in node.users)
     if graph.is_getitem(node) and graph.is_call(node.args[0], in_chunks):  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ def _measure_workspace(node: fx.Node) -> float:
 
 
 def estimate_work(g: fx.Graph) -> Work:
-    """Return the work of a graph. Generated code reads each operand once per buffer it writes."""
+    """Return the work of a graph. Generated code reads all operands once per written buffer."""
     total = Work()
     for node in g.nodes:
         if node.op == "call_function" and is_expensive(node):
@@ -237,7 +237,7 @@ def _count_flops(node: fx.Node) -> Work:
 
 
 def _find_reads(node: fx.Node) -> set[fx.Node]:
-    """Return the buffers that the kernel of a node reads, through fused operators."""
+    """Return the buffers that the kernel of a node reads, directly or through fused operators."""
     found: set[fx.Node] = set()
     pending, seen = list(node.all_input_nodes), set[fx.Node]()
     while pending:

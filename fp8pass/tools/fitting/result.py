@@ -1,4 +1,4 @@
-"""`Fit`: what training needs of a GPU and its host, and the fastest way that fits."""
+"""`Fit`: the memory that training needs on a GPU and its host, and the fastest way to train."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {
     "gradients": ("gradients", "#54a24b"),
     "workspace": ("workspace of operators", "#e45756"),
 }
-# Name of a GPU that only has a size.
+# Name of a GPU if only its memory size is known.
 UNNAMED = "unnamed GPU"
 # Kinds that have a row even without any bytes.
 ALWAYS = ("weights", "states", "gradients", "saved")
@@ -48,7 +48,7 @@ class Fit(Result):
         inputs: shape of the first input of a micro-batch, as text.
         tried: the ways to train that were evaluated, the fastest first, each with the reason why it
             does not fit ('' if it fits).
-        best: the way that fits; None if none does.
+        best: the fastest way to train that fits; None if nothing fits.
         notes: further remarks, as sentences.
         moments: bytes alive over a forward and backward of `shown`.
     """
@@ -73,15 +73,15 @@ class Fit(Result):
 
     @property
     def shown(self) -> Candidate:
-        """The best way; if none fits, the one with the smallest GPU memory."""
+        """The best way to train; if nothing fits, the candidate that needs the least GPU memory."""
         return self.best or min((c for c, _ in self.tried), key=lambda c: c.gpu_bytes)
 
     @property
     def lines(self) -> str:
-        """The best way as Python to paste.
+        """The best way to train, as Python code to paste.
 
         Raises:
-            ConfigError: none fits; the message is `why_not`.
+            ConfigError: nothing fits; the message is `why_not`.
         """
         if self.best is None:
             raise ConfigError(self.why_not)
@@ -89,7 +89,7 @@ class Fit(Result):
 
     @property
     def why_not(self) -> str:
-        """Why nothing fits, with the least that training needs; '' if something fits."""
+        """Why nothing fits, with the least memory that training needs; '' if something fits."""
         if self.fits:
             return ""
         if self.host < PROCESS_BYTES:
@@ -144,7 +144,7 @@ class Fit(Result):
         }
 
     def plot(self, path: str | Path) -> None:
-        """Draw the GPU's memory by kind over a forward and backward into an image file.
+        """Plot the GPU's memory by kind over a forward and backward, into an image file.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -155,7 +155,7 @@ class Fit(Result):
         standing, count = self.shown.gpu, len(self.moments)
         heights = {
             kind: [getattr(m, kind, standing[kind]) / GIB for m in self.moments] for kind in KINDS
-        }  # what a moment lacks lives all the time
+        }  # kinds that a moment does not have are alive during the whole step
         shown = {kind: values for kind, values in heights.items() if max(values, default=0) > 0}
         colors = [KINDS[kind][1] for kind in shown]
         axes.stackplot(

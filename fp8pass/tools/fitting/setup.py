@@ -29,7 +29,7 @@ class Setup:
     preset: str | None = "coat"
 
     def lines(self, accumulate: int, blocks: Sequence[str]) -> str:
-        """Return Python code that trains a `model` with this setup.
+        """Return Python code that prepares a `model` and an optimizer for this setup.
 
         Args:
             accumulate: number of backwards whose gradients are summed.
@@ -81,7 +81,7 @@ class Setup:
 
 
 def _format_value(value: object) -> str:
-    """Return the value of an option as Python code; functions by name."""
+    """Return the value of an option as Python code. A function is represented by its name."""
     if isinstance(value, Simulation):
         return f"fp8pass.{value!r}"
     if isinstance(value, tuple):

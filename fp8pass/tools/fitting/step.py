@@ -1,7 +1,7 @@
-"""Record one step of a model on fake tensors: which storages and compiled graphs live when.
+"""Record one step of a model on fake tensors: the life of storages, and runs of compiled graphs.
 
-Compiled graphs are replaced by stand-ins. Each `Region` holds a joint graph before any pass, and
-the record lists when the region runs forward and backward. Operators outside of compiled graphs are
+Stand-ins replace compiled graphs. Each `CompiledRegion` has a joint graph before any pass, and the
+record lists when the region runs forward and backward. Operators outside of compiled graphs are
 recorded one by one, as PyTorch runs them. `traced.py` inserts the plan of any configuration into
 the record without tracing again.
 """
@@ -38,7 +38,7 @@ class CompiledRegion:
     """A part of the model that is compiled as one graph.
 
     Attributes:
-        path: path of the module that ran it first.
+        path: path of the module that first ran the region.
         outputs: layout of each result of the forward, and whether it has a gradient.
         gm: the joint graph before any pass; None if the region has no backward.
         ctx: context of the joint graph.
@@ -71,7 +71,7 @@ class RegionForward:
 
     Attributes:
         call: number of the call.
-        inputs, outputs: storages by position; None for storages that existed before the step.
+        inputs, outputs: numbers of the storages; None if a storage existed before the step.
     """
 
     region: CompiledRegion
@@ -90,7 +90,7 @@ class RegionBackward:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a parameter is final; `storage` holds it."""
+    """The gradient of a parameter, in `storage`, is final."""
 
     storage: int | None
 
@@ -161,7 +161,7 @@ def record_step(
         torch.random.fork_rng(devices=[]),
         _compile_parts(module, paths, recorder) as run,
     ):
-        loss_of(run, args, kwargs)  # compiles; operators of the compilation are not recorded
+        loss_of(run, args, kwargs)  # compiles the graphs, without recording operators
         with recorder.watch(module):
             loss = loss_of(run, args, kwargs)
             if not loss.requires_grad:
@@ -180,9 +180,9 @@ def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
     """Replace a module's tensors by fake CPU tensors, and yield `values` with fake tensors, too.
 
     Parameters and buffers may be on any device, the meta device included. They are restored on
-    exit. The CPU stands for the GPU, so that `torch.autocast("cuda")` applies to it.
+    exit. The CPU represents the GPU: `torch.autocast("cuda")` also applies to the CPU tensors.
     """
-    # Not by setattr: modules may override it, and PyTorch has hooks on it.
+    # setattr is not used, because modules may override it, and PyTorch runs hooks in it.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     mode = compat.use_fake_tensors()
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that ids stay unique
@@ -213,7 +213,7 @@ def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
 
 @contextmanager
 def _explain_missing_values(module: nn.Module) -> Iterator[None]:
-    """Turn the error of an operator that reads values into a ValueError that names its module."""
+    """Raise a ValueError that names the module if an operator reads the values of tensors."""
     try:
         yield
     except compat.NEEDS_VALUES as error:
@@ -260,7 +260,7 @@ class _Recorder(compat.OperatorObserver):
 
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
-        """Start an empty record. Parameters and buffers count as allocated before."""
+        """Start an empty record. Parameters and buffers count as allocated before the step."""
         self.events, self._storages = [], compat.WeakIdKeyDictionary()
         for x in (*module.parameters(), *module.buffers()):
             self._storages[x.untyped_storage()] = None
@@ -288,7 +288,7 @@ class _Recorder(compat.OperatorObserver):
     def number(self, x: Any) -> int | None:
         """Return the number of a tensor's storage, and record the storage if it is new.
 
-        None stands for a storage that existed before the step, and for values without one.
+        The number is None if the storage existed before the step, or if `x` has no storage.
         """
         if not isinstance(x, Tensor):
             return None
@@ -301,7 +301,7 @@ class _Recorder(compat.OperatorObserver):
         return found
 
     def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module at a path."""
+        """Run the module at a path, and note the path for graphs that are captured."""
         self.path = path
         return run(*args, **kwargs)
 
@@ -335,7 +335,7 @@ def _estimate_work(operator: Any, arguments: Any, result: Any, new: Sequence[Ten
 
 
 class _StandIn(torch.autograd.Function):
-    """Stand-in for a compiled graph: results and gradients of its layouts, no computation."""
+    """Stand-in for a compiled graph: allocates results and gradients, but computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, recorder: _Recorder, region: CompiledRegion, *inputs: Any) -> Any:
@@ -392,7 +392,7 @@ def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> Co
 
 
 class _Capture(Partitioner):
-    """Partitioner that copies the joint graph, and runs PyTorch's partitioner and no passes."""
+    """Partitioner that copies the joint graph, then runs PyTorch's partitioner without passes."""
 
     def __init__(self, compilation: Compilation, region: CompiledRegion) -> None:
         super().__init__(compilation)

@@ -1,9 +1,10 @@
-"""A traced step under any configuration: bytes alive, work, and plans.
+"""Bytes alive, work and plans of a traced step under any configuration.
 
 `TracedStep` inserts planned regions into the record of a step. `TracedLayers` extrapolates from two
 short models, because tracing and planning many equal layers takes long. Each additional layer adds
-the same saved bytes, gradients and work; only the place of the peak may change. So the moments of a
-step with three and with four layers are matched, from both ends, and extrapolated linearly.
+the same saved bytes, gradients and work; only the place of the peak may change. So moments of a
+model with three layers are matched with moments of a model with four, from the start and from the
+end, and extrapolated linearly.
 
     three layers   before  0  1  2  after
     four layers    before  0  1  2  3  after       0-0, 1-1 from the start; 1-2, 2-3 from the end
@@ -47,19 +48,20 @@ FEW, MORE = 3, 4
 # From this number of layers on, tracing two short models is faster than tracing the whole model.
 WORTHWHILE = 8
 
-# Position of a layer, or "before" and "after" all layers: in the short and in the longer model.
+# Position of a layer, or "before" or "after" all layers. Each pair is a place in the model with
+# `FEW` layers, and the matching place in the model with `MORE` layers.
 Place = int | str
 PAIRS: tuple[tuple[Place, Place], ...] = (
     *(("before", "before"), ("after", "after")),
     *((0, 0), (1, 1), (1, 2), (2, 3)),
 )
-Slot = tuple[bool, Place]  # whether in the backward, and the position
+Slot = tuple[bool, Place]  # whether the moment is in the backward, and its place
 
 
 def trace(
     module: nn.Module, paths: Sequence[str], values: Any, loss_of: LossFunction
 ) -> TracedStep | TracedLayers:
-    """Trace a step of a model; of few layers if it has many equal ones in one graph.
+    """Trace a step of a model. If one graph has many equal layers, trace models with fewer layers.
 
     Args:
         module: the model, on any device.
@@ -85,7 +87,7 @@ def trace(
 
 
 def is_in_list(path: str) -> bool:
-    """Check whether a module is in a list. If a model has lists, budgets apply to their members."""
+    """Check whether a module is in a list. Budgets apply only to such modules, if there are any."""
     return any(part.isdigit() for part in path.split("."))
 
 
@@ -125,7 +127,7 @@ class TracedStep:
         return {r: plan_region(r, config if r in layers else rest) for r in regions}
 
     def moments(self, config: Config, fate: Fate) -> list[Moment]:
-        """Return the bytes alive, in order."""
+        """Return the bytes alive at each moment, in order."""
         return _Replay(self.step, self.planned(config), fate).moments
 
     def plans(self, config: Config) -> list[Plan]:
@@ -159,7 +161,7 @@ class _Replay:
         self.moments: list[Moment] = []
         self._alive: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
-        self._held: Counter[int] = Counter()  # references by regions that have not run backward
+        self._held: Counter[int] = Counter()  # uses by regions that have not run backward
         self._freed: set[int] = set()  # freed by the model while regions hold them
         self._calls: dict[int, RegionForward] = {}
         self._backward = False
@@ -182,7 +184,7 @@ class _Replay:
                     self._note(Moment())
 
     def _note(self, moment: Moment) -> None:
-        """Add the bytes that are alive outside of a region to a moment of the region."""
+        """Record a moment of a region, plus the bytes that are alive outside of the region."""
         alive = {name: self._alive[name] + getattr(moment, name) for name in KINDS}
         self.moments.append(Moment(moment.module, self._backward, **alive))
 
@@ -201,7 +203,7 @@ class _Replay:
             self._alive[name] -= bytes_
 
     def _consume(self, gradient: int) -> None:
-        """Let the optimizer use a gradient, now or after the gradients that wait before it."""
+        """Queue a gradient for the optimizer, and free the gradients that need not wait."""
         waiting = self._waiting
         waiting.append((gradient, self._storages[gradient][1]))
         least = 1 if self.fate.waiting else 0
@@ -220,7 +222,7 @@ class _Replay:
         self._held.update(self._find_held(call))
 
     def _run_backward(self, region: CompiledRegion, call: RegionForward) -> None:
-        self._alive["saved"] -= self.plans[region].kept  # part of the moments below
+        self._alive["saved"] -= self.plans[region].kept  # the moments below include these bytes
         for moment in self.plans[region].backward:
             self._note(moment)
         for storage in self._find_held(call):
@@ -278,7 +280,7 @@ class NotAlike(Exception):
 
 
 class TracedLayers:
-    """A step of a model that is compiled as a whole, extrapolated from two with fewer layers.
+    """A step of a model compiled as a whole, extrapolated from two models with fewer layers.
 
     Raises:
         NotAlike: the two steps do not match.
@@ -295,7 +297,10 @@ class TracedLayers:
         self.moments(Config(), Fate(stay=True))
 
     def _scale_budget(self, config: Config, depth: int) -> Config:
-        """Return a configuration that saves as much per layer in a model of `depth` layers."""
+        """Return `config` with its memory budget scaled to a model of `depth` layers.
+
+        The budget reduces the saved bytes of each layer by the same amount as in the whole model.
+        """
         if config.memory_budget is None:
             return config
         unlimited = replace(config, memory_budget=None)
@@ -305,7 +310,10 @@ class TracedLayers:
         return replace(config, memory_budget=max(1, int(own - depth * less)))
 
     def moments(self, config: Config, fate: Fate) -> list[Moment]:
-        """Return the largest moments outside of the layers, in the first two and the last two."""
+        """Return the largest moments before, in and after the layers.
+
+        Only the first two and the last two layers have moments.
+        """
         few = self._find_largest(self.few.moments(self._config(config, FEW), fate))
         more = self._find_largest(self.more.moments(self._config(config, MORE), fate))
         pairs = [((half, a), (half, b)) for half in (False, True) for a, b in PAIRS]
@@ -339,7 +347,7 @@ class TracedLayers:
         Args:
             few: the moment with few layers.
             more: the same moment with one more layer.
-            from_end: whether its layer is counted from the last one.
+            from_end: whether the moment's layer is counted from the last layer.
         """
         values = {k: getattr(few, k) for k in KINDS}
         values = {k: x + self._further * (getattr(more, k) - x) for k, x in values.items()}

@@ -19,7 +19,7 @@ class ModuleCosts:
         bytes: bytes saved for the backward.
         formats: saved bytes by format, without scalars.
         fp8: the GEMMs of a linear layer that run in FP8.
-        seconds: time of all operators, forward and backward, by the roofline.
+        seconds: time of all operators, forward and backward, estimated by a roofline.
     """
 
     bytes: int = 0
@@ -28,13 +28,13 @@ class ModuleCosts:
     seconds: float = 0.0
 
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for equal modules. Seconds may differ by rounding."""
+        """Return a key that is equal for equal modules. Rounding errors of seconds are ignored."""
         return self.bytes, tuple(self.formats.items()), self.fp8, f"{self.seconds:.6e}"
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """`count` modules that are equal in both explanations, with the costs of one module."""
+    """`count` modules that equal each other in both explanations, and the costs of one module."""
 
     module: str
     count: int
@@ -43,12 +43,12 @@ class ComparedRow:
 
     @property
     def more_bytes(self) -> int:
-        """Bytes that all these modules save more in the second explanation."""
+        """Difference of the saved bytes of all these modules, second explanation minus first."""
         return self.count * (self.theirs.bytes - self.ours.bytes)
 
     @property
     def more_seconds(self) -> float:
-        """Seconds that all these modules take longer in the second explanation."""
+        """Difference of the seconds of all these modules, second explanation minus first."""
         return self.count * (self.theirs.seconds - self.ours.seconds)
 
 
@@ -68,10 +68,10 @@ class Comparison:
 
 
 def compare(ours: ExplanationData, theirs: ExplanationData) -> Comparison:
-    """Compare two explanations, the largest difference in bytes, then in time, first.
+    """Compare two explanations. Rows are sorted by the difference in bytes, then in time.
 
     Raises:
-        ValueError: they explain different models.
+        ValueError: the explanations are of different models.
     """
     if _list_linears(ours) != _list_linears(theirs):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The changes of a pass by module. Equal changes of repeated layers are shown once."""
+"""The code that a pass changes, by module. Equal changes of repeated layers are listed once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTEXT = 1  # unchanged lines around a change
 
 @dataclass(frozen=True)
 class ModuleDiff:
-    """The change of one module's code, which is equal up to numbers in `count` modules."""
+    """The change of one module's code. In `count` modules it is equal except for numbers."""
 
     module: str
     count: int

@@ -90,7 +90,7 @@ def find_spans(picture: Picture) -> list[Span]:
         operators.setdefault(operator.column, []).append(operator)
     found, end = [], 0
     for path, own in columns.items():
-        if own[0] < end:  # layers that alternate share columns
+        if own[0] < end:  # alternating layers share columns, so only the first is a span
             continue
         end = own[-1] + 1
         span = range(own[0], end)
@@ -101,7 +101,10 @@ def find_spans(picture: Picture) -> list[Span]:
 def _merge_edges(
     edges: Iterable[Edge], stands_for: dict[str, str], instance: dict[str, tuple[str, str]]
 ) -> list[Edge]:
-    """Replace the ends of edges by drawn operators, and drop free edges between folded layers."""
+    """Replace the ends of edges by drawn operators.
+
+    Edges between folded layers are dropped, unless their tensors are saved.
+    """
     merged: dict[tuple[str, str], Edge] = {}
     for edge in edges:
         tail, head = instance.get(edge.source), instance.get(edge.target)

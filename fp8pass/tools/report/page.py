@@ -1,4 +1,4 @@
-"""The data of the page, from an explanation, and the page's HTML."""
+"""Compute the data of the report's page from an explanation, and render the page as HTML."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FP8_LINEAR = "linear layers in FP8"
 _FOLDER = Path(__file__).parent
 _MOST_EXPENSIVE = 8  # rows
 
-# Of plans whose memory differs by a smaller share, only the first is listed.
+# A plan is listed only if it saves less memory than the explained plan, by more than this share.
 _SAME_MEMORY = 0.005
 
 
@@ -60,7 +60,7 @@ def render(
     diagnosis: Diagnosis | None = None,
     other: ExplanationData | None = None,
 ) -> str:
-    """Return the page's HTML, which contains everything that it needs.
+    """Return the page's HTML, which contains all styles, scripts and data.
 
     Args:
         explanation: the explanation to show.
@@ -77,7 +77,7 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {}  # does not sort keys
+    environment.policies["json.dumps_kwargs"] = {}  # jinja2 sorts keys by default
     environment.filters.update(
         size=format_size,
         budget=format_budget,
@@ -129,7 +129,7 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
 
 
 def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> dict[str, Any]:
-    """Return the data of one graph, which ran in `modules`."""
+    """Return the template's data of one graph, which ran in `modules`."""
     plan = compiled.plan
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     sources = {name: find_source_line(n) for name, n in nodes.items()}
@@ -152,7 +152,7 @@ def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> d
 
 
 def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield this plan, and the plans of the frontier that save less, the most memory first."""
+    """Yield the explained plan, then smaller plans of the frontier by descending memory."""
     here = plan.point
     if here is None:
         return

@@ -1,12 +1,12 @@
 """Draw a compiled graph: operators in columns by module, with the tensors between them.
 
 Columns are in the order in which the forward runs the modules, with one column for each run.
-Operators of the backward are in the column of the forward operator that they belong to. A sum of
-gradients, which PyTorch adds without a module, is in the column of the first module that reads the
-forward value: the gradient flows through the columns in reverse.
+Operators of the backward are in the column of the forward operator that they belong to. PyTorch
+adds up gradients without a module. Such a sum is in the column of the first module that reads the
+forward value, because gradients flow through the columns in reverse.
 
-Views, casts, constants, sizes and parameters, half of the nodes of a graph, are not drawn; edges
-pass through them. Tensors saved for the backward are always drawn.
+Views, casts, constants, sizes and parameters are half of the nodes of a graph. They are not drawn;
+edges pass through them. Tensors saved for the backward are always drawn.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Edge:
     Attributes:
         source, target: ids of the operators.
         crosses: whether the tensor is saved by the forward and used by the backward.
-        bytes: saved bytes; 0 except at the first edge of a tensor.
+        bytes: saved bytes of the tensor; 0 at all but the first of the tensor's edges.
     """
 
     source: str
@@ -99,7 +99,7 @@ class DrawnLayer:
 
 @dataclass
 class Picture:
-    """Operators and edges; `columns` are the paths of the columns' modules."""
+    """Operators and edges. `columns` holds the path of the module of each column."""
 
     columns: list[str]
     operators: list[DrawnOperator]
@@ -115,7 +115,7 @@ def draw(compiled: CompiledGraph) -> Picture:
 
 
 def find_forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
-    """Return the nodes that outputs of the forward and saved tensors are computed from."""
+    """Return the nodes that compute outputs of the forward and saved tensors."""
     if not any(compat.is_tangent(n) for n in compiled.gm.graph.nodes):
         return set(compiled.gm.graph.nodes)
     return graph.ancestors([*_find_outputs(compiled), *compiled.ctx.saved])
@@ -128,7 +128,7 @@ def _find_outputs(compiled: CompiledGraph) -> list[fx.Node]:
 
 
 class _Columns:
-    """The column of each node. Nodes of the forward create columns; other nodes join one."""
+    """The column of each node. Forward nodes create columns; other nodes join existing columns."""
 
     def __init__(self, forward: list[fx.Node]) -> None:
         self.modules: list[str] = []
@@ -142,7 +142,7 @@ class _Columns:
             self._by_origin.update(dict.fromkeys((node.name, path, *steps), column))
 
     def find(self, node: fx.Node) -> int:
-        """Return the column of the same node, the same step of autograd, or the same module."""
+        """Return the column of the forward node with the same name, autograd step or module."""
         path, sequence = graph.module_path(node), node.meta.get("seq_nr")
         carried = node.meta.get(COPIED_VALUE)
         for origin in (node.name, carried, (path, sequence), path or None, ("", sequence)):
@@ -190,7 +190,7 @@ class _Drawing:
         return is_sum and not graph.module_path(node)
 
     def operator(self, node: fx.Node) -> DrawnOperator:
-        """Draw a node."""
+        """Return the drawn operator of a node."""
         column = self.column[node]
         module = self.modules[column] if self._is_gradient_sum(node) else graph.module_path(node)
         return DrawnOperator(
@@ -247,7 +247,7 @@ class _Drawing:
         yield "source", find_source_line(node)
 
     def _describe_saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
-        """Yield how a value reaches the backward, and the reason."""
+        """Yield details: how a value reaches the backward, and the reason."""
         name = node.meta.get(COPIED_VALUE, node.name) if node not in self.forward else node.name
         saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
@@ -264,7 +264,7 @@ class _Drawing:
 
 
 def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
-    """Return the drawn operators whose results `node` uses, also through hidden nodes."""
+    """Return the drawn operators that `node` reads, directly or through hidden nodes."""
     pending, seen = list(node.all_input_nodes), dict.fromkeys(node.all_input_nodes)
     while pending:
         operand = pending.pop()
@@ -275,7 +275,7 @@ def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
 
 
 def name_input(node: fx.Node, names: Sequence[str]) -> str:
-    """Return the name that the model has for an input; '' if it is unknown or another node."""
+    """Return the model's name of an input; '' if it is unknown or the node is not an input."""
     index = compat.input_index(node) if node.op == "placeholder" else None
     return names[index] if index is not None and index < len(names) else ""
 
@@ -290,7 +290,7 @@ def _make_label(node: fx.Node) -> str:
 
 
 def _describe_quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """Yield formats and scales of the data that a dialect operator reads or computes."""
+    """Yield formats and scales of the quantized data that a node reads or computes."""
     texts = {
         fp8.quantize.default: slice(2, 3),
         fp8.dequantize.default: slice(2, 3),
@@ -309,10 +309,10 @@ def _describe_scales(block: Block) -> str:
 
 
 def find_source_line(node: fx.Node) -> str:
-    """Return the line of the user's model that a node comes from, `model.py:54  q = self.q(x)`.
+    """Return the line of the user's model that created a node, as `model.py:54  q = self.q(x)`.
 
-    It is the innermost line outside of PyTorch: for `nn.RMSNorm` the line that calls it. The result
-    is '' if the line is unknown.
+    The result is the innermost line outside of PyTorch, such as the line that calls an
+    `nn.RMSNorm`, or '' if the line is unknown.
     """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:

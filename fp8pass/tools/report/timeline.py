@@ -23,9 +23,9 @@ class TimelinePoint:
     """Saved bytes after an operator.
 
     Attributes:
-        position: number of the operator in fp8pass's step; for `stock` in proportion to it.
-        operator: its module and name.
-        change: bytes that it adds.
+        position: number of the operator in the step; for `stock`, scaled to fp8pass's step.
+        operator: module and name of the operator.
+        change: saved bytes that the operator adds; negative if it frees bytes.
     """
 
     position: float
@@ -36,9 +36,9 @@ class TimelinePoint:
 
 
 def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list[TimelinePoint]:
-    """Return the operators that change the saved bytes: forwards, then backwards in reverse.
+    """Return a point for each change of the saved bytes: forwards, then backwards in reverse.
 
-    With `stock` these are the operators and tensors of PyTorch's partitioner.
+    With `stock`, PyTorch's partitioner determines the operators and saved tensors.
     """
     forwards: list[tuple[bool, int, list[Change]]] = []
     backwards: list[tuple[bool, int, list[Change]]] = []
@@ -83,19 +83,19 @@ def _find_changes(
 ) -> tuple[list[Change], list[Change]]:
     """Return the operators of the forward and of the backward, with the bytes that each adds.
 
-    Saved tensors are nodes of the forward, or inputs of a backward graph of its own.
+    Saved tensors are nodes of the forward, or inputs of the backward if it is a separate graph.
     """
     order = {node: i for i, node in enumerate(backward)}
     freed: Counter[fx.Node] = Counter()
     for name, node in {n.name: n for n in (*forward, *backward)}.items():
         if name in sizes:
             last = max(_find_uses(node, order), key=order.__getitem__, default=None)
-            freed[last or backward[-1]] += sizes[name]  # a backward may return a saved tensor
+            freed[last or backward[-1]] += sizes[name]  # without a use, the backward returns it
     return [(n, sizes.get(n.name, 0)) for n in forward], [(n, -freed[n]) for n in backward]
 
 
 def _find_uses(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[fx.Node]:
-    """Yield the operators of the backward that use a saved tensor, also through views."""
+    """Yield the operators of the backward that use a saved tensor, directly or through views."""
     for user in node.users:
         if user in order:
             yield user
