@@ -5,6 +5,9 @@ a log-softmax reads its result through pointwise operators, views, reductions an
 search stops at additions to a residual stream: the last layer of a branch is not a head, even if
 the stream ends in a log-softmax.
 
+A custom operator or Triton kernel that computes a loss from logits and labels counts as a
+log-softmax.
+
 Fused linear cross entropies compute the gradients of a head in the forward. The GEMMs of these
 gradients belong to the head, and stay in high precision like the head.
 
@@ -14,14 +17,13 @@ of a router would change the choice of experts.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fp8pass import graph
+from fp8pass import compat, graph
 from fp8pass.config import Pattern
 from fp8pass.graph.classify import PARTIAL_VIEWS, Kind, kind
 from fp8pass.graph.names import matching_pattern
@@ -70,23 +72,46 @@ def is_tied_to_embedding(weight: fx.Node) -> bool:
 
 
 def find_logit_gemms(g: fx.Graph) -> set[fx.Node]:
-    """Return the GEMMs before the log-softmaxes of the forward."""
-    return _gemms_before(g, LOG_SOFTMAX)
+    """Return the GEMMs before the log-softmaxes and loss kernels of the forward."""
+    return _gemms_before(g, lambda n: n.target in LOG_SOFTMAX or _is_loss_kernel(n))
 
 
 def find_router_gemms(g: fx.Graph) -> set[fx.Node]:
     """Return the GEMMs before the top-k and argmax operators of the forward."""
-    return _gemms_before(g, ROUTER_CHOICES)
+    return _gemms_before(g, lambda n: n.target in ROUTER_CHOICES)
 
 
-def _gemms_before(g: fx.Graph, readers: Set[Any]) -> set[fx.Node]:
+def _gemms_before(g: fx.Graph, is_reader: Callable[[fx.Node], bool]) -> set[fx.Node]:
     backward = graph.tangent_dependent(g)
-    first = {n for n in g.nodes if n.target in readers and n not in backward}
+    first = {n for n in g.nodes if n not in backward and is_reader(n)}
 
     def passes(node: fx.Node) -> bool:
         return (node in first or kind(node) in KINDS_BETWEEN) and not _joins_stream(node)
 
     return {n for n in ancestors(first, passes) if kind(n) is Kind.GEMM}
+
+
+def _is_loss_kernel(node: fx.Node) -> bool:
+    """Whether a custom operator or Triton kernel computes a loss from logits and labels.
+
+    It reads a matrix and an integer per row, and returns or fills a number per row or one number.
+    """
+    if node.op != "call_function" or kind(node) is not Kind.OTHER or graph.is_getitem(node):
+        return False
+    if getattr(node.target, "namespace", None) in ("aten", "prims"):
+        return False
+    operands = [x for n in node.all_input_nodes if (x := value(n)) is not None]
+    labels = [x for x in operands if x.dtype in (torch.int32, torch.int64) and x.ndim > 0]
+    matrices = [x for x in operands if x.is_floating_point() and x.ndim > 1]
+    results = [x for x in compat.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+    losses = [x for x in results if x.is_floating_point()]
+    known = compat.statically_known_true
+    return any(
+        known(graph.numel(label) * x.shape[-1] == graph.numel(x))
+        and any(y.ndim == 0 or known(graph.numel(y) == graph.numel(label)) for y in losses)
+        for label in labels
+        for x in matrices
+    )
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,14 @@ import pytest
 import torch
 from helpers import COAT_EAGER, MLP, llama, relative, sqnr, tokens
 from linear_helpers import linear, reasons, rewritten, rows
-from torch import nn
+from torch import fx, nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
+from fp8pass.graph.output_heads import find_logit_gemms
 
 fp8 = torch.ops.fp8pass
 
@@ -194,6 +197,29 @@ def test_softmax_inside_attention_makes_no_head():
     assert [y.module for y in joint.ctx.plan.linears if not y.fp8] == ["lm_head"]
 
 
+@torch.library.custom_op("fp8pass_tests::loss_and_slopes", mutates_args=())
+def loss_and_slopes(
+    logits: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed cross entropy and its gradient for logits, as one opaque operator."""
+    logp = logits.log_softmax(-1)
+    slopes = logp.exp() - F.one_hot(labels, logits.shape[-1])
+    return -logp.gather(1, labels[:, None]).sum(), slopes
+
+
+@loss_and_slopes.register_fake
+def _(logits, labels):
+    return logits.new_empty(()), torch.empty_like(logits)
+
+
+@torch.library.custom_op("fp8pass_tests::replace_by_slopes", mutates_args=("logits", "losses"))
+def replace_by_slopes(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor) -> None:
+    """Store the loss of each row and replace logits by their gradients, as Liger's kernel does."""
+    logp = logits.log_softmax(-1)
+    losses.copy_(-logp.gather(1, labels[:, None])[:, 0])
+    logits.copy_(logp.exp() - F.one_hot(labels, logits.shape[-1]))
+
+
 class Fused(torch.autograd.Function):
     """A linear cross entropy that computes gradients in the forward, as Liger and Unsloth do."""
 
@@ -204,6 +230,17 @@ class Fused(torch.autograd.Function):
         loss, of_x, of_weight = 0.0, [], 0.0
         for part, labels in zip(x.chunk(chunks), ids.chunk(chunks), strict=True):
             logits = ctx.scale * (part @ weight.t()).float()
+            if spelling.startswith("operator"):
+                if spelling.endswith("in place"):
+                    losses = logits.new_empty(len(logits))
+                    torch.ops.fp8pass_tests.replace_by_slopes(logits, labels, losses)
+                    change, slopes = losses.sum(), logits
+                else:
+                    change, slopes = torch.ops.fp8pass_tests.loss_and_slopes(logits, labels)
+                loss = loss + change / len(x)
+                of_x.append(slopes / len(x) @ weight)
+                of_weight = of_weight + (slopes / len(x)).t() @ part
+                continue
             if spelling == "log_softmax":
                 logp = logits.log_softmax(-1)
             else:
@@ -226,7 +263,14 @@ class Fused(torch.autograd.Function):
         return g * first, g * second, None, None
 
 
-SPELLINGS = ["logsumexp", "log_softmax", "in chunks", "scaled, products in the backward"]
+SPELLINGS = [
+    "logsumexp",
+    "log_softmax",
+    "in chunks",
+    "scaled, products in the backward",
+    "operator",
+    "operator in place",
+]
 
 
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
@@ -244,3 +288,48 @@ def test_heads_that_compute_gradients_in_the_forward_are_exact(spelling, recipe)
     got = torch.autograd.grad(compiled(x, weight), (x, weight))
     assert relative(got[1], want[1]) < 1e-3
     assert relative(got[0], want[0]) < 0.3  # the norm's saved values are in low bits
+
+
+def test_a_triton_kernel_that_reads_labels_makes_a_head():
+    """Liger's kernel in a joint graph: a functional operator with tensors in a dictionary."""
+    g, mode = fx.Graph(), FakeTensorMode()
+    with mode:
+        x, weight = torch.empty(32, 64), torch.empty(64, 256)
+        labels, losses = torch.empty(32, dtype=torch.int64), torch.empty(32)
+        logits = torch.empty(32, 256)
+    nodes = {}
+    for name, fake in {"x": x, "weight": weight, "labels": labels, "losses": losses}.items():
+        nodes[name] = g.placeholder(name)
+        nodes[name].meta["val"] = fake
+    product = g.call_function(torch.ops.aten.mm.default, (nodes["x"], nodes["weight"]))
+    product.meta["val"] = logits
+    arguments = {"X_ptr": product, "Y_ptr": nodes["labels"], "loss_ptr": nodes["losses"]}
+    kernel = g.call_function(triton_kernel_wrapper_functional, (), {"kwargs": arguments})
+    kernel.meta["val"] = {"X_ptr": logits, "loss_ptr": losses}
+    g.output(kernel)
+    assert find_logit_gemms(g) == {product}
+
+
+@torch.library.custom_op("fp8pass_tests::rotate", mutates_args=())
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Scale rows by their position: integers per row that are not labels."""
+    return x * (1 + positions[:, None])
+
+
+rotate.register_fake(lambda x, positions: torch.empty_like(x))
+rotate.register_autograd(
+    lambda ctx, g: (torch.ops.fp8pass_tests.rotate(g, ctx.positions), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "positions", inputs[1]),
+)
+
+
+def test_an_operator_that_reads_positions_makes_no_head():
+    class Rotated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 128, bias=False)
+
+        def forward(self, x):
+            return torch.ops.fp8pass_tests.rotate(self.layer(x), torch.arange(len(x)))
+
+    assert reasons(rewritten(Rotated(), rows())) == {"layer": ""}
