@@ -137,9 +137,10 @@ def match_generated_code(gm: fx.GraphModule) -> None:
     """Change a graph so that running it op by op gives the results of generated code.
 
     Eager random operators ignore the seed, so that a backward would recompute other numbers.
-    Eager `iota` does not support unsigned dtypes.
+    Eager `iota` does not support unsigned dtypes. Eager operators may choose other strides than
+    their fake values have, and then a `view` that was traced raises an error.
     """
-    prims = torch.ops.prims
+    aten, prims = torch.ops.aten, torch.ops.prims
     for node in gm.graph.nodes:
         if node.target is prims.inductor_random.default:
             node.target = _random
@@ -147,6 +148,8 @@ def match_generated_code(gm: fx.GraphModule) -> None:
             node.target = _randint
         elif node.target is prims.iota.default and node.kwargs.get("dtype") in _UNSIGNED:
             node.kwargs = {**node.kwargs, "dtype": torch.int64}
+        elif node.target is aten.view.default:
+            node.target = aten.reshape.default
     gm.recompile()
 
 
