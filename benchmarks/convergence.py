@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from models import MoEDecoder
-from report import merge, print_rows, resume, write_json
+from report import finite, merge, print_rows, resume, write_json
 from tables_runs import convergence_table
 from torch import Tensor, nn
 
@@ -151,8 +151,8 @@ def summary(
     return Result(
         variant,
         seed,
-        losses=[_finite(window.mean()) for window in losses.split(WINDOW)],
-        validation_loss=_finite(validation_loss),
+        losses=[finite(window.mean()) for window in losses.split(WINDOW)],
+        validation_loss=finite(validation_loss),
         diverged=not all(x.isfinite() for x in (*losses.cpu(), validation_loss)),
         tokens_per_second=tokens_per_second,
         first_step_s=first_step_s,
@@ -165,11 +165,6 @@ def rate(step: int, steps: int) -> float:
     warm_up = steps // 10
     progress = max(0, step - warm_up) / (steps - warm_up)
     return min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * progress))
-
-
-def _finite(loss: Tensor) -> float | None:
-    value = loss.item()
-    return value if math.isfinite(value) else None
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 from models import GPT
-from report import merge, print_rows, resume, write_json
+from report import finite, first_divergence, merge, print_rows, resume, write_json
 from tables_runs import quality_rates_table, quality_table
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -165,7 +165,6 @@ WARM_UP = 0.04  # share of the steps
 LEAST_RATE = 0.1  # share of the peak rate
 LAST = 50
 WINDOW = 50
-RISE = 0.5  # nats: a larger rise of the loss is divergence
 HELD_OUT_EVERY = 10
 HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
@@ -334,7 +333,7 @@ class Trainer:
             finite(trained[-LAST:].mean()),
             finite(held_out.mean()),
             windows,
-            diverged(windows),
+            first_divergence(windows) is not None,
             (size.steps - FIRST_STEPS) * size.tokens / seconds,
         )
 
@@ -387,16 +386,6 @@ def convert(model: nn.Module, recipe: str) -> None:
     )
 
 
-def diverged(windows: list[float | None]) -> bool:
-    """Return whether a loss is not finite, or more than `RISE` above the lowest earlier loss."""
-    lowest = math.inf
-    for loss in windows:
-        if loss is None or loss > lowest + RISE:
-            return True
-        lowest = min(lowest, loss)
-    return False
-
-
 def share(step: int, steps: int) -> float:
     """Return the learning rate of a step as a share of the peak: warm-up, then a cosine."""
     first = warm_up_steps(steps)
@@ -412,12 +401,6 @@ def warm_up(step: int, steps: int) -> float:
 def warm_up_steps(steps: int) -> int:
     """Return the number of steps in which the learning rate rises."""
     return max(1, int(WARM_UP * steps))
-
-
-def finite(loss: Tensor) -> float | None:
-    """Return a loss as a number, or None if the loss is not finite."""
-    value = loss.item()
-    return value if math.isfinite(value) else None
 
 
 def train(job: Job, device: torch.device) -> Iterator[Result]:

@@ -1,9 +1,10 @@
-"""Shared code of all benchmarks: the environment, printed tables, and JSON records."""
+"""Shared code of all benchmarks: the environment, printed tables, JSON records, divergence."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import sys
 from importlib import metadata
@@ -88,3 +89,21 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
     print(f"wrote {path}")
+
+
+RISE = 0.5  # nats: a larger rise of the loss is divergence
+
+
+def first_divergence(losses: list[float | None]) -> int | None:
+    """Return the index of the first loss that is not finite, or `RISE` above an earlier loss."""
+    lowest = math.inf
+    for i, loss in enumerate(losses):
+        if loss is None or loss > lowest + RISE:
+            return i
+        lowest = min(lowest, loss)
+    return None
+
+
+def finite(value: Any) -> float | None:
+    """Return a number, or None if it is not finite."""
+    return float(value) if math.isfinite(value) else None

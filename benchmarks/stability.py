@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from convergence import corpus
-from report import merge, print_rows, resume, write_json
+from report import RISE, finite, first_divergence, merge, print_rows, resume, write_json
 from tables_runs import stability_ranks, stability_table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -66,7 +66,6 @@ MODEL = Size(256, 4, 4, 4, 768, seq=256, batch=16, steps=400, peak_lr=RATES[0])
 TINY = Size(64, 3, 2, 2, 128, seq=32, batch=4, steps=40, peak_lr=RATES[0])
 WARM_UP = 0.1  # share of the steps
 WINDOW = 20
-RISE = 0.5  # nats: a larger rise of the loss is divergence
 HOLDS = 0.1  # nats: a run holds if its loss is at most this much above the lowest bf16 loss
 MEASURED = 10  # measurements of sharpness in a run
 SEQUENCES = 8  # sequences for sharpness
@@ -154,15 +153,16 @@ def run(of: Compiled, variant: str, rate: float, seed: int, size: Size, data: Da
         optimizer.zero_grad()
         losses.append(loss.detach())
         if step % (size.steps // MEASURED) == 0:
-            finite = math.isfinite(loss.item())  # waits for the device
+            is_finite = finite(loss) is not None  # waits for the device
             seconds += time.perf_counter() - start
             measured.append((step, *sharpness(of, data, size, searched=seed == 0)))
             start = time.perf_counter()
-            if not finite:
+            if not is_finite:
                 break
-    means = [_finite(x.mean().item()) for x in torch.stack(losses).split(WINDOW)]
-    ms = 1e3 * seconds / len(losses)
-    return Result(variant, rate, seed, means, diverged_at(means), measured, ms)
+    means = [finite(x.mean().item()) for x in torch.stack(losses).split(WINDOW)]
+    first, ms = first_divergence(means), 1e3 * seconds / len(losses)
+    diverged_at = None if first is None else (first + 1) * WINDOW
+    return Result(variant, rate, seed, means, diverged_at, measured, ms)
 
 
 def sharpness(
@@ -177,22 +177,8 @@ def sharpness(
         return F.cross_entropy(last, targets[:, -1])
 
     measure = partial(fp8pass.sharpness, of.logits, last_loss, None)
-    corner = _finite(measure(search=False))
-    return corner, _finite(measure()) if searched else None
-
-
-def diverged_at(means: list[float | None]) -> int | None:
-    """Return the step at which the loss has diverged, or None."""
-    lowest = math.inf
-    for i, loss in enumerate(means, start=1):
-        if loss is None or loss > lowest + RISE:
-            return i * WINDOW
-        lowest = min(lowest, loss)
-    return None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    corner = finite(measure(search=False))
+    return corner, finite(measure()) if searched else None
 
 
 @dataclass(frozen=True)

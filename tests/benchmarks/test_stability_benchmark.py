@@ -50,12 +50,6 @@ def test_runs_of_simulated_formats_are_measured(stability, monkeypatch, tmp_path
             assert corner == pytest.approx(searched, rel=0.02)
 
 
-def test_a_run_diverges_if_its_loss_has_risen(stability):
-    assert stability.diverged_at([3.0, 2.5, 2.9]) is None
-    assert stability.diverged_at([3.0, 2.5, 3.1, 2.0]) == 60
-    assert stability.diverged_at([3.0, None]) == 40
-
-
 def test_the_table_of_stability_is_right(load):
     tables = load("tables")
     at_divergence = [(10, 0.2, 0.2), (20, 1.5, 1.4)]
