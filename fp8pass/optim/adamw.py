@@ -235,19 +235,16 @@ class AdamW(torch.optim.Optimizer):
             staging.abandon()
 
     def release(self) -> None:
-        """Drop references to gradients. Their memory is reused only after pending work has read
-        it."""
+        """Drop references to gradients. Pending additions still read them before any reuse."""
         for staging in self._staging.values():
             staging.release()
 
     def prepare_again(self) -> None:
-        """Drop prepared updates after a write to states: the updates contain copies of step
-        counts."""
+        """Drop prepared updates after a write to states, because they contain step counts."""
         self._prepared.clear()
 
     def _control(self, group: Group, device: torch.device) -> Tensor:
-        """Return fp32 [2]: the factor of gradients, and 1 if GradScaler found infinite
-        gradients."""
+        """Return fp32 [2]: the factor of gradients, and 1 if some gradients are infinite."""
         key = device, bool(group["maximize"])
         if key not in self._constants:
             sign = -1.0 if group["maximize"] else 1.0
@@ -316,8 +313,7 @@ class AdamW(torch.optim.Optimizer):
         return self._arenas[device]
 
     def _make_slot(self, storage: Storage, group: Group, parameter: Tensor) -> Slot:
-        """Return the slot of a parameter. Create its state if missing; convert it if in other
-        formats."""
+        """Return the slot of a parameter. Create its state, or convert it if necessary."""
         state = self.state[parameter]
         offloaded = is_offloaded(group, "states", parameter)
         device = torch.device("cpu") if offloaded else parameter.device

@@ -302,8 +302,7 @@ def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) 
 
 
 def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the entries of each state, whose key is the parameter's prefix and the state's
-    name."""
+    """Return the entries of each state, by the parameter's prefix and the state's name."""
     found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry, value in entries.items():
         prefix, dot, key = entry.rpartition(".")
@@ -331,8 +330,7 @@ def _data_key(entries: Mapping[str, Any]) -> str:
 def _make_staging_tensors(
     name: str, own: dict[str, Tensor], found: Mapping[str, Any]
 ) -> dict[str, Tensor] | None:
-    """Return new tensors for a state in the checkpoint's format, or None if it cannot be
-    converted."""
+    """Return new tensors in the checkpoint's format, or None if conversion is impossible."""
     key = _data_key(found)
     like = own.get(_data_key(own))
     if not key or like is None or found[key].size != like.shape:

@@ -115,8 +115,7 @@ class FusedUpdate(PreparedUpdate):
     def _make_launches(
         self, slots: Sequence[Slot], gradients: Tensors, *, separate: bool
     ) -> list[tuple[Any, Tensor, bool]]:
-        """Return for each launch: kernel, table row of each program, whether threads read
-        vectors."""
+        """Return each launch: kernel, table row of each program, and whether it reads vectors."""
         batches: dict[Any, list[int]] = defaultdict(list)
         for i, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
             batches[gradient.dtype, _is_aligned(slot), i if separate else 0].append(i)

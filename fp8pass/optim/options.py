@@ -77,8 +77,7 @@ class Storage:
         return _make_storage("fp32", "fp32", weights, size, state_rounding)
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:
-        """Return the format of the master copy of a parameter of `dtype`, or None if it has
-        none."""
+        """Return the format of master copies of parameters of `dtype`, or None without copies."""
         if dtype == torch.float32 or self.weights not in ("fp32", "fp16"):
             return None
         return PLAIN["fp32"] if self.weights == "fp32" else moment_format("fp16", signed=True)
