@@ -192,8 +192,8 @@ class Backward:
     parameters: int  # number of trainable parameters
     gradients: int = 0  # number of final gradients so far
     updates: int = 0  # parameters updated so far; other gradients were added to sums
-    # Whether the end of the backward is reported. FSDP2 reduces the gradients of a pipeline stage
-    # after the last backward, where it is not.
+    # False if PyTorch does not report the end: FSDP2 reduces the gradients of a pipeline stage
+    # after the last backward.
     reports_end: bool = True
 
 

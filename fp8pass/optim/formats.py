@@ -52,9 +52,9 @@ SPARE = 2.0**-7
 
 @dataclass(frozen=True)
 class StateFormat:
-    """One way to store a state.
+    """Format of an optimizer state.
 
-    An unsigned state is a divisor, so its positive values are never rounded to zero.
+    An unsigned state (the second moment) is a divisor, so positive values never round to zero.
     """
 
     name: str  # in the options
@@ -95,9 +95,10 @@ class StateFormat:
     def mean_loss(self) -> float:
         """Relative correction of codes that preserves the mean of expanded values.
 
-        Stochastic rounding preserves the mean of codes, but the mean of their p-th power loses (1 -
-        p) · p/2 · variance / code². For floats variance / code² is a twelfth of the squared
-        distance between adjacent codes, averaged over a binade. Dynamic formats need no correction.
+        Stochastic rounding preserves the mean of codes, but the mean of the p-th power of codes
+        loses (1 - p) · p/2 · variance / code². For floats variance / code² is a twelfth of the
+        squared distance between adjacent codes, averaged over a binade. Dynamic formats need no
+        correction.
         """
         return 4.0**-self.mantissa / (32 * math.log(2)) if self.mantissa else 0.0
 

@@ -160,8 +160,7 @@ class Staging:
         self._in_use.append(InUse([x for x in (*values, *gradients) if x.is_cuda], size))
 
     def release(self) -> None:
-        """Drop references to values and gradients; pending work still reads them before any
-        reuse."""
+        """Drop references to values and gradients; pending work reads them before any reuse."""
         while self._in_use:
             for x in self._in_use.popleft().tensors:
                 x.record_stream(self._compute)
@@ -237,8 +236,7 @@ def _wait(later: Any, earlier: Any) -> None:
 
 
 def largest_piece(bytes_per_element: float, multiple: int) -> int:
-    """Return how many elements fit into a staging buffer, rounded down to a multiple of
-    `multiple`."""
+    """Return the multiple of `multiple` elements that fits into a staging buffer."""
     room = STAGED_BYTES - 16 * ALIGNMENT
     return max(1, math.floor(room / bytes_per_element) // multiple) * multiple
 

@@ -60,8 +60,7 @@ def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Layout of parameters of `sizes` elements in one matrix [R, G]. Each parameter begins a
-    row."""
+    """Layout of parameters of `sizes` elements in one matrix [R, G]; each begins in a new row."""
 
     sizes: tuple[int, ...]
     group_size: int
