@@ -68,12 +68,12 @@ def compress(
     forward. With one rank the call changes nothing.
 
     Gradients are quantized to E4M3 in groups of 128 that share a scale, and added up in fp32
-    (section 5 of the paper AGoQ). They take 0.51 times the bytes of BF16. With hybrid sharding,
-    replicas still exchange sums in 16 bits. FSDP2 gathers the weights of linear layers in E4M3 with
-    a scale for each row: half the bytes, on the wire and on the GPU. Results do not change, because
-    compiled code multiplies the same FP8 data without `compress`. Output heads, embeddings and all
-    other parameters are gathered in high precision. A copy of a DistributedDataParallel
-    (copy.deepcopy, AveragedModel) uses PyTorch's reduction unless it is passed to `compress`, too.
+    (section 5 of the paper AGoQ). Sent gradients take 0.51 times the bytes of BF16. With hybrid
+    sharding, replicas still exchange sums in 16 bits. FSDP2 gathers the weights of linear layers in
+    E4M3 with a scale for each row: half the bytes, on the wire and on the GPU. Compiled code
+    multiplies the same FP8 data without `compress`. Output heads, embeddings and all other
+    parameters are gathered in high precision. A copy of a DistributedDataParallel (copy.deepcopy,
+    AveragedModel) uses PyTorch's reduction unless it is passed to `compress`, too.
 
     Args:
         model: a DistributedDataParallel, a module that `replicate` was applied to, or a module that

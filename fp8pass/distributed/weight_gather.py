@@ -1,4 +1,4 @@
-"""FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ 3.2).
+"""FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ, section 3.2).
 
 A shard holds whole rows, so that each rank quantizes its shard without communication. Gathered
 weights stay in FP8 on every rank. The forward's GEMM in compiled code reads them directly: gathered
@@ -248,8 +248,7 @@ def _log_layers(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, .
 
 
 def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> None:
-    """Attach now, after loads, and before each forward, because loading or moving replaces
-    shards."""
+    """Attach now, after loads, and before forwards, because loading or moving replaces shards."""
 
     def attach(*_: Any) -> None:
         for gather in gathers:

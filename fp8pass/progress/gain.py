@@ -1,9 +1,9 @@
 """Estimate whether FP8 makes a model faster: the time that GEMMs save, minus the time of casts.
 
 Both times come from the roofline that `fit` uses (`hardware.py`), as if each cast were a kernel.
-This overestimates casts, because fused kernels move fewer bytes, and overestimates small GEMMs,
-which are slower than the peak rate. In the measured models these two errors cancel. Milliseconds
-saved in a forward and backward:
+This overestimates the time of casts, because fused kernels move fewer bytes, and the time that
+small GEMMs save, because they stay below their peak rate. In the measured models these two errors
+cancel. Milliseconds saved in a forward and backward:
 
                              estimated    coat    agoq    linear
     GPT-2 124M, H200               1.0     0.7    -0.1      -1.0     benchmarks/results/gpt2.json

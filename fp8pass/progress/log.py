@@ -127,8 +127,7 @@ def _warn_once(kind: str, text: str) -> None:
 
 
 def _inform(line: str) -> None:
-    """Log a line. If logging is not set up, and so shows only warnings, print the line on
-    stderr."""
+    """Log a line, or print it on stderr if logging is not set up and shows warnings only."""
     if log.hasHandlers() or log.level != logging.NOTSET:
         log.info("%s", line)
     else:

@@ -9,11 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Signal:
-    """A number that is far from its past.
+    """A measured number that is far from its past values.
 
     Attributes:
         name: `loss`, `gradient norm`, `update size`, `weights`, `quantization`, `sharpness`.
-        strong: whether it raises an alarm alone. Others need a second kind of signal.
+        strong: whether the signal alone raises an alarm. A weak signal needs a second kind of
+            signal.
         text: the measured value and the usual value.
     """
 
@@ -30,8 +31,9 @@ class Suspect:
         module: path of the module in the model.
         tensor: name of a parameter, `gradient of` or `change of` a parameter, or the tensor of a
             Monitor's row.
-        factor: new value divided by the usual value; infinite if the tensor is not finite.
-        deviations: the change in robust standard deviations.
+        factor: new value divided by the median of earlier values; infinite if the tensor is not
+            finite.
+        deviations: the change in robust standard deviations (see `past.py`).
     """
 
     module: str
