@@ -70,10 +70,10 @@ def compress(
     Gradients are quantized to E4M3 in groups of 128 that share a scale, and added up in fp32
     (section 5 of the paper AGoQ). Sent gradients take 0.51 times the bytes of BF16. With hybrid
     sharding, replicas still exchange sums in 16 bits. FSDP2 gathers the weights of linear layers in
-    E4M3 with a scale for each row: half the bytes, on the wire and on the GPU. Compiled code
-    multiplies the same FP8 data without `compress`. Output heads, embeddings and all other
+    E4M3 with a scale for each row: half the bytes, on the wire and on the GPU. Without `compress`,
+    compiled code would multiply the same FP8 data. Output heads, embeddings and all other
     parameters are gathered in high precision. A copy of a DistributedDataParallel (copy.deepcopy,
-    AveragedModel) uses PyTorch's reduction unless it is passed to `compress`, too.
+    AveragedModel) uses PyTorch's reduction unless the copy is passed to `compress`, too.
 
     Args:
         model: a DistributedDataParallel, a module that `replicate` was applied to, or a module that
@@ -82,7 +82,7 @@ def compress(
         weights: `row`, or `none` for PyTorch's own gathers. DDP does not gather weights.
         skip: paths or patterns, as in `Config.skip`, of layers that gather their weights in high
             precision: name the layers that the compiled model leaves in high precision.
-        monitor: measures the gradients that this rank sends, in the steps that it samples.
+        monitor: measures the gradients that this rank sends, in the steps that the monitor samples.
 
     Raises:
         ConfigError: the model is not distributed in one of these ways, is compressed already, or
@@ -135,7 +135,7 @@ def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool)
 
 
 def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> None:
-    """Raise ConfigError on all ranks if arguments differ. Ranks would wait for each other.
+    """Raise ConfigError on all ranks if arguments differ, because ranks would then block.
 
     A rank with invalid arguments also calls this, so that the remaining ranks do not wait for it.
     """
@@ -234,7 +234,8 @@ def _replace_reduction(path: str, module: nn.Module, sums: GradientSums) -> None
 
 
 class FSDPReduceScatter:
-    """FSDP2's reduce-scatter of gradients, in FP8. It runs on the stream that FSDP2 chooses."""
+    """FSDP2's reduce-scatter of gradients, in FP8. The reduction runs on the stream that FSDP2
+    chooses."""
 
     def __init__(self, sums: GradientSums) -> None:
         self.sums = sums

@@ -1,7 +1,7 @@
 """Sums of gradients over ranks, sent in FP8 (section 5 of the paper AGoQ).
 
-Every rank receives its part of all ranks' gradients, dequantizes it, and adds it up in fp32, so
-partial sums are never quantized. An all-reduce then sends the sums in FP8.
+Every rank receives its part of all ranks' gradients, dequantizes the values, and adds them up in
+fp32, so partial sums are never quantized. An all-reduce then sends the sums in FP8.
 
 Quantization groups start at each parameter:
 
@@ -9,8 +9,8 @@ Quantization groups start at each parameter:
     padded   p p p p|p 0 0 0|q q 0 0|s s s s  in groups of 4
 
 A group across a boundary would have a scale that depends on two parameters. With tensor
-parallelism, ranks hold equal copies of one parameter (a norm) next to different shards of another.
-Each rank would round its copy differently, and the copies would drift apart.
+parallelism, ranks hold equal copies of one parameter (a norm) next to different shards of another
+parameter. Each rank would round its copy differently, and the copies would drift apart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 @dataclass
 class Traffic:
-    """Counts what a rank has sent to other ranks.
+    """Counts of the values and bytes that a rank has sent to other ranks.
 
     Attributes:
         elements: values sent, counted once per receiving rank.
@@ -84,7 +84,7 @@ class ParameterLayout:
     def pad(self, rows: Tensor) -> Tensor:
         """Return rows [R, N] with zeros, so that each parameter starts a group.
 
-        Returns `rows` itself if it needs no padding.
+        Returns `rows` itself if no padding is needed.
         """
         if len(self._runs) == 1:
             return rows
@@ -113,7 +113,7 @@ class GradientSums:
 
     Args:
         traffic: counts the bytes that are sent.
-        monitor: measures the gradients that are sent, in the steps that it samples.
+        monitor: measures the gradients that are sent, in the steps that the monitor samples.
         path: path of the module that owns these gradients, for the monitor.
     """
 

@@ -3,7 +3,7 @@
 A rank holds the saved tensors of several micro-batches, and the first rank holds the most. The
 paper AGoQ (section 4.2, DBCA-PP) gives every rank the memory that the first rank needs with 4 bits:
 B_i = 4 · N_1 / N_i bits if rank i holds N_i micro-batches (Eq. 22). This module reads N_i from
-PyTorch's schedule. It computes budgets in bytes, and the planner chooses a format for each tensor
+PyTorch's schedule. Budgets are computed in bytes, and the planner chooses a format for each tensor
 (`activation_memory/raise_precision.py`).
 
     for stage, config in zip(stages, pipeline_configs("1F1B", len(stages), microbatches=8)):
@@ -20,7 +20,7 @@ from fp8pass.config import LARGEST_SHARE, Config, ConfigError, checked_config, u
 from fp8pass.dialect.formats import SAVED_FORMATS
 
 # Change of the number of held micro-batches by each kind of action. A backward in two parts
-# releases its micro-batch after the second part, for weights.
+# releases its micro-batch after the second part, which computes gradients of weights.
 HELD_CHANGE = {"F": 1, "B": -1, "W": -1}
 
 
@@ -58,7 +58,7 @@ def pipeline_configs(
 
     Raises:
         ConfigError: the schedule is unknown or does not support these numbers, or `base` has no
-            budget and its `save_format` is the largest already.
+            budget and its `save_format` is already the largest format.
         TypeError: `base` is not a `Config`.
     """
     base = Config(save_format="e2m1") if base is None else checked_config(base, "base")
@@ -114,7 +114,10 @@ def _find_peak(actions: list[PipelineAction]) -> int:
 
 
 def _compute_budget(base: Config, held: int, most: int) -> float | int:
-    """Return the budget of a micro-batch on a rank with `held` of them; ranks have up to `most`."""
+    """Return the budget of one micro-batch.
+
+    `held` is the number of micro-batches on the rank, and `most` the largest number on any rank.
+    """
     if isinstance(base.memory_budget, (str, int)):
         return int(base.budget_bytes(0) // held)
     share = 1.0 if base.memory_budget is None else base.memory_budget

@@ -1,9 +1,9 @@
 """FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ, section 3.2).
 
 A shard holds whole rows, so that each rank quantizes its shard without communication. Gathered
-weights stay in FP8 on every rank. The forward's GEMM in compiled code reads them directly: gathered
-weights are bit-identical to a BF16 weight quantized by row. The backward dequantizes gathered
-weights. Shards, gradients and state dicts remain plain tensors.
+weights stay in FP8 on every rank. The forward's GEMM in compiled code reads gathered weights
+directly, which are bit-identical to BF16 weights quantized by row. The backward dequantizes
+gathered weights. Shards, gradients and state dicts remain plain tensors.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class PackedWeights:
         memory: uint8 [ΣM·K + Σ4·M]: the FP8 data of all matrices, then the fp32 scales of all
             matrices.
         sizes: bytes of the data of each matrix, then bytes of the scales of each matrix.
-        views: typed views of `memory`: all `data`, all `scales`, and in `parts` both for each
-            matrix.
+        views: typed views of `memory`: all `data`, all `scales`, and `parts`: data and scales of
+            each matrix.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:

@@ -149,7 +149,7 @@ def unpack(shards: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> None:
 def _make_table(
     sizes: tuple[int, ...], ranks: int, device: torch.device
 ) -> tuple[int, Tensor, tuple[int, ...]]:
-    """Return the number of programs per rank, the kernel's table, and its constants.
+    """Return the number of programs per rank, the kernel's table, and the kernel's constants.
 
     The table, int64 [pieces, 3], holds for each piece the first program, and the offset and length
     in a rank's buffer, in words.

@@ -1,4 +1,4 @@
-"""`AdamW`: replaces `torch.optim.AdamW`, with FP8 states of one byte an element.
+"""`AdamW`: a replacement for `torch.optim.AdamW` with FP8 states, one byte an element.
 
     adamw.py       the optimizer
     options.py     options of a parameter group, and presets

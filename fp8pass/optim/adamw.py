@@ -35,7 +35,7 @@ WAITING = 16
 
 
 class AdamW(torch.optim.Optimizer):
-    """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (COAT, section 4).
+    """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (paper COAT, section 4).
 
     Options have the same meaning as in `torch.optim.AdamW`, apart from the formats of moments and
     weights, and can be set for each parameter group. `foreach`, `fused` and `capturable` are
@@ -207,7 +207,7 @@ class AdamW(torch.optim.Optimizer):
                 gradients = [g.contiguous() for g in gradients]
             self._prepare(group, batch, gradients, how).step(gradients, group, control)
             if fuses:
-                # Like in-place operators, so that a backward that saved the old weights raises an
+                # As in-place operators do: a backward that saved the old weights then raises an
                 # error.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
@@ -235,7 +235,7 @@ class AdamW(torch.optim.Optimizer):
             staging.abandon()
 
     def release(self) -> None:
-        """Drop references to gradients. Pending additions still read them before any reuse."""
+        """Drop references to gradients. Their memory stays valid for pending additions."""
         for staging in self._staging.values():
             staging.release()
 
@@ -362,10 +362,10 @@ class AdamW(torch.optim.Optimizer):
                 other shapes, or has an option with an invalid value.
             ValueError: the checkpoint has other parameter groups.
         """
-        if not isinstance(state_dict, dict):  # PyTorch fails before it calls the hook
+        if not isinstance(state_dict, dict):  # PyTorch would fail before calling the hook
             checkpoint.check_has_states(state_dict)
-        # PyTorch casts states to the dtype of their parameter, so the hook hides the states. It
-        # runs last, so that hooks of users get the original checkpoint.
+        # PyTorch casts states to the dtype of their parameter, so the hook hides the states. The
+        # hook runs last, so that hooks of users get the original checkpoint.
         handle = self.register_load_state_dict_pre_hook(checkpoint.hide_states)
         try:
             super().load_state_dict(state_dict)

@@ -199,7 +199,8 @@ class Backward:
 
 @dataclass(eq=False)
 class BackwardHooks:
-    """The hooks of an attached optimizer. They must not keep the model or a parameter alive."""
+    """The hooks of an attached optimizer. The hooks must not keep the model or a parameter
+    alive."""
 
     optimizer: ref[AdamW]
     model: ref[nn.Module]
@@ -260,7 +261,8 @@ class BackwardHooks:
             parameter.grad = None
 
     def _begin(self) -> int:
-        """Check a backward that begins, drop sums of frozen layers, and count the parameters."""
+        """Check the setup of a new backward, drop sums of frozen layers, and count the
+        parameters."""
         if compat.compiles_backward():
             raise ConfigError(
                 "step_in_backward updates at the end of a backward, which compiled autograd does "
@@ -318,7 +320,7 @@ class BackwardHooks:
         """Find the pipeline schedule that trains the model, if it exists already.
 
         Raises:
-            ConfigError: the schedule computes gradients of weights apart from those of inputs.
+            ConfigError: the schedule computes gradients of weights and of inputs separately.
         """
         model = self.model()
         if model is None or self._schedule is not None:
@@ -337,7 +339,7 @@ class BackwardHooks:
         self._schedule = ref(schedule)
 
     def _gradient_divisor(self) -> int:
-        """Return the number by which the pipeline schedule divides gradients, or 1.
+        """Return the number by which the pipeline schedule divides gradients; 1 without a schedule.
 
         PyTorch's schedules divide after the last micro-batch, when the gradients have been used.
         """

@@ -144,7 +144,7 @@ def check_has_states(given: Any) -> None:
 def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> State:
     """Return a parameter's state in the formats of `storage`, on the parameter's device.
 
-    States that already have their format are copied bit by bit.
+    States that already have the right format are copied bit by bit.
 
     Args:
         values: a state in any formats, of this optimizer or of `torch.optim.AdamW`.
@@ -275,7 +275,8 @@ def stage_states(
             continue
         for key in own:
             del state_dict[prefix + key]
-        # One object for all entries of a state: it is called after the last entry has been read.
+        # All entries of a state share one object, which is called after the last entry has been
+        # read.
         convert_entries = partial(_convert_staged, name, own, staged)
         for key, x in staged.items():
             state_dict[prefix + key] = x

@@ -1,9 +1,10 @@
-"""Formats of optimizer states, and quantization of fp32 values to them, on any device.
+"""Formats of optimizer states, and quantization of fp32 values to these formats, on any device.
 
 `bf16` and `fp32` store values directly. In all other formats a group of consecutive elements, a row
 of [R, G], shares a scale: `x = scale · code`, where `code` is the stored number, and `scale` maps
 the largest magnitude of the group to the largest code. Formats with `+expand` use Dynamic Range
-Expansion (COAT, section 4.2): a power `k` maps the range of the group to the range of the format.
+Expansion (paper COAT, section 4.2): a power `k` maps the range of the group to the range of the
+format.
 
     code = mid · (|x| / scale)^k        |x| = scale · (code / mid)^(1/k)
 
@@ -45,8 +46,8 @@ MIN_POWER = 0.5
 # Upper limit of powers. Groups of nearly equal values do not need finer codes, and larger powers
 # amplify fp32 rounding errors.
 MAX_POWER = 64.0
-# Binades left free at each end of a format. They absorb errors of fp32 logarithms and the noise of
-# stochastic rounding, which could otherwise overflow.
+# Binades left free at each end of a format. Otherwise errors of fp32 logarithms and the noise of
+# stochastic rounding could cause overflow.
 SPARE = 2.0**-7
 
 
@@ -156,8 +157,8 @@ def moment_format(name: str, *, signed: bool) -> StateFormat:
     base = _GROUPED[name.removesuffix(EXPAND)]
     values = dynamic_values(signed=signed) if base.name == "de8" else ()
     smallest = min((x for x in values if x > 0), default=base.min)
-    # The largest magnitude that both signs have. Otherwise the most negative value of a group would
-    # be clipped, and a sum would lose the clipped part in every addition.
+    # The largest magnitude that exists with both signs. Otherwise the most negative value of a
+    # group would be clipped, and a sum would lose the clipped part in every addition.
     largest = min(max(values), -min(values)) if values and signed else base.max
     expands = name.endswith(EXPAND)
     return replace(

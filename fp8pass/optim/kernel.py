@@ -1,7 +1,7 @@
 """The fused update as Triton source: one kernel updates all parameters of a group.
 
-A program updates a chunk of one parameter, tile by tile. It reads states, gradient and weights
-once, computes the update of `update.py` in fp32, computes the new scales of the groups in
+A program updates a chunk of one parameter, tile by tile. The program reads states, gradient and
+weights once, computes the update of `update.py` in fp32, computes the new scales of the groups in
 registers, and writes the results. A program has one warp, which needs no synchronization, and
 prefetches tiles. Addresses come from tables of pointers. Formats and dtypes are written into the
 source. Numbers that change between steps are read from memory, so that the kernel is compiled once
@@ -32,8 +32,8 @@ MAX_PARTS = 4  # parts of a group; each thread has elements of all parts
 # The fastest choice on an H200. Only longer chunks are 1% faster for 7B, but give a small model too
 # few programs (benchmarks/results/optimizer_sweep.json).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
-# A smaller rate counts as zero, so that the divisor of a finite second moment is at most 2^126. An
-# infinite moment makes its group NaN from the next step on.
+# A smaller rate is treated as zero, so that the divisor of a finite second moment is at most 2^126.
+# An infinite moment makes its group NaN from the next step on.
 SMALLEST_RATE = 2.0**-61
 GRADIENT = "gradient"
 
@@ -43,7 +43,7 @@ _TYPES |= {torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5
 
 
 class Axes(NamedTuple):
-    """The order of the axes of a tile: rows, which are groups, and parts of groups."""
+    """The order of a tile's axes: rows (one for each group), and parts of groups."""
 
     each_row: str  # Triton index that broadcasts values of rows to a tile
     each_part: str
@@ -65,7 +65,8 @@ def axes() -> Axes:
     return Axes(first, second, 1) if until_3_6 else Axes(second, first, 0)
 
 
-# Constants of the Triton function `quotient`; `of_one` is its first approximation of 1/1.
+# Constants of the Triton function `quotient`; `of_one` is the function's first approximation of
+# 1/1.
 QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
 
 _INSTRUCTIONS = {
@@ -115,7 +116,7 @@ _INSTRUCTIONS = {
         dtype="uint8",
         pack=4,
     ),
-    # The identity, which the compiler cannot see through.
+    # The identity, but the compiler cannot optimize it away.
     "hide_from_compiler": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
     "widen": Instructions(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",

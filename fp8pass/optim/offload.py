@@ -3,13 +3,13 @@
 `offload_weights` moves linear weights to host memory. Their FP8 data, one byte an element instead
 of two, stay on the device, where graphs take them as inputs (`weights/quantized_parameter.py`).
 `AdamW` requantizes the weights in each update: once a step, even if a step accumulates several
-gradients (LLMQ, section 3).
+gradients (paper LLMQ, section 3).
 
 Pieces of offloaded tensors pass through staging buffers on the GPU. While one piece is computed,
 the next is copied in and the previous is copied out, on separate streams, so that the link is used
 in both directions (double buffering; LLMQ, section 3.1). Kernels that read host memory directly
-(zero-copy) are not implemented: LLMQ measured them slower on an RTX 5060 Ti and an RTX 4090, but
-faster on an L40S.
+(zero-copy) are not implemented: In LLMQ's measurements such kernels are slower on an RTX 5060 Ti
+and an RTX 4090, but faster on an L40S.
 
 A computation cannot start before a GEMM of the model ends, and the next computation on the same
 stream waits for the next GEMM. Therefore computations have priority over the model, and the second
@@ -20,9 +20,9 @@ kernel of a piece has its own stream, on which it overlaps the first kernel of t
     second kernel               | piece 0 | piece 1 | piece 2 |
     copies out                       | piece 0 | piece 1 | piece 2 |
 
-The CPU never waits for copies. It launches the backward of the next layer meanwhile; otherwise the
-GPU would be idle. If too many gradients wait for their update, the model's stream waits until the
-oldest gradients have been used.
+The CPU never waits for copies. Meanwhile the CPU launches the backward of the next layer; otherwise
+the GPU would be idle. If too many gradients wait for their update, the model's stream waits until
+the oldest gradients have been used.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ log = logging.getLogger("fp8pass")
 # States of smaller parameters stay on the GPU: there are many norms and biases, but they need
 # little memory.
 SMALLEST = 1 << 16
-# Staging buffers: one is copied in, one is computed, one is copied out.
+# Number of staging buffers: one is filled, one is in use by a computation, and one is emptied.
 DEPTH = 3
 # Bytes of a buffer: enough for a square weight of hidden size 4096 with its states. Launching a
-# piece takes a fifth of the time that the link needs to copy it.
+# piece takes the CPU a fifth of the time that the link needs to copy the piece.
 STAGED_BYTES = 96 << 20
 ALIGNMENT = 512
 # Limit of the elements in the smallest piece that has whole rows and whole programs of the kernel.
@@ -160,7 +160,7 @@ class Staging:
         self._in_use.append(InUse([x for x in (*values, *gradients) if x.is_cuda], size))
 
     def release(self) -> None:
-        """Drop references to values and gradients; pending work reads them before any reuse."""
+        """Drop references to tensors. Their memory stays valid for pending computations."""
         while self._in_use:
             for x in self._in_use.popleft().tensors:
                 x.record_stream(self._compute)
@@ -279,7 +279,7 @@ def offload_weights(
         ) from None
     layers = layers_to_code(model, checked_patterns("skip", skip))
     arena, moved = Arena(device), []
-    while layers:  # free each original weight before the next one is copied
+    while layers:  # free each original weight before the next weight is copied
         weight, users = layers.popitem()
         moved.append((users, _quantize_weight(weight, device, arena)))
         for layer in users:

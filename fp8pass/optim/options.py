@@ -24,8 +24,8 @@ PRESET_OPTIONS = ("first_moment", "second_moment", "weights", "state_rounding")
 PRESETS: dict[str, dict[str, Any]] = {
     name: dict(zip(PRESET_OPTIONS, values, strict=True))
     for name, values in {
-        # COAT, section 4, without master weights (LLMQ, section 3): 2.06 bytes of states a
-        # parameter.
+        # The paper COAT, section 4, without master weights (paper LLMQ, section 3): 2.06 bytes of
+        # states a parameter.
         "coat": ("e4m3+expand", "e4m3+expand", "stochastic", "stochastic"),
         # COAT as published: moments rounded to nearest (section 3), FP32 weights (appendix A).
         "coat-paper": ("e4m3+expand", "e4m3+expand", "fp32", "nearest"),

@@ -1,4 +1,4 @@
-"""Stochastic rounding with a counter-based generator (LLMQ, section 3).
+"""Stochastic rounding with a counter-based generator (paper LLMQ, section 3).
 
 A number is rounded up with the probability that preserves its expectation, so that updates far
 below the last bit add up. BF16 weights, master copies, moments and sums of gradients are rounded
@@ -52,7 +52,7 @@ class SumStamp:
     seed: int  # of the parameter group
     number: int  # index of the parameter in the optimizer
     step: Tensor  # updates of the parameter so far, fp32 []; checkpoints contain it
-    count: int  # gradients in the sum, including the one that is added
+    count: int  # gradients in the sum, including the added gradient
 
     def key(self) -> Tensor:
         """Return the hash key, int32 [1]."""
@@ -63,7 +63,7 @@ class SumStamp:
 def random_bits(key: Tensor, element: Tensor) -> Tensor:
     """Return random int32 for elements of parameters with int32 keys; the arguments broadcast.
 
-    An even element and its successor have the same bits with the halves exchanged.
+    An odd element has the bits of its predecessor, with the halves exchanged.
     """
     x = key.long() + (element >> 1) & LOW_WORD
     for factor in FOLDED_FACTORS:

@@ -29,7 +29,7 @@ if torch.distributed.is_available():
 else:  # a build without torch.distributed has no DTensor
 
     class DTensor:  # type: ignore[no-redef]
-        """Stand-in that no tensor is an instance of."""
+        """Stand-in class without instances, for isinstance checks."""
 
 
 def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
@@ -81,7 +81,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `x` with its local shard replaced by `change` of it, which may be in host memory."""
+    """Return `x` with its local shard replaced by `change(shard)`, which may be in host memory."""
     return same_placements(x, change(x.to_local())) if isinstance(x, DTensor) else change(x)
 
 
@@ -91,7 +91,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
     Gradients of tensor and sequence parallel layers may be partial sums over ranks, or replicated.
 
     Raises:
-        RuntimeError: the parameter is a DTensor, and its gradient is not.
+        RuntimeError: the parameter is a DTensor, but its gradient is a plain tensor.
     """
     gradient = parameter.grad
     assert gradient is not None
@@ -111,7 +111,7 @@ def like_parameter(shard: Tensor, parameter: Tensor) -> Tensor:
 
 
 def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
-    """Return values of groups [R], as a DTensor distributed like `parameter` if that is one."""
+    """Return group values [R], as a DTensor distributed like `parameter` if that is a DTensor."""
     if not isinstance(parameter, DTensor):
         return groups
     shard = parameter.to_local()

@@ -66,7 +66,7 @@ class Slot:
 
 
 def state_key(name: str, format: StateFormat, part: str = "") -> str:
-    """Return the key of the state `name` in `format`, or of a part (`scale`, `power`) of it."""
+    """Return the key of the state `name` in `format`, or of its part (`scale`, `power`)."""
     return ":".join([name, *([format.name] if format.grouped else []), *([part] if part else [])])
 
 

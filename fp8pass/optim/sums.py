@@ -85,7 +85,7 @@ class GradientSum:
         self.clear()
 
     def clear(self) -> None:
-        """Start a new sum, which reuses the host memory of this one."""
+        """Start a new sum, which reuses the host memory of the old sum."""
         self.count = 0
         if self.offload is None:
             self.pieces = []
@@ -148,7 +148,7 @@ def add_to(
     """Add a gradient [N] to a sum in place.
 
     Args:
-        sum_: data [R, G] and scales [R]; the first gradient overwrites them.
+        sum_: data [R, G] and scales [R]; the first gradient overwrites both.
         gradient: consecutive elements of a parameter's gradient.
         format: format of the sum.
         stamp: inputs of the random bits; `stamp.count` includes this gradient.

@@ -1,12 +1,12 @@
 """The AdamW update of many parameters in vectorized PyTorch.
 
-This update runs on any device. Tests compare the Triton kernel with it.
+This update runs on any device. Tests compare the Triton kernel with this reference.
 
     w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
     w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
 
-The arithmetic is in fp32: states are dequantized before the update and quantized after it (COAT,
-appendix A). A parameter with a master copy equals the stored copy, rounded to the parameter's
+The arithmetic is in fp32: states are dequantized before the update and quantized after it (paper
+COAT, appendix A). A parameter with a master copy equals the stored copy, rounded to the parameter's
 dtype. Where the two differ, the user has written the parameter, and the update continues from the
 written value, as in `torch.optim`. Parameters are concatenated to one matrix of groups, so that
 small parameters share operator launches.
@@ -34,7 +34,7 @@ BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
 Launches = Sequence[Callable[[], object]]
-# Lower limit of ε. It avoids a division by zero where all gradients were zero.
+# Lower limit of ε, to avoid a division by zero where all gradients were zero.
 SMALLEST_EPS = 2.0**-100
 
 
@@ -60,7 +60,7 @@ def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Layout of parameters of `sizes` elements in one matrix [R, G]; each begins in a new row."""
+    """Layout of parameters of `sizes` elements in one matrix [R, G]; parameters begin new rows."""
 
     sizes: tuple[int, ...]
     group_size: int
@@ -107,7 +107,8 @@ def update(
     """Update parameters and their states in place.
 
     Args:
-        slots: parameters with the same dtype, device and `storage`; their steps count this update.
+        slots: parameters with the same dtype, device and `storage`; their step counts include this
+            update.
         gradients: gradients of the slots, in any float dtype.
         group: options of the update.
         storage: how the states are stored.

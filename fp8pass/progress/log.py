@@ -32,8 +32,8 @@ SUMMARY = "summary"
 class CompileLog(Hooks):
     """Logs one line for each graph with a backward, and each kind of warning once for each model.
 
-    In distributed training only the first rank logs. For a graph from PyTorch's caches it logs the
-    messages of the original compilation, once in each process.
+    In distributed training only the first rank logs. For a graph from PyTorch's caches, the
+    messages of the original compilation are logged once in each process.
     """
 
     def before_compile(
@@ -118,7 +118,7 @@ _warned: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
 
 
 def _warn_once(kind: str, text: str) -> None:
-    """Log a warning, unless one of its kind was logged for another graph of the same model."""
+    """Log a warning, unless one of the same kind was logged for another graph of the model."""
     call = compat.compile_call()
     before: set[str] = _warned.setdefault(call, set()) if call is not None else set()
     if text and kind not in before:

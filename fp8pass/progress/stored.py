@@ -23,7 +23,7 @@ from fp8pass.passes.runner import disabled_passes
 
 @dataclass(frozen=True)
 class StoredMessages:
-    """The file with the messages about one graph. Failures to read or write it are ignored.
+    """The file with the messages about one graph. Failures to read or write the file are ignored.
 
     Attributes:
         key: hash of the graph, its inputs, the configuration and the source of fp8pass.

@@ -38,7 +38,7 @@ def assert_exact(module: nn.Module, *args: Any, seed: int = 7) -> None:
 
     All passes run, with formats that store values exactly (recipe `exact`). The result is compared
     with stock `torch.compile`. Both run op by op, so that only the rewrite can cause differences.
-    Compared are outputs, buffers, and gradients of parameters and arguments.
+    The comparison covers outputs, buffers, and gradients of parameters and arguments.
 
     Args:
         module: a module of any dtype on any device. It is copied, and not changed.
