@@ -234,8 +234,7 @@ def _replace_reduction(path: str, module: nn.Module, sums: GradientSums) -> None
 
 
 class FSDPReduceScatter:
-    """FSDP2's reduce-scatter of gradients, in FP8. The reduction runs on the stream that FSDP2
-    chooses."""
+    """FSDP2's reduce-scatter of gradients, in FP8, on the stream that FSDP2 chooses."""
 
     def __init__(self, sums: GradientSums) -> None:
         self.sums = sums

@@ -199,8 +199,7 @@ class Backward:
 
 @dataclass(eq=False)
 class BackwardHooks:
-    """The hooks of an attached optimizer. The hooks must not keep the model or a parameter
-    alive."""
+    """The hooks of an attached optimizer, which must not keep the model or parameters alive."""
 
     optimizer: ref[AdamW]
     model: ref[nn.Module]
@@ -261,8 +260,7 @@ class BackwardHooks:
             parameter.grad = None
 
     def _begin(self) -> int:
-        """Check the setup of a new backward, drop sums of frozen layers, and count the
-        parameters."""
+        """Check the setup of a new backward, drop sums of frozen layers, and count parameters."""
         if compat.compiles_backward():
             raise ConfigError(
                 "step_in_backward updates at the end of a backward, which compiled autograd does "

@@ -8,7 +8,7 @@ gradients (paper LLMQ, section 3).
 Pieces of offloaded tensors pass through staging buffers on the GPU. While one piece is computed,
 the next is copied in and the previous is copied out, on separate streams, so that the link is used
 in both directions (double buffering; LLMQ, section 3.1). Kernels that read host memory directly
-(zero-copy) are not implemented: In LLMQ's measurements such kernels are slower on an RTX 5060 Ti
+(zero-copy) are not implemented: in LLMQ's measurements such kernels are slower on an RTX 5060 Ti
 and an RTX 4090, but faster on an L40S.
 
 A computation cannot start before a GEMM of the model ends, and the next computation on the same

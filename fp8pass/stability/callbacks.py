@@ -99,7 +99,7 @@ def make_lightning_callback(observer: Any) -> Any:
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any
         ) -> None:
-            # With gradient accumulation only the last batch ends a step.
+            # With gradient accumulation only the last batch completes an optimizer step.
             if trainer.global_step != self.seen:
                 self.seen = trainer.global_step
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

@@ -9,10 +9,10 @@ bias before a normalization, for example). The accepted error is
 
     n: largest error of the fake-quantized model over seeds (noise.py). Some seeds run in the
        model's own dtype, because both roundings together may have effects that neither has alone.
-    s: for gradients, the larger of two errors. The first is the rounding error of the saved format:
-       where autograd saves x, a plan may save a factor of the gradient, for example gelu'(x). The
-       second is the largest error that the plan predicts for one saved value: autograd saves x² and
-       x³, but a plan may recompute them from x.
+    s: for gradients, the larger of two errors. The first is the rounding error of the format of
+       saved tensors: where autograd saves x, a plan may save a factor of the gradient, for example
+       gelu'(x). The second is the largest error that the plan predicts for one saved value:
+       autograd saves x² and x³, but a plan may recompute them from x.
     p: error of the unmodified model in its own dtype.
     r: 1e-4, or one ulp of a coarser dtype, because p may be too small by chance.
 
@@ -222,7 +222,7 @@ def _concatenate(got: TrainingStep, exact: TrainingStep, names: list[str]) -> Te
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> list[Any]:
-    """Return a batch with its floating point tensors in another dtype, detached."""
+    """Return a detached copy of a batch with floating point tensors in another dtype."""
     return [
         x.detach().to(dtype).requires_grad_(x.requires_grad)
         if isinstance(x, Tensor) and x.is_floating_point()

@@ -222,7 +222,7 @@ def _is_weight(x: Tensor) -> bool:
 
 
 def _mark_computed_weights(results: list[Tensor], operands: list[Tensor]) -> None:
-    """Mark results that are computed from parameters and indices alone."""
+    """Mark results that are computed only from parameters and indices."""
     floats = [x for x in operands if x.is_floating_point()]
     parameters = [isinstance(x, nn.Parameter) or hasattr(x, _COMPUTED) for x in floats]
     if floats and all(parameters):

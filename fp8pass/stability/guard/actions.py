@@ -1,4 +1,5 @@
-"""Responses to alarms: a lower learning rate, high precision, the last good weights."""
+"""Responses to alarms: lower the learning rate, use high precision, restore the last good
+weights."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class Actions:
         """Set the model and the optimizer that actions change.
 
         Raises:
-            ConfigError: an action is not possible with them.
+            ConfigError: an action is not possible with this model or optimizer.
         """
         if self.act and _count_ranks() > 1:
             raise ConfigError(
@@ -105,7 +106,7 @@ class Actions:
             yield action, f"{self._describe(action)} for {steps} steps"
 
     def roll_back(self) -> int | None:
-        """Restore the last good snapshot. Return its step, or None if there is no good snapshot."""
+        """Restore the last good snapshot. Return its step, or None if no snapshot is good."""
         good = self._snapshots.good
         if good is None or self._training is None:
             return None
@@ -129,7 +130,7 @@ class Actions:
             self._until = None
             self._apply()
             if not alarmed and rolls_back and self._training is not None:
-                # These weights are good, and the steps after the action are a trial.
+                # Trust these weights. The steps after the action may fail again.
                 self._snapshots.keep(step, *self._training)
             for action in self._lasting[: self._level]:
                 yield f"end of {action}", "its time is over"
@@ -234,7 +235,7 @@ class LowerRate:
         self._rates = None
 
     def _save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Put the schedule's rates into a checkpoint, which may be saved within a step."""
+        """Put the schedule's rates into a checkpoint, because it may be saved during a step."""
         if self._rates is not None:
             for group, rate in zip(state_dict["param_groups"], self._rates, strict=True):
                 group["lr"] = _copy(rate)

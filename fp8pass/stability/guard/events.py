@@ -25,7 +25,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A tensor whose norm or amax is far from its own past.
+    """A tensor whose norm or statistics are far from the tensor's past.
 
     Attributes:
         module: path of the module in the model.

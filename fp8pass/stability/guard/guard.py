@@ -39,7 +39,7 @@ class Alarm:
     """An alarm that is not over.
 
     Attributes:
-        step: step of the alarm, or of its last rollback.
+        step: step of the alarm, or of the last rollback after the alarm.
         confirmed: whether the loss has risen.
         acted: whether an action was taken.
         rollbacks: number of rollbacks.
@@ -70,11 +70,11 @@ class Guard(StepObserver):
         every: steps between readings, which measure the norms of all parameters.
         act: actions after an alarm, by default none. `high precision`: the layers named by
             `Monitor(fallback=...)` run in high precision. `lower lr`: learning rates are multiplied
-            by `factor` within the optimizer's step, independent of the schedule. The first of these
-            two that `act` names is taken first, and the other if that was not enough. `roll back`:
-            once the loss has risen, weights, buffers and optimizer states are restored from a copy
-            in host memory, taken at least `quiet` steps before the alarm. Host memory holds two
-            copies. Data, schedules and random numbers are not rolled back.
+            by `factor` within the optimizer's step, independent of the schedule. If `act` names
+            both, the second starts only if the first was not enough. `roll back`: once the loss has
+            risen, weights, buffers and optimizer states are restored from a copy in host memory,
+            taken at least `quiet` steps before the alarm. Host memory holds two copies. Data,
+            schedules and random numbers are not rolled back.
         factor: factor of learning rates, between 0 and 1.
         hold: steps that `high precision` and `lower lr` last; doubled if an alarm follows their
             end.
@@ -161,7 +161,7 @@ class Guard(StepObserver):
         Args:
             loss: scalar loss of the step, averaged over micro-batches. Optional.
             gradient_norm: norm before clipping, as `clip_grad_norm_` returns it. Under FSDP2 pass
-                it on every rank. With `torch.amp.GradScaler` pass the norm after
+                this argument on every rank. With `torch.amp.GradScaler` pass the norm after
                 `scaler.unscale_(optimizer)`. Without this argument the norm of the unscaled
                 gradients is measured in every `every`-th step.
 
@@ -210,7 +210,7 @@ class Guard(StepObserver):
         return dict(Counter(e.kind for e in self.events))
 
     def __str__(self) -> str:
-        """Return counts of alarms, and all events."""
+        """Return a text with the numbers of alarms, and all events."""
         alarms, confirmed, wrong = (
             self.counts.get(kind, 0) for kind in ("alarm", "confirmed", "false alarm")
         )

@@ -24,7 +24,7 @@ from fp8pass.stability.guard.past import Numbers
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 SAMPLE = 1024  # elements of a parameter that are compared with the last measurement
-ABSENT = -1.0  # stands for a number that does not exist
+ABSENT = -1.0  # replaces a number that does not exist
 
 
 class ParameterNorms:
@@ -52,7 +52,7 @@ class ParameterNorms:
     def measure(self) -> Tensor:
         """Return fp32 [3, parameters]: norms of weights and of gradients, and relative changes.
 
-        `ABSENT` stands for a missing gradient and for the first change. Sharded weights are
+        Missing gradients, and changes in the first measurement, are `ABSENT`. Sharded weights are
         represented by this rank's shard. Quantized weights are represented by the scales of their
         rows, because the weights may be in host memory, or on the way there.
         """
@@ -74,7 +74,7 @@ class ParameterNorms:
         )
 
     def forget(self) -> None:
-        """Forget the last weights. Call it after weights changed in an unusual way."""
+        """Forget the last weights. Call it after a rollback, for example."""
         self._before = []
 
     def _measure_gradients(self, absent: Tensor) -> list[Tensor]:
@@ -105,7 +105,7 @@ def _take_sample(weight: Tensor) -> Tensor:
 
 
 class LossScale:
-    """The factor that `torch.amp.GradScaler` left in the gradients of the last step.
+    """The factor that gradients of the last step still contain because of `torch.amp.GradScaler`.
 
     GradScaler divides gradients before the step, or sets attributes of the optimizer (if it has
     `_step_supports_amp_scaling`): the factor, and the result of the finiteness check. The optimizer
@@ -143,10 +143,10 @@ class Reading:
     """Measurements of some steps, on the host.
 
     Attributes:
-        step: the last of these steps.
+        step: the last step of the reading.
         losses: losses of the steps for which a loss was given.
         gradient_norms: gradient norms of the steps for which a norm was given.
-        norms: [3, parameters], see `ParameterNorms.measure`, of the last of these steps.
+        norms: [3, parameters], see `ParameterNorms.measure`, of the last step.
     """
 
     step: int
@@ -160,8 +160,8 @@ class _Transfer:
     """Numbers that are being copied to the host.
 
     Attributes:
-        numbers: losses and gradient norms, NaN where the value is on the device.
-        on_device: indices of these values.
+        numbers: losses and gradient norms, with NaN for values that are on the device.
+        on_device: indices of the values that are on the device.
         host: the norms of parameters, then the values that were on the device.
     """
 
@@ -225,7 +225,7 @@ class Readings:
             yield Reading(sent.step, losses, gradient_norms, norms.reshape(3, -1))
 
     def drop(self) -> None:
-        """Drop unread numbers, which belong to other weights."""
+        """Drop unread numbers. Call it when they belong to other weights."""
         self._losses, self._gradient_norms = [], []
         self._transfers.clear()
 

@@ -21,7 +21,7 @@ Numbers = NDArray[np.float64]
 
 NORMAL = 1.4826  # ratio of standard deviation to median distance in a normal distribution
 LEAST_ROWS = 8  # rows of a history before its first comparison
-REFRESH = 4  # rows until medians are recomputed, which takes most of the time
+REFRESH = 4  # medians are recomputed after so many rows, to save time
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Trend:
     reference.
 
     Args:
-        recent: how many of the last numbers are compared with the past.
+        recent: number of last numbers that are compared with the past.
         block: length of a block.
         blocks: maximum number of blocks; a comparison needs two.
         floor: lower limit of the noise, in units of the number.
@@ -126,7 +126,7 @@ class History:
         self._noise: Numbers = np.empty(0)
 
     def push(self, row: Numbers) -> None:
-        """Add a row, with NaN for missing numbers. A row of NaN alone is ignored."""
+        """Add a row, with NaN for missing numbers. A row that contains only NaN is ignored."""
         if self.frozen or np.isnan(row).all():
             return
         if self._rows and self._rows[-1].shape != row.shape:

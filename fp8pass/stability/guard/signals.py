@@ -1,7 +1,7 @@
 """Find signals (numbers far from their past), and suspects (tensors that may be the cause).
 
-A signal must be far from its past (`past.py`) both in units of noise and as a factor. `LIMITS` has
-the thresholds. They were tuned on training runs with other seeds than those of
+A number is a signal if it is far from its past (`past.py`) both in units of noise and as a factor.
+The thresholds are in `LIMITS`. The thresholds were tuned on training runs whose seeds differ from
 `benchmarks/results/guard.json`.
 """
 

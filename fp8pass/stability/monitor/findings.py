@@ -5,10 +5,10 @@ largest FP8 value. A saturated element is not a problem. The 16-bit tensor befor
 overflow: *near overflow* is an amax within a factor of `HEADROOM` of the largest number of its
 dtype. Near overflow happens in fp16, or in a run that diverges.
 
-No warning reports a low SQNR, because finite tensors cannot have one. In a format's normal range
-the error is at most half a step, which is an SQNR of 24 dB in E4M3. Errors of smaller elements are
-so small relative to amax that even many zeros hardly lower the SQNR. The share of elements that
-become zero has its own warning.
+No warning reports a low SQNR, because finite tensors cannot have a low SQNR. In a format's normal
+range the error is at most half a step, which is an SQNR of 24 dB in E4M3. Errors of smaller
+elements are so small relative to amax that even many zeros hardly lower the SQNR. The share of
+elements that become zero has its own warning.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Findings:
         self._known: set[tuple[str, str, str]] = set()
 
     def find_new(self, rows: Sequence[Measured]) -> list[str]:
-        """Return one message for each symptom, about tensors that show the symptom first now."""
+        """Return one message for each symptom, about tensors that newly have the symptom."""
         found: dict[str, list[tuple[Measured, str]]] = {symptom: [] for symptom in SYMPTOMS}
         for measured in rows:
             for symptom, figure in measured.find_symptoms():

@@ -109,7 +109,7 @@ class SampledForward:
 
     Attributes:
         prefix: path of the part of the model that ran.
-        arguments: memory of its inputs.
+        arguments: memory of the forward's inputs.
         results: memory that the forward allocated for outputs and saved tensors.
     """
 
