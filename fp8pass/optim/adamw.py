@@ -328,7 +328,7 @@ class AdamW(torch.optim.Optimizer):
         return Slot.of(self._number(parameter), parameter, state, storage)
 
     def _move_to_host(self, state: State, group: Group, parameter: Tensor) -> State:
-        """Return a new state, in host memory if the options offload it."""
+        """Return a new state, moved to host memory if the options offload the state."""
         if not is_offloaded(group, "states", parameter):
             return state
         copy = self._arena_of(parameter.device).take

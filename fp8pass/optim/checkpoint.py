@@ -350,7 +350,7 @@ def _make_staging_tensors(
 def _new_empty(
     shape: torch.Size, dtype: torch.dtype, like: Tensor, *, is_part: bool
 ) -> Tensor | None:
-    """Return a new tensor for a parameter's state, or None if groups cross shards."""
+    """Return a new tensor for a parameter's state, or None if groups would cross shards."""
     shard = local(like)
     if not isinstance(like, DTensor):
         return shard.new_empty(shape, dtype=dtype)

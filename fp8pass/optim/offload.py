@@ -236,7 +236,7 @@ def _wait(later: Any, earlier: Any) -> None:
 
 
 def largest_piece(bytes_per_element: float, multiple: int) -> int:
-    """Return the multiple of `multiple` elements that fits into a staging buffer."""
+    """Return how many elements fit into a staging buffer, as a multiple of `multiple`."""
     room = STAGED_BYTES - 16 * ALIGNMENT
     return max(1, math.floor(room / bytes_per_element) // multiple) * multiple
 

@@ -42,7 +42,7 @@ def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
 
 
 def _group_size(parameter: DTensor, largest: int) -> int:
-    """Return the largest power of two up to `largest` that divides rows of a shard, or 0."""
+    """Return the largest power of two up to `largest` that divides a shard's row length, or 0."""
     if parameter.ndim < 2:
         return 0
     shards = 1

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class StepObserver(ABC):
-    """An object that a trainer informs of each optimizer step, through a callback.
+    """An object that a trainer notifies of each optimizer step, through a callback.
 
     If a subclass has `state_dict` and `load_state_dict`, checkpoints contain its state.
     """

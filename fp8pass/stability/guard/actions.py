@@ -1,5 +1,4 @@
-"""Responses to alarms: lower the learning rate, use high precision, restore the last good
-weights."""
+"""Responses to alarms: lower learning rates, use high precision, restore the last good weights."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Comparison of numbers with their own past.
 
 `Trend` follows one number that is measured often. `History` follows a row of numbers, one for each
-tensor. Both use medians, so that single outliers have no effect. The unit of distances is the
-noise, also called a robust standard deviation: the median distance from the median, times 1.4826,
-which equals the standard deviation for normally distributed numbers.
+tensor. Both use medians, so that single outliers have no effect. Distances are in units of the
+noise, which is a robust standard deviation: the median distance from the median, times 1.4826. For
+normally distributed numbers it equals the standard deviation.
 """
 
 from __future__ import annotations
