@@ -1,4 +1,4 @@
-"""Training on several ranks: FP8 gradients and weights on the wire, memory budgets for pipelines.
+"""Training on several ranks: communication in FP8, and memory budgets for pipelines.
 
 compression.py         `compress`: replaces the communication of DDP and FSDP2
 gradient_sums.py       sums of gradients over ranks, sent in FP8

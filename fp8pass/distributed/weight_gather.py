@@ -134,7 +134,7 @@ class WeightGather:
         return [get_shard(cast(Any, y.weight)) for y in self.layers]
 
     def attach(self) -> None:
-        """Attach the extension to the current shards. Gathered weights are skipped."""
+        """Attach the extension to the current shards. Weights that are gathered now are skipped."""
         for i, layer in enumerate(self.layers):
             weight: Any = layer.weight
             shard: Any = get_shard(weight) if isinstance(weight, DTensor) else None

@@ -1,4 +1,4 @@
-"""The optimizer: selects how parameters are updated, and implements PyTorch's protocols."""
+"""`AdamW`: selects an update for each parameter, and implements PyTorch's optimizer interface."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from fp8pass.optim.sums import GradientSum
 
 log = logging.getLogger("fp8pass")
 
-# Sums of up to FEW gradients have 8 bits by default, sums of more gradients 16.
+# Sums of up to FEW gradients have 8 bits by default, and sums of more gradients have 16 bits.
 FEW = 8
 BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
 # Value of `compat.running_backward` outside of a backward.
@@ -453,7 +453,7 @@ def _update_by_sum(
 def _update_by_incomplete_sums(
     groups: Mapping[Tensor, int], sums: Mapping[Tensor, GradientSum], optimizer: AdamW, *_: Any
 ) -> None:
-    """Update by incomplete sums, after `optimizer.step()` has ended the accumulation."""
+    """Update parameters by incomplete sums, after `optimizer.step()` has ended the accumulation."""
     for parameter, sum_ in sums.items():
         if not parameter.requires_grad:  # frozen during the accumulation
             sum_.clear()

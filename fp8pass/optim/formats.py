@@ -58,14 +58,14 @@ class StateFormat:
     An unsigned state (the second moment) is a divisor, so positive values never round to zero.
     """
 
-    name: str  # in the options
+    name: str  # as written in options
     dtype: torch.dtype
     max: float = math.inf  # largest code; infinite if values are stored directly
     min: float = 0.0  # smallest positive code
     signed: bool = True  # whether the state has negative values
     mantissa: int = 0  # stored mantissa bits, if codes are floats
     expands: bool = False  # whether Dynamic Range Expansion is used
-    values: tuple[float, ...] = ()  # of all codes, ascending, for a format without a PyTorch dtype
+    values: tuple[float, ...] = ()  # values of all codes, ascending, if PyTorch has no dtype
 
     @property
     def grouped(self) -> bool:

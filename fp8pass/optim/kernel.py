@@ -501,8 +501,8 @@ class UpdateWriter:
     def _write_float(self, x: str, format: StateFormat) -> None:
         """Store codes that are floats."""
         fp32 = torch.finfo(torch.float32)
-        # Maps the smallest normal number of the format to the smallest of fp32: codes begin at bit
-        # `shift`.
+        # Maps the smallest normal number of the format to the smallest normal fp32 number, so that
+        # codes begin at bit `shift`.
         factor = fp32.tiny / (format.min * 2**format.mantissa)
         magnitude, shift = f"{x}_scaled", -round(math.log2(fp32.eps)) - format.mantissa
         if not format.expands:  # expansion leaves room for errors of scaled values

@@ -59,7 +59,8 @@ DEPTH = 3
 # piece takes the CPU a fifth of the time that the link needs to copy the piece.
 STAGED_BYTES = 96 << 20
 ALIGNMENT = 512
-# Limit of the elements in the smallest piece that has whole rows and whole programs of the kernel.
+# Limit of the elements in the smallest possible piece. Pieces have whole rows and whole programs of
+# the kernel.
 LARGEST_PIECE = STAGED_BYTES // 16
 # Priorities of the streams that copy in, compute, run the second kernel, and copy out. Smaller
 # numbers have priority.

@@ -24,7 +24,8 @@ import torch
 from fp8pass.hardware import Gpu, Work, known_gpu
 from fp8pass.plan import Linear, Plan
 
-# FP8 may be slower if the estimate is a smaller share of the GEMMs' time. Between 8% and 28% above.
+# FP8 may be slower if the estimate is a smaller share of the GEMMs' time. The limit is between the
+# 8% and 28% above.
 CLEAR_SHARE = 0.15
 
 

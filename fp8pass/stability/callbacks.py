@@ -29,7 +29,7 @@ class StepObserver(ABC):
     def lightning(self) -> Any:
         """Return a callback for Lightning's `Trainer`, which replaces calls to `step()`.
 
-        The state of a Guard is in checkpoints.
+        Checkpoints contain the state of a Guard.
 
         Raises:
             ImportError: neither `lightning` nor `pytorch_lightning` is installed.

@@ -76,7 +76,7 @@ class Formats:
 
     @property
     def saved_error(self) -> float:
-        """Relative root mean square error of a saved value, for errors uniform in a step."""
+        """Relative root mean square error of a saved value, if errors are uniform in a step."""
         return 0.0 if self.saved is None else 0.42 * 2.0 ** -(GRIDS[self.saved].mantissa + 1)
 
     @classmethod

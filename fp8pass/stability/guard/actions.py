@@ -27,8 +27,8 @@ class Actions:
     where they ended, and last twice as long.
 
     Args:
-        act: the actions.
-        factor: factor of learning rates.
+        act: the allowed actions.
+        factor: factor of learning rates for `lower lr`.
         hold: duration of lasting actions, in steps.
         quiet: steps without an alarm after which a snapshot is trusted, and after which the next
             alarm starts with the first action again.
@@ -122,7 +122,7 @@ class Actions:
         if self._training is not None and not self._has_stepped:
             self._check_steps(
                 self._training[1]
-            )  # optim.step_in_backward may have come after `bind`
+            )  # optim.step_in_backward may be called after `bind`
         self._has_stepped = True
         rolls_back = ROLL_BACK in self.act and self._training is not None
         if self._until is not None and step >= self._until:

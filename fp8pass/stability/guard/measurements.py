@@ -108,9 +108,9 @@ class LossScale:
     """The factor that gradients of the last step still contain because of `torch.amp.GradScaler`.
 
     GradScaler divides gradients before the step, or sets attributes of the optimizer (if it has
-    `_step_supports_amp_scaling`): the factor, and the result of the finiteness check. The optimizer
-    then divides. PyTorch's fused optimizers divide finite gradients in place. `fp8pass.optim.AdamW`
-    leaves gradients scaled.
+    `_step_supports_amp_scaling`): the factor, and the result of the finiteness check. Such an
+    optimizer applies the factor itself. PyTorch's fused optimizers divide finite gradients in
+    place. `fp8pass.optim.AdamW` leaves gradients scaled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

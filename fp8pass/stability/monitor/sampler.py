@@ -99,7 +99,7 @@ class Sampler:
             default=None,
         )
         if found and not memory & (found.results | found.arguments):
-            self._forwards.remove(found)  # saved tensors were copied: assume reverse order
+            self._forwards.remove(found)  # saved tensors were copied, so assume reverse order
         return found.prefix if found else ""
 
 
