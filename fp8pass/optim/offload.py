@@ -11,18 +11,19 @@ in both directions (double buffering; LLMQ, section 3.1). Kernels that read host
 (zero-copy) are not implemented: in LLMQ's measurements such kernels are slower on an RTX 5060 Ti
 and an RTX 4090, but faster on an L40S.
 
-A computation cannot start before a GEMM of the model ends, and the next computation on the same
-stream waits for the next GEMM. Therefore computations have priority over the model, and the second
-kernel of a piece has its own stream, on which it overlaps the first kernel of the next piece.
+A computation gets a share of the GPU only when a GEMM of the model ends, and the next computation
+on the same stream only when the next GEMM ends. Therefore computations have priority over the
+model, and the second kernel of a piece has its own stream, on which it overlaps the first kernel of
+the next piece.
 
     copies in    | piece 0 | piece 1 | piece 2 |         |
     computation            | piece 0 | piece 1 | piece 2 |
     second kernel               | piece 0 | piece 1 | piece 2 |
     copies out                       | piece 0 | piece 1 | piece 2 |
 
-The CPU never waits for copies. Meanwhile the CPU launches the backward of the next layer; otherwise
-the GPU would be idle. If too many gradients wait for their update, the model's stream waits until
-the oldest gradients have been used.
+The CPU never waits for copies, and meanwhile launches the backward of the next layer. Otherwise the
+GPU would be idle. If too many gradients wait for their update, the model's stream waits until the
+oldest gradients have been used.
 """
 
 from __future__ import annotations

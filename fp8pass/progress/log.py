@@ -111,7 +111,7 @@ def device_of(compiled: CompiledGraph) -> torch.device | None:
     return next((graph.tensor(node).device for node in weights), None)
 
 
-# The keys of the graphs whose messages this process has logged.
+# The keys of the graphs that this process has logged.
 _logged: set[str] = set()
 # The kinds of warnings that were logged, for each call of `torch.compile`.
 _warned: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()

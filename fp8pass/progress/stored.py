@@ -1,6 +1,7 @@
 """Files with the messages about each graph, in the folder of Inductor's caches.
 
-When PyTorch finds a graph in its cache, fp8pass's passes do not run, so there is no plan to report.
+When PyTorch finds a graph in its cache, fp8pass's passes do not run, so they produce no plan to
+report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records of what a guard detected and did."""
+"""Records of a guard's detections and actions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A tensor whose norm or statistics are far from the tensor's past.
+    """A tensor with a norm or statistics far from the tensor's past.
 
     Attributes:
         module: path of the module in the model.
@@ -47,7 +47,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Event:
-    """What a guard detected or did.
+    """A detection or an action of a guard.
 
     Attributes:
         step: number of optimizer steps done.
@@ -70,7 +70,7 @@ class Event:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Event:
-        """Return the event whose `dataclasses.asdict` is `state`."""
+        """Return the event that `dataclasses.asdict` converted to `state`."""
         signals = tuple(Signal(**s) for s in state["signals"])
         suspects = tuple(Suspect(**s) for s in state["suspects"])
         return cls(**{**state, "signals": signals, "suspects": suspects})

@@ -132,7 +132,7 @@ class Guard(StepObserver):
         """Set the model, by default the monitor's, and the optimizer. Callbacks call this.
 
         Raises:
-            ConfigError: there is no model, or an action is not possible.
+            ConfigError: a model is missing, or an action is not possible.
         """
         # Not `or`, because an empty nn.Sequential is false.
         others = (self.model, self.monitor.model if self.monitor else None)
@@ -288,7 +288,7 @@ class Guard(StepObserver):
             self._follow(self._alarm, norms)
 
     def _read_monitor(self) -> list[Signal]:
-        """Return the signals of a new sample of the monitor; [] if there is no new sample."""
+        """Return the signals of a new sample of the monitor; [] without a new sample."""
         rows = self.monitor.latest if self.monitor else []
         if not rows or rows[0].step == self._sampled:
             return []

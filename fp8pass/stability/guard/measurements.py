@@ -107,9 +107,9 @@ def _take_sample(weight: Tensor) -> Tensor:
 class LossScale:
     """The factor that gradients of the last step still contain because of `torch.amp.GradScaler`.
 
-    GradScaler divides gradients before the step, or sets attributes of the optimizer (if it has
-    `_step_supports_amp_scaling`): the factor, and the result of the finiteness check. Such an
-    optimizer applies the factor itself. PyTorch's fused optimizers divide finite gradients in
+    GradScaler divides gradients before the step, unless the optimizer has
+    `_step_supports_amp_scaling`. Such an optimizer reads the factor, and the result of the
+    finiteness check, from its own attributes. PyTorch's fused optimizers divide finite gradients in
     place. `fp8pass.optim.AdamW` leaves gradients scaled.
     """
 
@@ -212,7 +212,7 @@ class Readings:
         self._losses, self._gradient_norms = [], []
 
     def collect(self) -> Iterator[Reading]:
-        """Yield the readings that have arrived on the host, without waiting for others."""
+        """Yield the readings that have arrived on the host, without waiting for more."""
         while self._transfers:
             sent = self._transfers[0]
             if sent.arrival is not None and not sent.arrival.query():

@@ -194,7 +194,7 @@ class Monitor(StepObserver):
             log.warning("%s", message)
 
     def _why_empty(self) -> str:
-        """Return why there is no sample yet, and what to do."""
+        """Return why no sample exists yet, and what to do."""
         if self._totals:
             return "Nothing sampled yet: call monitor.step() at the end of this sampled step."
         if self.steps:

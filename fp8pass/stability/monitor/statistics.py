@@ -54,7 +54,7 @@ class TensorStatistics:
             computed from the current amax, so that amax is within a factor of two of that value.
         underflow: share of nonzero elements that become zero.
         sqnr_db: signal to quantization noise ratio, 10 log₁₀(Σx² / Σ(x - dequantized)²), over
-            finite elements. Infinite if there is no noise; NaN if an Inf or NaN made a scale NaN.
+            finite elements. Infinite if the noise is zero; NaN if an Inf or NaN made a scale NaN.
         nonfinite: number of elements that are Inf or NaN.
         sharpness: sharpness of the model's loss landscape in percent, in a separate row whose
             `tensor` is `loss landscape`. Statistics of tensors are NaN in that row.
