@@ -111,7 +111,7 @@ class WeightGather:
 
     FSDP2 calls the extension of each weight in order. The first call sends the FP8 data of all
     weights and unpacks the received data; later calls send nothing. One tensor for all weights
-    saves CPU time: FSDP2 spends a kernel launch's time on each tensor.
+    saves CPU time, because FSDP2 needs as much for each tensor as for a kernel launch.
 
     Attributes:
         layers: the layers that own the weights, in FSDP2's order.

@@ -63,11 +63,11 @@ def assert_close(
 ) -> None:
     """Assert that outputs and gradients are as close to fp64 as the formats, or bounds, allow.
 
-    Without bounds the accepted error is measured: the same step runs in eager PyTorch, with GEMM
-    operands and saved tensors rounded by a model of the formats that shares no code with the
-    package (formula: `closeness.py`). The accepted error depends on the module: for tensors after
-    an argmax that may flip, only finiteness and size are checked. FP8 GEMMs accumulate like
-    Hopper's tensor cores, on every device.
+    Without bounds the accepted error is measured (formula: `closeness.py`). The same step runs in
+    eager PyTorch, and an independent model of the formats (`noise.py`) rounds GEMM operands and
+    saved tensors. The accepted error depends on the module: for tensors after an argmax that may
+    flip, only finiteness and size are checked. FP8 GEMMs accumulate like Hopper's tensor cores, on
+    every device.
 
     Args:
         module: a float32 or bfloat16 module on any device. It is copied, and not changed.

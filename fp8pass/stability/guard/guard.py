@@ -59,8 +59,8 @@ class Guard(StepObserver):
     Call `step(loss)` after each `optimizer.step()` and before `zero_grad()`. Numbers are copied
     from the device without a wait, and read some steps later. Each number is compared with the
     median of its own past. An alarm is raised if two kinds of numbers rose together, or if one
-    number rose very far or is not finite. An alarm adds an event that names the most likely
-    culprits, and logs a warning to the logger `fp8pass`.
+    number rose very far or is not finite. An alarm adds an event with the most likely suspects, and
+    logs a warning to the logger `fp8pass`.
 
     Args:
         monitor: a Monitor whose samples the guard also watches. Call `monitor.step()` as without a

@@ -225,7 +225,7 @@ class Signals:
 
 
 def _take_logs(row: TensorStatistics) -> Numbers:
-    """Return statistics as logarithms. A tenth of the elements or 6 dB count as a factor of 4."""
+    """Return statistics as logarithms. A tenth of the elements, or 6 dB, equals a factor of 4."""
     amax = logs(np.array([row.amax]))[0]
     others = (10 * row.underflow, 10 * row.saturated, -row.sqnr_db / 6)
     return np.array([amax, *(x * math.log(4) for x in others)])

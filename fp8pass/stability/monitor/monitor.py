@@ -65,7 +65,7 @@ class Monitor(StepObserver):
         falls_back: whether the version with `fallback` in high precision runs. That version is not
             sampled.
         steps: optimizer steps done.
-        latest: rows of the last sample, in the order of first quantization.
+        latest: rows of the last sample, in the order in which tensors were first quantized.
 
     Raises:
         ConfigError: an argument has a wrong type or value.
