@@ -1,9 +1,9 @@
-"""Training on several ranks: FP8 gradients and weights on the wire, memory budgets for pipelines.
+"""Training on several ranks: communication in FP8, and memory budgets for pipelines.
 
 compression.py         `compress`: replaces the communication of DDP and FSDP2
 gradient_sums.py       sums of gradients over ranks, sent in FP8
 weight_gather.py       FSDP2 all-gathers of quantized weights, and which layers allow them
-wire.py                packs gradients into FP8 buffers and adds the buffers up
+wire.py                packs gradients into FP8 buffers, and sums such buffers
 wire_kernels.py        the Triton kernels of `wire.py` and `weight_gather.py`
 pipeline_parallel.py   a memory budget for each stage of a pipeline
 """
@@ -23,7 +23,7 @@ __all__ = ["compress", "pipeline_configs"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported late: builds without torch.distributed have neither.
+    # Imported late: builds without torch.distributed cannot import these modules.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

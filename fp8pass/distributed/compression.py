@@ -37,13 +37,13 @@ _COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Compression:
-    """Changes that `compress` made to a model, and counts of the bytes that this rank sent since.
+    """Changes that `compress` made to a model, and the bytes that this rank has sent since.
 
     Attributes:
         modules: paths of the modules that reduce compressed gradients; '' is the model itself.
         layers: paths of the linear layers whose weights are gathered in FP8.
-        gradients: counts of gradients.
-        weights: counts of the weights of `layers`.
+        gradients: counts of the gradients that this rank sent.
+        weights: counts of the weights of `layers` that this rank sent.
     """
 
     modules: tuple[str, ...] = ()
@@ -64,29 +64,29 @@ def compress(
         fully_shard(model)                     # or DistributedDataParallel(model)
         fp8pass.distributed.compress(model)
 
-    Call it once on every rank, after the whole model is distributed and before the first forward.
-    With one rank it changes nothing.
+    Call `compress` once on every rank, after the whole model is distributed and before the first
+    forward. With one rank the call changes nothing.
 
-    Gradients are quantized to E4M3 in groups of 128 that share a scale, and added up in fp32 (AGoQ
-    section 5): 0.51 times the bytes of BF16. With hybrid sharding, sums between replicas stay in
-    16 bits. FSDP2 gathers the weights of linear layers in E4M3 with a scale for each row: half the
-    bytes, on the wire and on the GPU, and the same bits that compiled code multiplies anyway.
-    Output heads, embeddings and all other parameters are gathered in high precision. A copy of a
-    DistributedDataParallel (copy.deepcopy, AveragedModel) uses PyTorch's reduction unless it is
-    passed to `compress`, too.
+    Gradients are quantized to E4M3 in groups of 128 that share a scale, and added up in fp32
+    (section 5 of the paper AGoQ). Sent gradients take 0.51 times the bytes of BF16. With hybrid
+    sharding, replicas still exchange sums in 16 bits. FSDP2 gathers the weights of linear layers in
+    E4M3 with a scale for each row: half the bytes, on the wire and on the GPU. Without `compress`,
+    compiled code would multiply the same FP8 data. Output heads, embeddings and all other
+    parameters are gathered in high precision. A copy of a DistributedDataParallel (copy.deepcopy,
+    AveragedModel) uses PyTorch's reduction unless the copy is passed to `compress`, too.
 
     Args:
         model: a DistributedDataParallel, a module that `replicate` was applied to, or a module that
-            is sharded by `fully_shard`, itself or in its submodules.
+            `fully_shard` shards, itself or in its submodules.
         gradients: `groups`, or `none` for PyTorch's own reduction.
         weights: `row`, or `none` for PyTorch's own gathers. DDP does not gather weights.
         skip: paths or patterns, as in `Config.skip`, of layers that gather their weights in high
             precision: name the layers that the compiled model leaves in high precision.
-        monitor: measures the gradients that this rank sends, in the steps that it samples.
+        monitor: measures the gradients that this rank sends, in the steps that the monitor samples.
 
     Raises:
         ConfigError: the model is not distributed in one of these ways, is compressed already, or
-            has its own reduction of gradients; or ranks pass different arguments.
+            already has another reduction of gradients; or ranks pass different arguments.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"compress takes a distributed module, got {type(model).__name__}.")
@@ -112,7 +112,7 @@ def compress(
         return Compression()
     of_gradients, of_weights = Traffic(), Traffic()
     modules = tuple(reducers) if gradients != "none" else ()
-    for path in modules:  # before weights, because PyTorch may refuse
+    for path in modules:  # before weights, because this may raise an error
         _replace_reduction(path, reducers[path], GradientSums(of_gradients, monitor, path))
     layers = gather_quantized_weights(model, skip, of_weights) if weights != "none" else ()
     compression = Compression(modules, layers, of_gradients, of_weights)
@@ -135,9 +135,9 @@ def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool)
 
 
 def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> None:
-    """Raise ConfigError on all ranks if their arguments differ; they would wait for each other.
+    """Raise ConfigError on all ranks if arguments differ, because ranks would then block.
 
-    A rank with invalid arguments takes part, so that the remaining ranks do not wait for it.
+    A rank with invalid arguments also calls this, so that the remaining ranks do not wait for it.
     """
     found = {arguments}
     with _warn_after_waiting():
@@ -154,7 +154,7 @@ def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> N
 
 @contextmanager
 def _warn_after_waiting() -> Iterator[None]:
-    """Warn once after PATIENCE_S. PyTorch's own timeout takes minutes."""
+    """Warn once if the context lasts PATIENCE_S: PyTorch's own timeout takes minutes."""
     text = "compress has waited %d s for other ranks. Every rank has to call it."
     timer = threading.Timer(PATIENCE_S, log.warning, (text, PATIENCE_S))
     timer.daemon = True
@@ -166,7 +166,7 @@ def _warn_after_waiting() -> Iterator[None]:
 
 
 def _find_groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
-    """Return the process groups, one for each mesh dimension, that share the first module."""
+    """Return the process groups of the first distributed module, one for each mesh dimension."""
     for module in modules:
         if isinstance(module, DistributedDataParallel | Replicated):
             return [_find_group(module)]
@@ -196,7 +196,7 @@ def _why_nothing_reduces(model: nn.Module) -> str:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """Return why a module's reduction cannot be replaced, and what to do; None if it can."""
+    """Return why a module's reduction cannot be replaced, and what to do; None if possible."""
     if isinstance(module, Replicated) and replicas_have_begun(module):
         return "the model has run already: call compress before its first forward."
     if isinstance(module, FSDPModule) and not any(map(_is_scattered, module.parameters())):
@@ -234,7 +234,7 @@ def _replace_reduction(path: str, module: nn.Module, sums: GradientSums) -> None
 
 
 class FSDPReduceScatter:
-    """FSDP2's reduce-scatter of gradients, in FP8. It runs on the stream that FSDP2 chooses."""
+    """FSDP2's reduce-scatter of gradients, in FP8, on the stream that FSDP2 chooses."""
 
     def __init__(self, sums: GradientSums) -> None:
         self.sums = sums
@@ -265,8 +265,8 @@ class FSDPReduceScatter:
         self.sums.reduce_scatter(output_tensor, terms, sizes, group, factor)
 
 
-# DDP compares a hook's annotations with classes, and ours are strings. Copies of a DDP find the
-# hook by its name.
+# No annotations: DDP compares a hook's annotations with classes, but annotations in this module are
+# strings. A module-level function, because copies of a DDP find the hook by its name.
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]
     return state.reduce(bucket)
 
@@ -274,7 +274,8 @@ def _reduce(state, bucket):  # type: ignore[no-untyped-def]
 class DDPReduction:
     """DDP's all-reduce of a bucket of gradients, in FP8, concurrent with the backward on a GPU.
 
-    Copies and pickles of a DDP use PyTorch's own reduction. They contain an empty hook.
+    Copies and pickles of a DDP contain this hook with an empty state, and use PyTorch's own
+    reduction.
     """
 
     def __init__(self, group: Any, sums: GradientSums) -> None:
@@ -286,7 +287,7 @@ class DDPReduction:
         return {"group": None, "sums": None, "stream": None}
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Return a future of the mean over ranks of a bucket."""
+        """Return a future of a bucket's mean over ranks."""
         x = bucket.buffer()
         devices = [x.device] if x.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)

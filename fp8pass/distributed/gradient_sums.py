@@ -1,16 +1,16 @@
-"""Sums of gradients over ranks, sent in FP8 (AGoQ section 5).
+"""Sums of gradients over ranks, sent in FP8 (section 5 of the paper AGoQ).
 
-Every rank receives its part of the gradients of all ranks, dequantizes it, and adds it up in fp32.
-No sum is quantized on the way. An all-reduce sends the sums in FP8 a second time.
+Every rank receives its part of all ranks' gradients, dequantizes the values, and adds them up in
+fp32, so partial sums are never quantized. An all-reduce then sends the sums in FP8.
 
 Quantization groups start at each parameter:
 
     row      p p p p p q q s s s s            parameters p, q, s
     padded   p p p p|p 0 0 0|q q 0 0|s s s s  in groups of 4
 
-A group across a boundary would take its scale from two parameters. With tensor parallelism, ranks
-hold equal copies of one parameter (a norm) next to different shards of another. Each rank would
-round its copy differently, and the copies would drift apart.
+A group across a boundary would have a scale that depends on two parameters. With tensor
+parallelism, ranks hold equal copies of one parameter (a norm) next to different shards of another
+parameter. Each rank would round its copy differently, and the copies would drift apart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 @dataclass
 class Traffic:
-    """Counts what a rank has sent to other ranks.
+    """Counts of the values and bytes that a rank has sent to other ranks.
 
     Attributes:
         elements: values sent, counted once per receiving rank.
@@ -50,7 +50,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float:
-        """Bytes sent, divided by the bytes of the same values in BF16. 1 before the first send."""
+        """Bytes sent, divided by the bytes of the same values in BF16; 1 before the first send."""
         return self.bytes / (2 * self.elements) if self.elements else 1.0
 
 
@@ -82,9 +82,9 @@ class ParameterLayout:
         return (*(run + -run % self.unit for run in others), last)
 
     def pad(self, rows: Tensor) -> Tensor:
-        """Return rows [R, N] with zeros before groups that start a parameter.
+        """Return rows [R, N] with zeros, so that each parameter starts a group.
 
-        Returns `rows` itself if it needs no padding.
+        Returns `rows` itself if no padding is needed.
         """
         if len(self._runs) == 1:
             return rows
@@ -109,11 +109,11 @@ def make_layout(sizes: tuple[int, ...]) -> ParameterLayout:
 
 
 class GradientSums:
-    """Adds gradients up over ranks, sent in E4M3 with a scale for each group of 128 (AGoQ 5).
+    """Sums of gradients over ranks, sent in E4M3 with a scale for each group of 128.
 
     Args:
         traffic: counts the bytes that are sent.
-        monitor: measures the gradients that are sent, in the steps that it samples.
+        monitor: measures the gradients that are sent, in the steps that the monitor samples.
         path: path of the module that owns these gradients, for the monitor.
     """
 
@@ -130,7 +130,7 @@ class GradientSums:
             terms: [world · N]: the parts of all ranks, concatenated.
             sizes: elements of each parameter in a part, in order.
             group: the process group.
-            factor: multiplies the sum: 1 / world for the mean.
+            factor: multiplies the sum; 1 / world gives the mean.
         """
         layout = make_layout(sizes)
         self.traffic.add(terms.numel(), 0, 1 - 1 / group.size())  # a rank keeps its own part
@@ -138,7 +138,7 @@ class GradientSums:
         layout.unpad(self._scatter(rows, group, factor), output.view(1, -1))
 
     def all_reduce(self, x: Tensor, sizes: tuple[int, ...], group: Any, factor: float) -> None:
-        """Replace `x` [N] by its sum over ranks, times `factor`. All ranks get the same bits.
+        """Replace `x` [N] by its sum over ranks, times `factor`; all ranks get the same bits.
 
         `sizes` are the elements of each parameter in `x`, in order.
         """

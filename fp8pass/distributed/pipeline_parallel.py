@@ -1,9 +1,9 @@
 """Memory budgets for the stages of a pipeline.
 
-A rank holds the saved tensors of several micro-batches, and the first rank holds most. AGoQ
-(section 4.2, DBCA-PP) gives every rank the memory that the first one needs with 4 bits: B_i = 4 ·
-N_1 / N_i bits if rank i holds N_i micro-batches (Eq. 22). Here N_i is read from the schedule that
-PyTorch runs. Budgets are in bytes, and the planner chooses a format for each tensor
+A rank holds the saved tensors of several micro-batches, and the first rank holds the most. The
+paper AGoQ (section 4.2, DBCA-PP) gives every rank the memory that the first rank needs with 4 bits:
+B_i = 4 · N_1 / N_i bits if rank i holds N_i micro-batches (Eq. 22). This module reads N_i from
+PyTorch's schedule. Budgets are computed in bytes, and the planner chooses a format for each tensor
 (`activation_memory/raise_precision.py`).
 
     for stage, config in zip(stages, pipeline_configs("1F1B", len(stages), microbatches=8)):
@@ -20,7 +20,7 @@ from fp8pass.config import LARGEST_SHARE, Config, ConfigError, checked_config, u
 from fp8pass.dialect.formats import SAVED_FORMATS
 
 # Change of the number of held micro-batches by each kind of action. A backward in two parts
-# releases its micro-batch after the second part, for weights.
+# releases its micro-batch after the second part, which computes gradients of weights.
 HELD_CHANGE = {"F": 1, "B": -1, "W": -1}
 
 
@@ -34,21 +34,23 @@ def pipeline_configs(
 ) -> list[Config]:
     """Return the configurations of a pipeline's stages, from the first stage to the last.
 
-    They differ in `memory_budget`. At its peak each rank may hold the same bytes for the backward,
-    of all its stages and micro-batches together. The default budget is what the rank with most
-    micro-batches saves in the smallest format of `base`. Stages of other ranks use formats with
-    more bits, up to twice as many. Where ranks hold 11, 9, 7 and 5 micro-batches, as four ranks
-    with two stages each do, that is 4, 4.9, 6.3 and 8 bits on average (AGoQ Eq. 21 and 22).
+    The configurations differ in `memory_budget`. At its peak each rank may hold the same bytes for
+    the backward, summed over its stages and micro-batches. The default budget is the bytes that the
+    rank with the most micro-batches saves in the smallest format of `base`. Stages of other ranks
+    use formats with more bits, up to twice as many. Where ranks hold 11, 9, 7 and 5 micro-batches,
+    as four ranks with two stages each do, formats have 4, 4.9, 6.3 and 8 bits on average (AGoQ, Eq.
+    21 and 22).
 
     Inputs and outputs of stages, which PyTorch holds for each micro-batch, are not included.
 
-    `base.memory_budget` is here the budget of a rank. Bytes ("24GiB") work for any stages, each
-    compiled as one graph. A share of the default works for stages that are alike: a stage that
-    saves more tensors, such as logits, gets proportionally more.
+    Here `base.memory_budget` is the budget of a rank. A number of bytes ("24GiB") is possible for
+    any stages, if each is compiled as one graph. A share of the default is only useful for similar
+    stages: a stage that saves more tensors, such as logits, gets proportionally more memory.
 
     Args:
-        schedule: a schedule of `torch.distributed.pipelining`. Or, if stages are compiled before it
-            exists, its class or name ("1F1B", "Interleaved1F1B"), together with these numbers:
+        schedule: a schedule of `torch.distributed.pipelining`. If stages are compiled before the
+            schedule exists: its class or name ("1F1B", "Interleaved1F1B"), with the next three
+            arguments.
         stages: number of stages (model chunks) of all ranks together.
         ranks: number of ranks; not needed if each rank has one stage.
         microbatches: number of micro-batches in a batch.
@@ -56,7 +58,7 @@ def pipeline_configs(
 
     Raises:
         ConfigError: the schedule is unknown or does not support these numbers, or `base` has no
-            budget and its `save_format` is the largest already.
+            budget and its `save_format` is already the largest format.
         TypeError: `base` is not a `Config`.
     """
     base = Config(save_format="e2m1") if base is None else checked_config(base, "base")
@@ -85,10 +87,11 @@ def held_microbatches(
     """Return how many micro-batches each rank holds at its peak, from the first rank to the last.
 
     A micro-batch counts once for each stage of the rank, from the end of its forward to the end of
-    its backward, or of its backward for weights if that is separate (zero bubble schedules).
+    its backward, or of its backward for weights if that is a separate action (zero bubble
+    schedules).
 
-    AGoQ's Eq. 21 is the case of interleaved 1F1B with two stages on each of n ranks: rank i, from
-    1, holds 3n - 2i + 1. The paper prints n + 2i - 1, which counts ranks backwards.
+    Eq. 21 of AGoQ covers interleaved 1F1B with two stages on each of n ranks: rank i, counted from
+    1, holds 3n - 2i + 1 micro-batches. The paper prints n + 2i - 1, which counts ranks backwards.
 
     Args:
         schedule: as in `pipeline_configs`.
@@ -111,7 +114,10 @@ def _find_peak(actions: list[PipelineAction]) -> int:
 
 
 def _compute_budget(base: Config, held: int, most: int) -> float | int:
-    """Return the budget of one micro-batch on a rank that holds `held`, if another holds `most`."""
+    """Return the budget of one micro-batch.
+
+    `held` is the number of micro-batches on the rank, and `most` the largest number on any rank.
+    """
     if isinstance(base.memory_budget, (str, int)):
         return int(base.budget_bytes(0) // held)
     share = 1.0 if base.memory_budget is None else base.memory_budget
@@ -121,7 +127,7 @@ def _compute_budget(base: Config, held: int, most: int) -> float | int:
 def _read_order(
     schedule: object, stages: int | None, ranks: int | None, microbatches: int | None
 ) -> list[list[PipelineAction]]:
-    """Return the actions of each rank."""
+    """Return the schedule's actions on each rank, in order."""
     numbers = {"stages": stages, "ranks": ranks, "microbatches": microbatches}
     has_numbers = any(number is not None for number in numbers.values())
     planned = isinstance(schedule, (str, type))
@@ -154,7 +160,7 @@ def _find_class(schedule: str | type) -> type:
 
 
 def _plan(schedule: type, numbers: dict[str, int | None]) -> object:
-    """Return a schedule with these numbers, without stages."""
+    """Return a schedule for these numbers of stages, ranks and micro-batches."""
     one_each = compat.runs_one_stage_a_rank(schedule)
     if one_each and numbers["ranks"] is None:
         numbers["ranks"] = numbers["stages"]

@@ -1,9 +1,9 @@
-"""FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ 3.2).
+"""FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ, section 3.2).
 
 A shard holds whole rows, so that each rank quantizes its shard without communication. Gathered
-weights stay in FP8 on every rank. The forward's GEMM in compiled code reads them directly: they are
-bit-identical to a BF16 weight quantized by row. The backward dequantizes them. Shards, gradients
-and state dicts remain plain tensors.
+weights stay in FP8 on every rank. The forward's GEMM in compiled code reads gathered weights
+directly, which are bit-identical to BF16 weights quantized by row. The backward dequantizes
+gathered weights. Shards, gradients and state dicts remain plain tensors.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ class PackedWeights:
     """FP8 data and scales of matrices [M, K] in one buffer, which is sent as one tensor.
 
     Attributes:
-        memory: uint8 [ΣM·K + Σ4·M]: the FP8 data of all matrices, then the fp32 scales of all.
+        memory: uint8 [ΣM·K + Σ4·M]: the FP8 data of all matrices, then the fp32 scales of all
+            matrices.
         sizes: bytes of the data of each matrix, then bytes of the scales of each matrix.
-        views: typed views of `memory`: `data`, `scales`, and `parts` for each matrix.
+        views: typed views of `memory`: all `data`, all `scales`, and `parts`: data and scales of
+            each matrix.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
@@ -73,7 +75,7 @@ class ShardKey(NamedTuple):
 
     @staticmethod
     def of(shards: Sequence[Tensor]) -> ShardKey:
-        """Return the key of shards, which have one device and one dtype."""
+        """Return the key of shards that have the same device and dtype."""
         return ShardKey(shards[0].device, shards[0].dtype, tuple(x.shape for x in shards))
 
 
@@ -88,13 +90,13 @@ class SendBuffers:
         self._buffers: dict[tuple[ShardKey, int], PackedWeights] = {}
 
     def register(self, key: ShardKey) -> None:
-        """Register a module with such shards."""
+        """Register a module whose shards have this key."""
         self._users[key] += 1
 
     def get(self, key: ShardKey) -> PackedWeights:
         """Return a buffer that the current stream may overwrite.
 
-        Earlier reads on this stream finish first. Other streams have other buffers.
+        Earlier reads on this stream finish before the write. Each stream has its own buffers.
         """
         place = key, compat.stream_of(key.device)
         if (found := self._buffers.get(place)) is None:
@@ -108,11 +110,11 @@ class WeightGather:
     """FSDP2's all-gather extension for the weights of one module.
 
     FSDP2 calls the extension of each weight in order. The first call sends the FP8 data of all
-    weights and unpacks the received data; later calls send nothing. FSDP2 spends as much CPU time
-    on each tensor as on a kernel launch.
+    weights and unpacks the received data; later calls send nothing. One tensor for all weights
+    saves CPU time, because FSDP2 needs as much for each tensor as for a kernel launch.
 
     Attributes:
-        layers: layers of the weights, in FSDP2's order.
+        layers: the layers that own the weights, in FSDP2's order.
         traffic: counts the bytes that are sent.
         buffers: send buffers.
         received: the gathered weights, in memory that FSDP2 frees and allocates. None before the
@@ -132,7 +134,7 @@ class WeightGather:
         return [get_shard(cast(Any, y.weight)) for y in self.layers]
 
     def attach(self) -> None:
-        """Attach the extension to the current shards. Gathered weights are skipped."""
+        """Attach the extension to the current shards. Weights that are gathered now are skipped."""
         for i, layer in enumerate(self.layers):
             weight: Any = layer.weight
             shard: Any = get_shard(weight) if isinstance(weight, DTensor) else None
@@ -148,7 +150,8 @@ class WeightGather:
             dtype = mp_policy.param_dtype or module.weight.dtype
             return self._quantize_shards(dtype, mesh.size() - 1) if i == 0 else (), dtype
 
-        # FSDP2 inspects the signature in each gather, which takes longer than all other steps.
+        # FSDP2 inspects the signature in each gather. Without this attribute, the inspection takes
+        # longer than all other steps.
         signature = inspect.signature(pre_all_gather)
         pre_all_gather.__signature__ = signature  # type: ignore[attr-defined]
         return pre_all_gather
@@ -168,7 +171,7 @@ class WeightGather:
         ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
             if i == 0:
                 self._receive(gathered[0])
-            if out is not None:  # the weight that was returned before is a view of `received`
+            if out is not None:  # the earlier returned weight is a view of `received`
                 return None
             assert self.received is not None
             owned = (self.received.memory,) if i == 0 else ()
@@ -177,7 +180,7 @@ class WeightGather:
         return post_all_gather
 
     def _receive(self, gathered: Tensor) -> None:
-        """Unpack the buffers of all ranks, uint8 [ranks · B], to `received`, and free them.
+        """Unpack the buffers of all ranks, uint8 [ranks · B], to `received`, and free the buffers.
 
         FSDP2 has allocated the memory of `received` again before this call.
         """
@@ -205,7 +208,7 @@ def gather_quantized_weights(
     reasons = find_reasons_against_fp8(model, skip)
     gathers: dict[nn.Module, list[WeightGather]] = {}
     buffers = SendBuffers()
-    # Modules that are sharded together, fully_shard([a, b]), are gathered together.
+    # Modules that are sharded together, by fully_shard([a, b]), share a gather.
     made: dict[tuple[int, torch.dtype], WeightGather] = {}
     for module in model.modules():
         together: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
@@ -216,7 +219,7 @@ def gather_quantized_weights(
             if key not in made:
                 made[key] = WeightGather(layers, traffic, buffers)
             gathers.setdefault(module, []).append(made[key])
-    # FSDP2 starts to gather where a forward enters: at the model, or at one of its parts.
+    # A forward starts at the model or at one of its parts, so the model's hooks attach all gathers.
     if gathers and isinstance(model, FSDPModule):
         gathers[model] = [each for group in gathers.values() for each in group]
     for module, group in gathers.items():
@@ -245,7 +248,7 @@ def _log_layers(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, .
 
 
 def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> None:
-    """Attach now, after loads, and before each forward: loading or moving replaces shards."""
+    """Attach now, after loads, and before forwards, because loading or moving replaces shards."""
 
     def attach(*_: Any) -> None:
         for gather in gathers:
@@ -257,7 +260,7 @@ def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> Non
 
 
 def why_too_late(modules: Iterable[nn.Module]) -> str:
-    """Return why FSDP2 can no longer be made to gather FP8 weights; '' if it can."""
+    """Return why it is too late to gather weights in FP8; '' if it is not."""
     shards = (m for m in modules if isinstance(m, FSDPModule))
     has_run = any(map(fsdp_has_run, shards))
     return "the model has run already: call compress before its first forward." if has_run else ""
@@ -267,7 +270,7 @@ def why_too_late(modules: Iterable[nn.Module]) -> str:
 
 
 def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear, str]:
-    """Return why each linear layer's weight is gathered in high precision; '' if in FP8."""
+    """Return why each linear layer's weight is gathered in high precision; '' means in FP8."""
     modules = model.named_modules()
     linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
@@ -295,7 +298,7 @@ def _why_not(parameter: GatheredParameter) -> str:
 
 
 def _why_not_in_rows(weight: DTensor) -> str:
-    """Return why ranks do not hold equally many whole rows of a matrix; '' if they do."""
+    """Return why ranks do not hold equally many whole rows of a matrix, or ''."""
     *replicas, shard = weight.placements
     ranks, rows = weight.device_mesh.size(-1), weight.shape[0]
     if weight.device.type not in (weight.device_mesh.device_type, "meta"):

@@ -1,9 +1,10 @@
-"""Gradients on the wire: E4M3 data in groups of 128 and their scales, in one buffer (AGoQ 5).
+"""Buffers that ranks send: gradients in E4M3, in groups of 128, with the scales of the groups.
 
     rows [R, N]  ->  uint8 [R, B]    the E4M3 data of a row, padded to an even length, then one BF16
                                      scale for each group; the last group may be shorter
 
-This takes 1.016 bytes per element. A group with a NaN or an infinity arrives as NaN.
+This takes 1.016 bytes per element. A group that contains NaN or infinity arrives as NaN. The method
+is from section 5 of AGoQ.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, amax_quotient, round_up_t
 fp8 = torch.ops.fp8pass
 
 GROUP_SIZE = 128
-# One quantization, on all ranks.
+# All ranks must use the same quantization.
 QUANTIZATION = str(Quantization(E4M3, group(GROUP_SIZE)))
 
 
@@ -52,7 +53,7 @@ def split_into_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
-    """Write the sums over T of buffers uint8 [T, R, B], times `factor`, to `into` and return it.
+    """Write the sums over T of buffers uint8 [T, R, B], times `factor`, to `into`; return `into`.
 
     `into` is [R, N], contiguous, of any float dtype. The sums are computed in fp32.
     """

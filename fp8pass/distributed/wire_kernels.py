@@ -1,8 +1,8 @@
 """Triton kernels of `wire.pack`, `wire.add_up` and `weight_gather.unpack`.
 
 A program of `pack` or `add_up` processes `GROUPS` groups of one row of gradients. A program of
-`unpack` copies up to `WORDS` words that one rank sent of one weight. The PyTorch operator for that
-copies its table of addresses to the GPU in every call.
+`unpack` copies up to `WORDS` words of one weight that one rank sent. `unpack` needs a kernel
+because PyTorch's operator copies a table of addresses to the GPU in every call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BITS = tl.constexpr(BF16_BITS)
 
 @triton.jit
 def _positions(GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    # In 32 bits: 64-bit arithmetic for each element takes longer than reading it.
+    # In 32 bits, because 64-bit arithmetic for each element takes longer than reading the element.
     return tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
 
 
@@ -40,7 +40,7 @@ def _clamp_remaining(length, first, most: tl.constexpr):
 
 @triton.jit
 def _read(values, inside, left, MOST: tl.constexpr):
-    # A mask with an end that Triton cannot derive makes it read element by element.
+    # With a mask whose end Triton cannot derive, Triton reads element by element.
     if left == MOST:
         found = tl.load(values + inside)
     else:
@@ -137,7 +137,7 @@ def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
 def unpack(shards: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> None:
     """Copy packed shards, uint8 [ranks, B], to `whole`, where each piece is contiguous.
 
-    `sizes` are the bytes of each whole piece. Every rank sent its part of each piece, in order.
+    `sizes` are the bytes of each piece in `whole`. Each rank sent its part of each piece, in order.
     """
     ranks, sent = shards.shape
     blocks, table, constants = _make_table(sizes, ranks, shards.device)
@@ -149,10 +149,10 @@ def unpack(shards: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> None:
 def _make_table(
     sizes: tuple[int, ...], ranks: int, device: torch.device
 ) -> tuple[int, Tensor, tuple[int, ...]]:
-    """Return the number of programs per rank, the kernel's table, and its constants.
+    """Return the number of programs per rank, the kernel's table, and the kernel's constants.
 
-    The table, int64 [pieces, 3], holds the first program of each piece, and its offset and length
-    in the buffer of a rank, in words.
+    The table, int64 [pieces, 3], holds for each piece the first program, and the offset and length
+    in a rank's buffer, in words.
     """
     words = [size // ranks // 4 for size in sizes]
     begins = list(accumulate(words, initial=0))

@@ -1,4 +1,4 @@
-"""`AdamW` with FP8 states of one byte an element, instead of `torch.optim.AdamW`.
+"""`AdamW`: a replacement for `torch.optim.AdamW` with FP8 states, one byte an element.
 
     adamw.py       the optimizer
     options.py     options of a parameter group, and presets
@@ -13,9 +13,9 @@
     offload.py     host memory, staging buffers, and `offload_weights`
     backward.py    `step_in_backward`: updates within the backward
     sums.py        sums of the gradients of several backwards
-    sum_kernel.py  Triton kernels for these sums
+    sum_kernel.py  Triton kernels for sums of gradients
 
-COAT section 4, FP8-LM section 2.2, LLMQ section 3.
+Sources: section 4 of the paper COAT, section 2.2 of FP8-LM, section 3 of LLMQ.
 """
 
 from __future__ import annotations

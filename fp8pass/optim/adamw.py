@@ -1,4 +1,4 @@
-"""The optimizer: selects how parameters are updated, and implements PyTorch's protocols."""
+"""`AdamW`: selects an update for each parameter, and implements PyTorch's optimizer interface."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-# At most 1 / WAITING of all gradient bytes may wait for offloaded states: two layers of 32.
+# At most 1 / WAITING of all gradient bytes (two of 32 layers) may wait for offloaded states.
 WAITING = 16
 
 
 class AdamW(torch.optim.Optimizer):
-    """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (COAT 4).
+    """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (paper COAT, section 4).
 
-    Options have the same meaning as there, apart from the formats of moments and weights, and can
-    be set for each parameter group. `foreach`, `fused` and `capturable` are ignored with a warning:
-    each device has one implementation, which is fused and capturable on CUDA.
+    Options have the same meaning as in `torch.optim.AdamW`, apart from the formats of moments and
+    weights, and can be set for each parameter group. `foreach`, `fused` and `capturable` are
+    ignored with a warning: each device has one implementation, which is fused and capturable on
+    CUDA.
 
     Args:
         params: parameters in float32, bfloat16 or float16, or groups of them.
@@ -59,14 +60,15 @@ class AdamW(torch.optim.Optimizer):
             gradients that become smaller. Default: the preset's.
         weights: how 16-bit parameters receive updates smaller than their precision. `stochastic`
             rounds BF16 stochastically, which preserves updates on average (FP16 is rounded to
-            nearest). `nearest` loses them. `fp32` and `fp16` update a master copy; the FP16 copy is
-            rounded by `state_rounding`.
+            nearest). `nearest` loses such updates. `fp32` and `fp16` update a master copy; the FP16
+            copy is rounded by `state_rounding`.
         group_size: number of consecutive elements that share a scale, a power of two.
         seed: seed of stochastic rounding.
-        offload: what is in host memory and streamed through the GPU, with the same results:
-            `states`, the moments and master weights; `gradients`, the sums of gradients over
-            several backwards that `step_in_backward` makes (LLMQ 3). States of parameters with
-            less than 65,536 elements, or in another layout (`channels_last`), are not offloaded.
+        offload: tensors that are stored in host memory and streamed through the GPU, with the same
+            results: `states`, the moments and master weights; `gradients`, the sums of gradients
+            over several backwards that `step_in_backward` makes (LLMQ, section 3). States of
+            parameters with fewer than 65,536 elements, or in another layout (`channels_last`), are
+            not offloaded.
         maximize: whether to maximize the objective instead of minimizing it.
 
     Raises:
@@ -123,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
         check_host_memory(self.param_groups)
 
     def _reset_caches(self) -> None:
-        """Drop everything that was derived from parameters and states."""
+        """Drop all caches that depend on parameters or states."""
         self._numbers: dict[Tensor, int] = {}
         self._constants: dict[Any, Tensor] = {}
         self._arenas: dict[torch.device, Arena] = {}
@@ -155,7 +157,7 @@ class AdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient, and return the result of `closure`.
 
         Raises:
-            RuntimeError, ConfigError: as `update`, before anything is updated.
+            RuntimeError, ConfigError: as in `update`, but before any parameter is updated.
         """
         loss = None
         if closure is not None:
@@ -205,7 +207,8 @@ class AdamW(torch.optim.Optimizer):
                 gradients = [g.contiguous() for g in gradients]
             self._prepare(group, batch, gradients, how).step(gradients, group, control)
             if fuses:
-                # As PyTorch's in-place operators do: a graph that saved the weights is outdated.
+                # As in-place operators do: a backward that saved the old weights then raises an
+                # error.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
     def count_updates(self, group: Group, parameter: Tensor) -> Tensor:
@@ -232,16 +235,16 @@ class AdamW(torch.optim.Optimizer):
             staging.abandon()
 
     def release(self) -> None:
-        """Release gradients that are still to be added to a sum; their memory is safe to reuse."""
+        """Drop references to gradients. Their memory stays valid for pending additions."""
         for staging in self._staging.values():
             staging.release()
 
     def prepare_again(self) -> None:
-        """Drop prepared updates after states were written, because they contain copies of steps."""
+        """Drop prepared updates after a write to states, because they contain step counts."""
         self._prepared.clear()
 
     def _control(self, group: Group, device: torch.device) -> Tensor:
-        """Return fp32 [2]: the factor of gradients, and whether GradScaler found infinite ones."""
+        """Return fp32 [2]: the factor of gradients, and 1 if some gradients are infinite."""
         key = device, bool(group["maximize"])
         if key not in self._constants:
             sign = -1.0 if group["maximize"] else 1.0
@@ -259,12 +262,12 @@ class AdamW(torch.optim.Optimizer):
     ) -> PreparedUpdate:
         """Return the update of these parameters.
 
-        `how` has the storage of states, and whether the kernel runs and states are offloaded. The
-        update is reused while options, parameters, dtypes and states are the same, so that states
-        are only checked and converted after a change.
+        `how` contains the storage of states, whether the kernel runs, and whether states are
+        offloaded. The update is reused while options, parameters, dtypes and states are the same,
+        so that states are only checked and converted after a change.
         """
         key, (storage, fuses, streams) = tuple(map(id, parameters)), how
-        # An eager update reads a plain parameter itself, which may lack an address (FakeTensor).
+        # An eager update does not need the address of a plain parameter, and a FakeTensor has none.
         layouts = [
             (p.shape, x.data_ptr() if fuses or streams or x is not p else 0)
             for p, x in zip(parameters, map(local, parameters), strict=True)
@@ -277,7 +280,8 @@ class AdamW(torch.optim.Optimizer):
             if old == signature and all(states[i].get(name) is x for i, name, x in tensors):
                 return prepared
         slots = [self._make_slot(storage, group, p) for p in parameters]
-        # A fused update takes over the steps of its parameters, so overlapping sets are outdated.
+        # A fused update replaces the step tensors of its parameters, which outdates other prepared
+        # updates of the same parameters.
         for other in [x for x in self._prepared if not set(key).isdisjoint(x)]:
             del self._prepared[other]
         if streams:
@@ -309,7 +313,7 @@ class AdamW(torch.optim.Optimizer):
         return self._arenas[device]
 
     def _make_slot(self, storage: Storage, group: Group, parameter: Tensor) -> Slot:
-        """Return the slot of a parameter; create its state, or convert it to the options."""
+        """Return the slot of a parameter. Create its state, or convert it if necessary."""
         state = self.state[parameter]
         offloaded = is_offloaded(group, "states", parameter)
         device = torch.device("cpu") if offloaded else parameter.device
@@ -324,7 +328,7 @@ class AdamW(torch.optim.Optimizer):
         return Slot.of(self._number(parameter), parameter, state, storage)
 
     def _move_to_host(self, state: State, group: Group, parameter: Tensor) -> State:
-        """Return a new state, in host memory if the options offload it."""
+        """Return a new state, moved to host memory if the options offload the state."""
         if not is_offloaded(group, "states", parameter):
             return state
         copy = self._arena_of(parameter.device).take
@@ -340,7 +344,7 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a checkpoint, after all copies to host memory have ended.
 
-        `torch.distributed.checkpoint` can load a checkpoint in any format into it.
+        `torch.distributed.checkpoint` can load a checkpoint in any format into the result.
         """
         for staging in self._staging.values():
             staging.synchronize()
@@ -350,18 +354,18 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer in any format, or of `torch.optim.AdamW`.
 
-        States are converted to the formats of this optimizer. The options in `options.OWN` stay,
-        and the other options come from the checkpoint.
+        States are converted to the formats of this optimizer. The options in `options.OWN` keep
+        their values, and the other options come from the checkpoint.
 
         Raises:
-            ConfigError: the checkpoint is not of this optimizer or `torch.optim.AdamW`, is of
-                parameters of other shapes, or has an option with an invalid value.
+            ConfigError: the checkpoint was made by another class of optimizer or for parameters of
+                other shapes, or has an option with an invalid value.
             ValueError: the checkpoint has other parameter groups.
         """
-        if not isinstance(state_dict, dict):  # PyTorch fails before it calls the hook
+        if not isinstance(state_dict, dict):  # PyTorch would fail before calling the hook
             checkpoint.check_has_states(state_dict)
-        # PyTorch casts states to the dtype of their parameter, so the hook hides the states. It
-        # runs last, so that hooks of users get the original checkpoint.
+        # PyTorch casts states to the dtype of their parameter, so the hook hides the states. The
+        # hook runs last, so that hooks of users get the original checkpoint.
         handle = self.register_load_state_dict_pre_hook(checkpoint.hide_states)
         try:
             super().load_state_dict(state_dict)
@@ -369,7 +373,7 @@ class AdamW(torch.optim.Optimizer):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        loaded = {  # converted first, so that a checkpoint that is refused changes nothing
+        loaded = {  # converted first, so that an invalid checkpoint changes nothing
             key: checkpoint.convert(x, key.parameter, storage_of(key.group, key.parameter))
             for key, x in state.get("state", {}).items()
             if isinstance(key, checkpoint.HiddenParameter)
@@ -383,7 +387,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _check_can_be_updated(parameter: Tensor) -> None:
-    """Raise RuntimeError if an update would fail or be lost."""
+    """Raise RuntimeError if an update would fail or have no effect."""
     assert parameter.grad is not None
     if parameter.grad.is_sparse:
         raise RuntimeError(

@@ -1,12 +1,12 @@
 """`step_in_backward`: an optimizer that updates each parameter within the backward.
 
 A parameter is updated as soon as its gradient is final, and the gradient is freed before the next
-one is computed, so that gradients never occupy memory together. `sums.py` adds the gradients of
-several backwards.
+one is computed, so that the gradients of all parameters never occupy memory at the same time.
+`sums.py` adds the gradients of several backwards.
 
-A backward that fails has updated the parameters whose gradients were final, or has added these
-gradients to sums. Sums of some parameters would then contain one gradient more than the others, so
-all sums restart.
+A failed backward has updated the parameters whose gradients were final, or has added these
+gradients to sums. Some sums would then contain one gradient more than other sums, so all sums
+restart.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from fp8pass.optim.sums import GradientSum
 
 log = logging.getLogger("fp8pass")
 
-# Sums of up to FEW gradients have 8 bits by default, sums of more gradients 16.
+# Sums of up to FEW gradients have 8 bits by default, and sums of more gradients have 16 bits.
 FEW = 8
 BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
 # Value of `compat.running_backward` outside of a backward.
 NO_BACKWARD = -1
-# The parts of a pipeline's backward that runs in two; autograd calls no parameter hooks there.
+# Pipeline actions that compute the gradients of inputs or of weights alone. Autograd calls no
+# parameter hooks in them.
 IN_TWO_PARTS = {"I", "W"}
 
 
@@ -48,8 +49,8 @@ class Attached:
 
     Attributes:
         optimizer: the optimizer that steps.
-        parameters: the parameters that it updates.
-        accumulated: the sums of their gradients, if it does not step in every backward.
+        parameters: the parameters that the optimizer updates.
+        accumulated: the sums of gradients, if the optimizer does not step in every backward.
     """
 
     optimizer: AdamW
@@ -69,8 +70,8 @@ class Attached:
 
 
 # Keeps optimizers alive as long as a module that owns one of their parameters. Hooks cannot do so:
-# the garbage collector does not see the objects that they hold, so a parameter whose hook refers
-# back to it would never be freed.
+# the garbage collector does not see their references, so a parameter would never be freed if its
+# hook referred back to it.
 _ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
@@ -82,23 +83,23 @@ def step_in_backward(
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4)
         fp8pass.optim.step_in_backward(model, optimizer)
 
-    Learning rate schedules and checkpoints work as before. `optimizer.step()` only updates by sums
-    of less than `accumulate` gradients: of parameters that not all backwards used, or at the end of
-    an epoch. So call it after the last backward of a step, or never. With FSDP2 a shard is updated
-    as soon as its gradient has been reduced. Methods that need all gradients at once do not work:
-    clipping by their common norm, and `torch.amp.GradScaler`.
+    Learning rate schedules and checkpoints work as before. `optimizer.step()` only applies
+    incomplete sums, of fewer than `accumulate` gradients: sums of parameters that not every
+    backward used, or sums at the end of an epoch. Call it after the last backward of a step, or
+    never. With FSDP2 a shard is updated as soon as its gradient has been reduced. Methods that need
+    all gradients at once do not work: clipping by their common norm, and `torch.amp.GradScaler`.
 
-    Layers may be frozen and unfrozen afterwards. A backward raises ConfigError before it updates
-    anything if it finds a trainable parameter that the optimizer lacks, or that was added to the
-    model later, or DistributedDataParallel around the model.
+    Layers may be frozen and unfrozen afterwards. A backward raises ConfigError before any update if
+    the optimizer lacks a trainable parameter, if one was added to the model later, or if
+    DistributedDataParallel wraps the model.
 
     Args:
-        model: the module to train. A parameter that it uses several times is updated once.
+        model: the module to train. A parameter that the module uses several times is updated once.
         optimizer: the optimizer of all trainable parameters of `model`.
         accumulate: update in every n-th backward, by the sum of gradients since the last update.
-        buffer: format of that sum: `e4m3`, `e5m2`, `de8`, or `fp16`, which has two bytes an
-            element. Default: `e4m3` for up to 8 gradients, and `fp16` for more, because each
-            addition rounds the sum, and in 8 bits the errors of many become as large as the sum.
+        buffer: format of the sum: `e4m3`, `e5m2`, `de8`, or `fp16`, which has two bytes an element.
+            Default: `e4m3` for up to 8 gradients, and `fp16` for more, because each addition rounds
+            the sum, and the errors of many roundings to 8 bits become as large as the sum.
 
     Raises:
         ConfigError: the optimizer is not an `fp8pass.optim.AdamW` or lacks a parameter, parameters
@@ -129,7 +130,7 @@ def step_in_backward(
             f"The optimizer lacks parameters of the model: {', '.join(missing[:3])}. Give it "
             "model.parameters(), or freeze them with requires_grad_(False)."
         )
-    # Compared by identity: equality would compare elements.
+    # Compare by identity, because == would compare elements.
     attached_ids = _attached_ids()
     if names := [name for name, p in updated.items() if id(p) in attached_ids]:
         raise ConfigError(
@@ -151,7 +152,7 @@ def step_in_backward(
     hooks.find_schedule()
     handles = [optimizer.register_step_pre_hook(hooks.before_step)]
     if accumulate > 1:
-        # After the step, because its closure may run the last backward of the sums.
+        # After the step, because the step's closure may run the last backward of the sums.
         finish = partial(_update_by_incomplete_sums, groups, sums)
         handles.append(optimizer.register_step_post_hook(finish))
     for parameter in updated.values():
@@ -180,7 +181,7 @@ def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def default_buffer(accumulate: int) -> str:
-    """Return the default format for a sum of this number of gradients."""
+    """Return the default format for sums of `accumulate` gradients."""
     return "e4m3" if accumulate <= FEW else "fp16"
 
 
@@ -189,15 +190,16 @@ class Backward:
     """A backward that is running."""
 
     parameters: int  # number of trainable parameters
-    gradients: int = 0  # final so far
+    gradients: int = 0  # number of final gradients so far
     updates: int = 0  # parameters updated so far; other gradients were added to sums
-    # False where FSDP2 reduces the gradients of a pipeline stage after the last backward.
+    # False if PyTorch does not report the end: FSDP2 reduces the gradients of a pipeline stage
+    # after the last backward.
     reports_end: bool = True
 
 
 @dataclass(eq=False)
 class BackwardHooks:
-    """The hooks of an attached optimizer. They must not keep the model or a parameter alive."""
+    """The hooks of an attached optimizer, which must not keep the model or parameters alive."""
 
     optimizer: ref[AdamW]
     model: ref[nn.Module]
@@ -210,7 +212,7 @@ class BackwardHooks:
     _has_begun: bool = False
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Check `optimizer.step()`, because fully_shard replaces parameters without their hooks.
+        """Check that all hooks exist: fully_shard replaces parameters, but not their hooks.
 
         Raises:
             ConfigError: a trainable parameter has no hook, a GradScaler calls the step, or the
@@ -228,7 +230,8 @@ class BackwardHooks:
     def take_gradient(self, take: Callable[[AdamW, Tensor], bool], parameter: Tensor) -> None:
         """Pass a final gradient to `take`, which returns whether it updated the parameter.
 
-        The gradient is dropped even if that fails, or the next one would be added to it.
+        The gradient is dropped even if `take` fails. Otherwise the next gradient would be added to
+        it.
         """
         optimizer = self.optimizer()
         if optimizer is None:
@@ -257,7 +260,7 @@ class BackwardHooks:
             parameter.grad = None
 
     def _begin(self) -> int:
-        """Check a backward that begins, drop sums of frozen layers, and count the parameters."""
+        """Check the setup of a new backward, drop sums of frozen layers, and count parameters."""
         if compat.compiles_backward():
             raise ConfigError(
                 "step_in_backward updates at the end of a backward, which compiled autograd does "
@@ -315,7 +318,7 @@ class BackwardHooks:
         """Find the pipeline schedule that trains the model, if it exists already.
 
         Raises:
-            ConfigError: the schedule computes gradients of weights apart from those of inputs.
+            ConfigError: the schedule computes gradients of weights and of inputs separately.
         """
         model = self.model()
         if model is None or self._schedule is not None:
@@ -334,7 +337,7 @@ class BackwardHooks:
         self._schedule = ref(schedule)
 
     def _gradient_divisor(self) -> int:
-        """Return the number by which the pipeline schedule divides gradients, or 1.
+        """Return the number by which the pipeline schedule divides gradients; 1 without a schedule.
 
         PyTorch's schedules divide after the last micro-batch, when the gradients have been used.
         """
@@ -356,13 +359,13 @@ def _wrappers() -> tuple[type, ...]:
 
 
 def _check_no_wrapper(model: nn.Module) -> None:
-    """Raise ConfigError if a wrapper in or around `model` reduces some of its gradients."""
+    """Raise ConfigError if a wrapper in or around `model` reduces gradients of the model."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     for module in model.modules():
         if isinstance(module, _wrappers()):
             raise _wrapper_error(module)
-    # A module does not refer to the wrapper around it.
+    # Search all objects, because a module does not refer to the wrapper around it.
     of_model = {id(p) for p in model.parameters()}
     for found in gc.get_objects():
         if issubclass(type(found), _wrappers()) and _has_any(found.parameters(), of_model):
@@ -371,7 +374,7 @@ def _check_no_wrapper(model: nn.Module) -> None:
 
 @cache
 def _watch_wrappers() -> None:
-    """Make wrappers that are created from now on refuse modules of an attached optimizer.
+    """Make wrappers that are created later refuse modules of an attached optimizer.
 
     `replicate` creates its DistributedDataParallel in the first forward.
     """
@@ -383,7 +386,7 @@ def _check_wrapped(wrapper: nn.Module, name: str, wrapped: nn.Module | None) -> 
         return
     if not _ATTACHED or wrapped is None or not isinstance(wrapper, _wrappers()):
         return
-    # FullyShardedDataParallel has already replaced the parameters of the modules.
+    # Look up modules, because FullyShardedDataParallel has already replaced their parameters.
     replaced = any(_ATTACHED.get(module) for module in wrapped.modules())
     if replaced or _has_any(wrapped.parameters(), _attached_ids()):
         raise _wrapper_error(wrapper)
@@ -423,12 +426,12 @@ def _step(group: int, optimizer: AdamW, parameter: Tensor) -> bool:
 def _accumulate(
     group: int, accumulated: GradientSum, backwards: int, optimizer: AdamW, parameter: Tensor
 ) -> bool:
-    """Add a gradient to its sum, and update by a complete sum; return whether it is complete."""
+    """Add a gradient to its sum. If the sum is complete, update the parameter and return True."""
     options = optimizer.param_groups[group]
     gradient = local_gradient(parameter).contiguous()
     if accumulated.count + 1 < backwards:
-        # `count_updates` creates missing states. Otherwise DCP's get_state_dict creates them by a
-        # step, which would use up the sum.
+        # `count_updates` creates missing states. Otherwise DCP's get_state_dict would create them
+        # by a step, which would use up the sum.
         accumulated.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
         return False
     _update_by_sum(group, accumulated, optimizer, parameter, gradient)
@@ -438,7 +441,7 @@ def _accumulate(
 def _update_by_sum(
     group: int, accumulated: GradientSum, optimizer: AdamW, parameter: Tensor, gradient: Tensor
 ) -> None:
-    """Update a parameter by its last gradient and the sum of the previous ones."""
+    """Update a parameter by its last gradient and the sum of the previous gradients."""
     accumulated.move_to(gradient)
     if not is_offloaded(optimizer.param_groups[group], "states", parameter):
         optimizer.join()
@@ -450,7 +453,7 @@ def _update_by_sum(
 def _update_by_incomplete_sums(
     groups: Mapping[Tensor, int], sums: Mapping[Tensor, GradientSum], optimizer: AdamW, *_: Any
 ) -> None:
-    """Update by incomplete sums, after `optimizer.step()` has ended the accumulation."""
+    """Update parameters by incomplete sums, after `optimizer.step()` has ended the accumulation."""
     for parameter, sum_ in sums.items():
         if not parameter.requires_grad:  # frozen during the accumulation
             sum_.clear()

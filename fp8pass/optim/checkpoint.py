@@ -48,7 +48,7 @@ PLAIN_OF_DTYPE = {format.dtype: format for format in PLAIN.values()}
 
 @dataclass(frozen=True, eq=False)
 class HiddenParameter:
-    """A key of a loaded state that hides the parameter from PyTorch, with its group's options."""
+    """Key of a loaded state. It hides the parameter, so that PyTorch does not cast the state."""
 
     parameter: Tensor
     group: dict[str, Any]
@@ -63,7 +63,7 @@ class SavedState:
     parts: tuple[Tensor, ...] = ()  # scales, and powers if the format has them
 
     def is_stored_as(self, format: StateFormat, group_size: int) -> bool:
-        """Return whether these are the tensors of a state in `format`."""
+        """Return whether the state is stored in `format`, in groups of `group_size`."""
         if not format.grouped or self.format != format:
             return self.format is None and self.data.dtype == format.storage_dtype
         return self.parts[0].numel() == group_count(self.data.numel(), group_size)
@@ -87,7 +87,7 @@ class SavedState:
         """Return the group size that results in the number of scales.
 
         Raises:
-            ConfigError: no group size does.
+            ConfigError: no group size results in this number.
         """
         elements, groups = self.data.numel(), self.parts[0].numel()
         for exponent in range(SMALLEST_GROUP.bit_length() - 1, LARGEST_GROUP.bit_length()):
@@ -144,7 +144,7 @@ def check_has_states(given: Any) -> None:
 def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> State:
     """Return a parameter's state in the formats of `storage`, on the parameter's device.
 
-    States that already have their format are copied bit by bit.
+    States that already have the right format are copied bit by bit.
 
     Args:
         values: a state in any formats, of this optimizer or of `torch.optim.AdamW`.
@@ -152,8 +152,8 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
         storage: how the result is stored.
 
     Raises:
-        ConfigError: the state is of another optimizer, of a parameter of another shape, or
-            incomplete.
+        ConfigError: the state belongs to another optimizer or to a parameter of another shape, or
+            is incomplete.
     """
     formats = storage.states(parameter.dtype)
     found = {name: _find(name, values, format) for name, format in formats.items()}
@@ -205,8 +205,9 @@ def is_converted(
 def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState | None:
     """Return the state `name` of a parameter, or None if `values` lacks it.
 
-    PyTorch merges a full state dict into the optimizer's own. The result contains the state twice,
-    in the optimizer's format `own` and in the checkpoint's format, which has priority.
+    PyTorch merges a full state dict into the optimizer's state dict. Then `values` contains the
+    state twice: in the optimizer's format `own`, and in the checkpoint's format, which has
+    priority.
     """
     keys = [key for key in values if name_of(key) == name and not key.endswith(PARTS)]
     others = [key for key in keys if key != state_key(name, own)]
@@ -219,7 +220,7 @@ def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState 
 
 
 def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
-    """Return the state `name` from its entry `key`, and its scales and powers in `values`.
+    """Return the state `name`: its data `values[key]`, and its scales and powers in `values`.
 
     Raises:
         ConfigError: the format is unknown, or scales or powers are missing.
@@ -263,22 +264,24 @@ def stage_states(
     for (prefix, name), own in _group_by_state(state_dict).items():
         found = theirs.get((prefix, name), {})
         is_equal = own.keys() == found.keys() and all(own[k].shape == found[k].size for k in own)
-        if is_equal or not _is_of_adamw(prefix, state_dict):  # DCP loads it by itself
+        if is_equal or not _is_of_adamw(prefix, state_dict):  # loaded unconverted
             continue
         staged = _make_staging_tensors(name, own, found)
         if not found and name == "master" and (prefix, MOMENTS[0]) in theirs:
-            # Leave the master copy: the next step continues from the weights where they differ.
+            # Leave the master copy: where the weights differ from it, the next step uses the
+            # weights.
             staged = {}
         if staged is None:  # DCP raises an error about the first missing key
             continue
         for key in own:
             del state_dict[prefix + key]
-        # One object for all entries: it is called when the last of them has been read.
+        # All entries of a state share one object, which is called after the last entry has been
+        # read.
         convert_entries = partial(_convert_staged, name, own, staged)
         for key, x in staged.items():
             state_dict[prefix + key] = x
             conversions[prefix + key] = convert_entries
-    # Keep the optimizer's own options that a checkpoint with moments lacks.
+    # Do not load options that the checkpoint lacks: the optimizer keeps its own values.
     prefixes = tuple({_groups_prefix(prefix) for prefix, _ in theirs})
     for entry in [x for x in state_dict if x not in saved and x.startswith(prefixes)]:
         if entry.rpartition(".")[2] in UNKNOWN_TO_TORCH:
@@ -288,7 +291,7 @@ def stage_states(
 
 @torch.no_grad()
 def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Convert the tensors that DCP read into the optimizer's own tensors."""
+    """Convert the tensors `read` by DCP, and copy the results to the optimizer's tensors `own`."""
     saved = _read_state(name, _data_key(read), read)
     target = _read_state(name, _data_key(own), own)
     format = target.format or PLAIN_OF_DTYPE[target.data.dtype]
@@ -300,7 +303,7 @@ def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) 
 
 
 def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the entries of each state, by the prefix of the parameter and the state's name."""
+    """Return the entries of each state, by the parameter's prefix and the state's name."""
     found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry, value in entries.items():
         prefix, dot, key = entry.rpartition(".")
@@ -328,7 +331,7 @@ def _data_key(entries: Mapping[str, Any]) -> str:
 def _make_staging_tensors(
     name: str, own: dict[str, Tensor], found: Mapping[str, Any]
 ) -> dict[str, Tensor] | None:
-    """Return new tensors for a state in the checkpoint's format, or None without a conversion."""
+    """Return new tensors in the checkpoint's format, or None if conversion is impossible."""
     key = _data_key(found)
     like = own.get(_data_key(own))
     if not key or like is None or found[key].size != like.shape:
@@ -347,7 +350,7 @@ def _make_staging_tensors(
 def _new_empty(
     shape: torch.Size, dtype: torch.dtype, like: Tensor, *, is_part: bool
 ) -> Tensor | None:
-    """Return a new tensor for a parameter's state, or None if groups cross shards."""
+    """Return a new tensor for a parameter's state, or None if groups would cross shards."""
     shard = local(like)
     if not isinstance(like, DTensor):
         return shard.new_empty(shape, dtype=dtype)

@@ -1,16 +1,17 @@
-"""Formats of optimizer states, and quantization of fp32 values to them, on any device.
+"""Formats of optimizer states, and quantization of fp32 values to these formats, on any device.
 
 `bf16` and `fp32` store values directly. In all other formats a group of consecutive elements, a row
-of [R, G], shares a scale: `x = scale · code`, where `scale` maps the largest magnitude of the group
-to the largest code. Formats with `+expand` use Dynamic Range Expansion (COAT 4.2): a power `k` maps
-the range of the group to the range of the format.
+of [R, G], shares a scale: `x = scale · code`, where `code` is the stored number, and `scale` maps
+the largest magnitude of the group to the largest code. Formats with `+expand` use Dynamic Range
+Expansion (paper COAT, section 4.2): a power `k` maps the range of the group to the range of the
+format.
 
     code = mid · (|x| / scale)^k        |x| = scale · (code / mid)^(1/k)
 
 `mid` is the geometric mean of the smallest and the largest code. `scale` is the geometric mean of
-the smallest and the largest magnitude of the group (C of COAT G.4), which keeps powers within the
-range of fp32. Scale and power are stored in bf16, and quantization uses the stored numbers. A group
-that contains NaN or infinity gets the scale NaN, so all its values become NaN.
+the smallest and the largest magnitude of the group (`C` in appendix G.4 of COAT), which keeps
+powers within the range of fp32. Scale and power are stored in bf16, and quantization uses the bf16
+numbers. A group that contains NaN or infinity gets the scale NaN, so all its values become NaN.
 """
 
 from __future__ import annotations
@@ -38,31 +39,33 @@ DYNAMIC_DECADES = 7
 EXPONENT_BITS = 0x7F800000
 # Binary digits of the noise that rounds dynamic formats.
 DIGITS = 23
-# A range wider than the square of the format's range is clipped at its lower end. Smaller powers
-# would make the whole group coarser for the sake of its smallest values.
+# Lower limit of powers. A group whose range is wider than the square of the format's range is
+# clipped at its lower end: smaller powers would make the whole group coarser for its smallest
+# values.
 MIN_POWER = 0.5
-# Groups of nearly equal values need no finer codes, and larger powers amplify fp32 rounding errors.
+# Upper limit of powers. Groups of nearly equal values do not need finer codes, and larger powers
+# amplify fp32 rounding errors.
 MAX_POWER = 64.0
-# Binades left free at each end of a format. They absorb errors of fp32 logarithms and the noise of
-# stochastic rounding, which could otherwise overflow.
+# Binades left free at each end of a format. Otherwise errors of fp32 logarithms and the noise of
+# stochastic rounding could cause overflow.
 SPARE = 2.0**-7
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """One way to store a state.
+    """Format of an optimizer state.
 
-    An unsigned state is a divisor, so its positive values are never rounded to zero.
+    An unsigned state (the second moment) is a divisor, so positive values never round to zero.
     """
 
-    name: str  # in the options
+    name: str  # as written in options
     dtype: torch.dtype
     max: float = math.inf  # largest code; infinite if values are stored directly
     min: float = 0.0  # smallest positive code
     signed: bool = True  # whether the state has negative values
     mantissa: int = 0  # stored mantissa bits, if codes are floats
     expands: bool = False  # whether Dynamic Range Expansion is used
-    values: tuple[float, ...] = ()  # of all codes, ascending, for a format without a PyTorch dtype
+    values: tuple[float, ...] = ()  # values of all codes, ascending, if PyTorch has no dtype
 
     @property
     def grouped(self) -> bool:
@@ -71,7 +74,7 @@ class StateFormat:
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Dtype of the stored tensor: uint8 for one-byte codes, which every operator supports."""
+        """Dtype of the stored tensor. One-byte codes are uint8, which every operator supports."""
         return torch.uint8 if self.dtype.itemsize == 1 else self.dtype
 
     @property
@@ -93,9 +96,10 @@ class StateFormat:
     def mean_loss(self) -> float:
         """Relative correction of codes that preserves the mean of expanded values.
 
-        Stochastic rounding preserves the mean of codes, but a power p of them loses
-        (1 - p) · p/2 · variance / code². For floats variance / code² is a twelfth of the squared
-        distance of two codes, averaged over a binade. Dynamic formats need no correction.
+        Stochastic rounding preserves the mean of codes, but the mean of the p-th power of codes
+        loses (1 - p) · p/2 · variance / code². For floats variance / code² is a twelfth of the
+        squared distance between adjacent codes, averaged over a binade. Dynamic formats need no
+        correction.
         """
         return 4.0**-self.mantissa / (32 * math.log(2)) if self.mantissa else 0.0
 
@@ -108,8 +112,8 @@ class StateFormat:
 def dynamic_values(*, signed: bool) -> tuple[float, ...]:
     """Return the 256 values of the 8-bit dynamic exponent (Dettmers et al. 2021), ascending.
 
-    Decade `d` of seven, [0.1, 1]·10^-d, has half as many values as the decade above it: midpoints
-    of equal intervals. 0 and 1 complete them.
+    The values of decade `d` of seven, [0.1, 1]·10^-d, are midpoints of equal intervals. The decade
+    has half as many values as the next larger decade. The values 0 and 1 are added.
     """
     positive = []
     for decade in range(DYNAMIC_DECADES):
@@ -153,8 +157,8 @@ def moment_format(name: str, *, signed: bool) -> StateFormat:
     base = _GROUPED[name.removesuffix(EXPAND)]
     values = dynamic_values(signed=signed) if base.name == "de8" else ()
     smallest = min((x for x in values if x > 0), default=base.min)
-    # The largest magnitude that both signs have. Otherwise the most negative value of a group would
-    # be clipped, and a sum would lose that much in every addition.
+    # The largest magnitude that exists with both signs. Otherwise the most negative value of a
+    # group would be clipped, and a sum would lose the clipped part in every addition.
     largest = min(max(values), -min(values)) if values and signed else base.max
     expands = name.endswith(EXPAND)
     return replace(
@@ -184,7 +188,7 @@ def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quan
     amax = torch.where(amax < SMALLEST_SCALE, 0.0, amax)
     x = torch.where(amax.unsqueeze(-1) == 0, 0.0, x)
     if not format.expands:
-        # Rounded up to bf16, so that nothing exceeds the largest code.
+        # Rounded up to bf16, so that no scaled value exceeds the largest code.
         scale = round_up_to_bf16((amax * (1 / format.max)).clamp_min(SMALLEST_SCALE))
         scale = _select_by_group(scale, amax, zero=1.0, not_finite=torch.nan)
         x = x * scale.float().reciprocal().unsqueeze(-1)

@@ -1,14 +1,14 @@
-"""Updates of the same parameters in every step: by the fused kernel, and with offloaded states.
+"""Prepared updates: by the fused kernel (`FusedUpdate`), and with offloaded states.
 
-`FusedUpdate` launches one kernel for all parameters of a dtype. The addresses of parameters and
-states, and the parameter that each program updates, are written to tables on the device once. A
-step increments the step counts, computes the factors, updates the addresses of gradients if they
+`FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device, written once,
+contain the addresses of parameters and states, and the parameter that each program updates. A step
+increments the step counts, computes the factors, updates the addresses of gradients if they
 changed, and launches the kernel. The CPU never waits for the GPU.
 
-`StreamedUpdate` copies offloaded states through staging buffers and updates them in pieces. The
-tables contain the address that element 0 of the parameter would have, and the position of the end
-of the piece. So a piece draws the same random bits as the whole parameter, and results are equal
-bit by bit.
+`StreamedUpdate` copies offloaded states through staging buffers and updates them in pieces. For
+each piece the tables contain the address that element 0 of the parameter would have, and the
+position where the piece ends. Therefore a piece uses the same random bits as the whole parameter,
+and results are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.update import EagerUpdate, Group, Launches, PreparedUpdate, Tensors, factors
 
-# Threads read vectors if pointers are multiples of this many bytes, and sizes of as many elements.
+# Threads read vectors if pointers are multiples of ALIGNMENT bytes, and sizes are multiples of
+# ALIGNMENT elements.
 ALIGNMENT = 16
 
 
@@ -44,11 +45,11 @@ def why_not(device: torch.device) -> str | None:
 
 
 class FusedUpdate(PreparedUpdate):
-    """Updates `slots`, contiguous and of one dtype on one device, with the Triton kernel.
+    """Update of `slots` by the Triton kernel. Slots are contiguous, of one dtype, on one device.
 
-    The steps in `optimizer.state` become views of one tensor. `gradients` have the dtypes of the
-    gradients in every step. `separate` gives each slot its own launch. Each program of the kernel
-    updates a chunk of a parameter.
+    The steps in `optimizer.state` become views of one tensor. `gradients` are examples: the
+    gradients of every step have the same dtypes. `separate` gives each slot its own launch. Each
+    program of the kernel updates a chunk of a parameter.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class FusedUpdate(PreparedUpdate):
     def _make_launches(
         self, slots: Sequence[Slot], gradients: Tensors, *, separate: bool
     ) -> list[tuple[Any, Tensor, bool]]:
-        """Return kernels, the row of the tables for each program, and whether it reads vectors."""
+        """Return each launch: kernel, table row of each program, and whether it reads vectors."""
         batches: dict[Any, list[int]] = defaultdict(list)
         for i, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
             batches[gradient.dtype, _is_aligned(slot), i if separate else 0].append(i)
@@ -170,14 +171,15 @@ class Piece:
     requantize: Callable[[], object] | None  # makes FP8 data of offloaded weights
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the elements of this piece in a tensor that is shaped like the parameter."""
+        """Return the elements of `x`, shaped like the parameter, that belong to this piece."""
         return x.reshape(-1)[self.slot.first : self.slot.first + self.slot.parameter.numel()]
 
 
 class StreamedUpdate(PreparedUpdate):
-    """Updates `slots`, contiguous and of one dtype on one device, with states in host memory.
+    """Update of `slots` with states in host memory; slots as in `FusedUpdate`.
 
-    `gradients` are as for `FusedUpdate`. `fuses` selects the Triton kernel.
+    `gradients` are examples with the dtypes of every step. `fuses` selects the Triton kernel
+    instead of PyTorch operators.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class StreamedUpdate(PreparedUpdate):
     def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
         """Divide a parameter into pieces that fit into a staging buffer.
 
-        Pieces begin with a program of the kernel, a group, and a row that has a scale in FP8.
+        A piece begins where a kernel program, a group, and a row with an FP8 scale begin.
         """
         weight, group_size = slot.offloaded, self.storage.group_size
         row = 1 if weight is None else weight.shape[-1]
@@ -210,7 +212,8 @@ class StreamedUpdate(PreparedUpdate):
         nbytes = sum(x.numel() * x.itemsize for x in _host_tensors(slot))
         size = largest_piece(nbytes / count, math.lcm(CHUNK, group_size, row))
         pieces = []
-        # Parameters that have one piece each use the buffers in turn as well.
+        # Start at the parameter's number, so that parameters of one piece also use the buffers in
+        # turn.
         for turn, first in enumerate(range(0, count, size), start=slot.number):
             part, buffer = slot.narrow(first, size, group_size), turn % DEPTH
             host = _host_tensors(part)

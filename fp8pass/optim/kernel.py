@@ -1,11 +1,11 @@
 """The fused update as Triton source: one kernel updates all parameters of a group.
 
-A program updates a chunk of one parameter, tile by tile. It reads states, gradient and weights
-once, computes the update of `update.py` in fp32, computes the new scales of the groups in
-registers, and writes. It has one warp, which needs no synchronization, and prefetches tiles.
-Addresses come from tables of pointers. Formats and dtypes are written into the source. Numbers that
-change between steps are read from memory, so that the kernel is compiled once and CUDA graphs can
-replay it.
+A program updates a chunk of one parameter, tile by tile. The program reads states, gradient and
+weights once, computes the update of `update.py` in fp32, computes the new scales of the groups in
+registers, and writes the results. A program has one warp, which needs no synchronization, and
+prefetches tiles. Addresses come from tables of pointers. Formats and dtypes are written into the
+source. Numbers that change between steps are read from memory, so that the kernel is compiled once
+and CUDA graphs can replay it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fp8pass.optim.update import SMALLEST_EPS
 CHUNK = 16384  # elements of a program
 TILE = 1024  # elements of a tile, which has at least one group
 STAGES = 3  # tiles that are prefetched
-MAX_PARTS = 4  # of a group; each thread has elements of all parts
-# The fastest on an H200 except for longer chunks, which gain 1% for 7B but give a small model too
+MAX_PARTS = 4  # parts of a group; each thread has elements of all parts
+# The fastest choice on an H200. Only longer chunks are 1% faster for 7B, but give a small model too
 # few programs (benchmarks/results/optimizer_sweep.json).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
-# A smaller rate counts as zero, so that the divisor of a finite second moment is at most 2^126. An
-# infinite moment makes its group NaN from the next step on.
+# A smaller rate is treated as zero, so that the divisor of a finite second moment is at most 2^126.
+# An infinite moment makes its group NaN from the next step on.
 SMALLEST_RATE = 2.0**-61
 GRADIENT = "gradient"
 
@@ -43,7 +43,7 @@ _TYPES |= {torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5
 
 
 class Axes(NamedTuple):
-    """The order of the axes of a tile: rows, which are groups, and parts of groups."""
+    """The order of a tile's axes: rows (one for each group), and parts of groups."""
 
     each_row: str  # Triton index that broadcasts values of rows to a tile
     each_part: str
@@ -55,7 +55,8 @@ def axes() -> Axes:
     """Return the order of axes for which each thread has elements of all parts.
 
     Triton distributes threads along the axis with the longest vectors first. The other two axes
-    have no vectors; Triton continues with the first of them until version 3.6, with the last since.
+    have no vectors. Triton up to version 3.6 continues with the first of these axes, later versions
+    with the last.
     """
     import triton
 
@@ -64,7 +65,8 @@ def axes() -> Axes:
     return Axes(first, second, 1) if until_3_6 else Axes(second, first, 0)
 
 
-# Constants of the Triton function `quotient`; `of_one` is its first approximation of 1/1.
+# Constants of the Triton function `quotient`; `of_one` is the function's first approximation of
+# 1/1.
 QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
 
 _INSTRUCTIONS = {
@@ -114,7 +116,7 @@ _INSTRUCTIONS = {
         dtype="uint8",
         pack=4,
     ),
-    # The identity, which the compiler cannot see through.
+    # The identity, but the compiler cannot optimize it away.
     "hide_from_compiler": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
     "widen": Instructions(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
@@ -247,7 +249,7 @@ uncorrected = 1.0 / tl.load(factors + 2 * count + number)
 rate = rate * uncorrected
 least = tl.maximum(eps, {least!r}) * uncorrected
 """
-# A rate of zero uses the divisor 1, and the quotient of finite numbers is zero.
+# With a rate of zero the divisor is 1, and the quotient of finite numbers is zero.
 _INVERSE_RATE = """
 moves = tl.abs(rate) > {smallest_rate!r}
 inverse_rate = tl.where(moves, 1.0 / rate, 0.0)
@@ -270,7 +272,7 @@ exp_avg = exp_avg + of_first * gradient
 scaled = of_second * gradient
 exp_avg_sq = exp_avg_sq + scaled * scaled
 """
-# The error of this quotient is smaller than quantization errors. Its divisor includes the rate.
+# The error of `quotient` is smaller than quantization errors. The divisor includes the rate.
 _STEP = """
 divisor = root(exp_avg_sq) * inverse_rate + least
 {weights} = {weights} * decay - quotient(exp_avg, divisor, linear, constant)
@@ -301,7 +303,8 @@ _PLAIN_SCALE = """
 {x}_scale = select_by_group({x}_scale, {x}_amax, 0.0, float("nan"))
 {x}_scaled = {x} * tl.where({x}_amax == 0, 0.0, tl.div_rn(1.0, {x}_scale)){each_row}
 """
-# middle · (|x| / scale)^k, likewise. `finite` is NaN for zeros, which the minimum ignores.
+# middle · (|x| / scale)^k, with an offset as in `_ROOT`. `finite` is NaN for zeros; the minimum
+# ignores NaN.
 _EXPANSION = """
 {x}_log = log2_magnitude({x})
 {x}_high = group_max({x}_log)
@@ -320,12 +323,12 @@ tl.store({x}_power_at, {x}_power.to(tl.bfloat16), any_there)
 """
 _SIGNED_CODES = "{x}_scaled = exp2({x}_log * {x}_power{each_row} + {x}_offset)"
 _SIGN = "{x}_scaled = copy_sign({x}_scaled, to_bits({x}))"
-# Zeros stay NaN. Other numbers do not become zero.
+# Zeros stay NaN, which rounding turns into 0. Other numbers do not become zero.
 _UNSIGNED_CODES = """
 {x}_scaled = {x}_finite * {x}_power{each_row} + {x}_offset
 {x}_scaled = exp2(largest({x}_scaled, {log2_min!r}))
 """
-# Binary search of the largest code not above the number; rounding may select the next one.
+# Binary search of the largest code not above the number; rounding may select the next code.
 _SEARCH = """
 {x}_code = tl.zeros({x}_scaled.shape, tl.int32)
 for bit in tl.static_range(8):
@@ -347,7 +350,7 @@ as_parameter = master.to({dtype}).to(tl.float32)
 master = tl.where(as_parameter == parameter, master, parameter)
 """
 
-# Factor of each state that is applied when it is read.
+# Factor that is applied to each state when it is read.
 _DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
 
 
@@ -396,7 +399,7 @@ class UpdateWriter:
         self._store(PARAMETER, value, self.dtypes[PARAMETER])
         for name in ("exp_avg_sq", "exp_avg"):
             self._write_state(name, self.states[name])
-        # Loads of the values of codes depend on other loads, which cannot be prefetched as well.
+        # Loads of the values of codes depend on other loads, so Triton cannot prefetch them.
         looks_up = any(format.values for format in self.states.values())
         kernel = _KERNEL.format(
             chunk=CHUNK,
@@ -498,7 +501,8 @@ class UpdateWriter:
     def _write_float(self, x: str, format: StateFormat) -> None:
         """Store codes that are floats."""
         fp32 = torch.finfo(torch.float32)
-        # Maps the smallest normal number of the format to that of fp32: codes begin at bit `shift`.
+        # Maps the smallest normal number of the format to the smallest normal fp32 number, so that
+        # codes begin at bit `shift`.
         factor = fp32.tiny / (format.min * 2**format.mantissa)
         magnitude, shift = f"{x}_scaled", -round(math.log2(fp32.eps)) - format.mantissa
         if not format.expands:  # expansion leaves room for errors of scaled values

@@ -1,27 +1,29 @@
 """Weights, optimizer states and sums of gradients in host memory, and staging buffers.
 
-`offload_weights` leaves FP8 data of linear weights on the device, one byte an element instead of
-two, which graphs take as inputs (`weights/quantized_parameter.py`). `AdamW` requantizes them with
-each update, once a step, however many gradients it accumulates (LLMQ 3).
+`offload_weights` moves linear weights to host memory. Their FP8 data, one byte an element instead
+of two, stay on the device, where graphs take them as inputs (`weights/quantized_parameter.py`).
+`AdamW` requantizes the weights in each update: once a step, even if a step accumulates several
+gradients (paper LLMQ, section 3).
 
 Pieces of offloaded tensors pass through staging buffers on the GPU. While one piece is computed,
 the next is copied in and the previous is copied out, on separate streams, so that the link is used
-in both directions (LLMQ 3.1, double buffering). Kernels that read host memory directly (zero-copy)
-are not implemented: LLMQ measured them slower on an RTX 5060 Ti and an RTX 4090, but faster on an
-L40S.
+in both directions (double buffering; LLMQ, section 3.1). Kernels that read host memory directly
+(zero-copy) are not implemented: in LLMQ's measurements such kernels are slower on an RTX 5060 Ti
+and an RTX 4090, but faster on an L40S.
 
-A computation gets a share of the GPU when a GEMM of the model ends, and the next computation on the
-same stream when the next GEMM ends. So computations have priority over the model, and the second
-kernel of a piece has its own stream, on which it overlaps the first kernel of the next piece.
+A computation gets a share of the GPU only when a GEMM of the model ends, and the next computation
+on the same stream only when the next GEMM ends. Therefore computations have priority over the
+model, and the second kernel of a piece has its own stream, on which it overlaps the first kernel of
+the next piece.
 
     copies in    | piece 0 | piece 1 | piece 2 |         |
     computation            | piece 0 | piece 1 | piece 2 |
     second kernel               | piece 0 | piece 1 | piece 2 |
     copies out                       | piece 0 | piece 1 | piece 2 |
 
-The CPU never waits, so that it can launch the backward of the next layer: the GPU would be idle
-while pieces are copied. Where too many gradients wait for their update, the GPU waits until the
-first ones have been used.
+The CPU never waits for copies, and meanwhile launches the backward of the next layer. Otherwise the
+GPU would be idle. If too many gradients wait for their update, the model's stream waits until the
+oldest gradients have been used.
 """
 
 from __future__ import annotations
@@ -49,15 +51,17 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 log = logging.getLogger("fp8pass")
 
-# States of smaller parameters stay on the GPU: norms and biases are many, but need little memory.
+# States of smaller parameters stay on the GPU: there are many norms and biases, but they need
+# little memory.
 SMALLEST = 1 << 16
-# Staging buffers: one is copied in, one is computed, one is copied out.
+# Number of staging buffers: one is filled, one is in use by a computation, and one is emptied.
 DEPTH = 3
-# Bytes of a buffer: a square weight of hidden size 4096 with its states. The CPU needs as long to
-# launch a piece as the link for a fifth of it.
+# Bytes of a buffer: enough for a square weight of hidden size 4096 with its states. Launching a
+# piece takes the CPU a fifth of the time that the link needs to copy the piece.
 STAGED_BYTES = 96 << 20
 ALIGNMENT = 512
-# Limit of the elements in the smallest piece that has whole rows and whole programs of the kernel.
+# Limit of the elements in the smallest possible piece. Pieces have whole rows and whole programs of
+# the kernel.
 LARGEST_PIECE = STAGED_BYTES // 16
 # Priorities of the streams that copy in, compute, run the second kernel, and copy out. Smaller
 # numbers have priority.
@@ -71,7 +75,7 @@ def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool
     if isinstance(parameter, QuantizedWeight):
         if parameter.source is None:  # a frozen weight that exists only in FP8
             return False
-        if name == "states":  # they are where the weight is
+        if name == "states":  # states are in host memory, like the weight
             return True
     elif not group["offload"]:
         return False
@@ -94,11 +98,11 @@ def check_host_memory(groups: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass
 class InUse:
-    """Tensors that computations read, whose memory must not be reused before `used` happens."""
+    """Tensors that computations read, whose memory must not be reused before the event `used`."""
 
     tensors: list[Tensor]
     gradient_bytes: int
-    used: Any = None  # no event while more computations may be launched
+    used: Any = None  # None while more computations may be launched
 
 
 class Staging:
@@ -119,7 +123,7 @@ class Staging:
             torch.cuda.Stream(device, priority) if on_gpu else None for priority in PRIORITIES
         ]
         self._into, self._compute, self._finish, self._out = self._streams
-        for buffer in self.buffers if on_gpu else ():  # their work may outlive this object
+        for buffer in self.buffers if on_gpu else ():  # work on the streams may outlive this object
             for stream in self._streams:
                 buffer.record_stream(stream)
         self._emptied: list[Any] = [None] * DEPTH
@@ -138,8 +142,8 @@ class Staging:
     def begin(self, values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
         """Make computations wait for all work launched so far.
 
-        They read `values` and `gradients`. At most `most_waiting` bytes of gradients may wait; the
-        current stream waits for earlier computations if there are more.
+        The computations read `values` and `gradients`. If more than `most_waiting` bytes of
+        gradients wait for their update, the current stream waits for earlier computations.
         """
         if self._compute is None:
             return
@@ -148,8 +152,8 @@ class Staging:
         if self._in_use:
             self._in_use[-1].used = self._compute.record_event()
         total = size + sum(each.gradient_bytes for each in self._in_use)
-        # After the wait the memory can be reused on this stream at once, however far the CPU is
-        # ahead. With record_stream the CPU would have to see that the computation has ended.
+        # After the wait, this stream can reuse the memory at once, however far the CPU is ahead.
+        # With record_stream, the CPU must first observe that the computation has ended.
         while total > self.most_waiting and self._in_use:
             oldest = self._in_use.popleft()
             stream.wait_event(oldest.used)
@@ -158,7 +162,7 @@ class Staging:
         self._in_use.append(InUse([x for x in (*values, *gradients) if x.is_cuda], size))
 
     def release(self) -> None:
-        """Drop the references to values and gradients; their memory is reused after its use."""
+        """Drop references to tensors. Their memory stays valid for pending computations."""
         while self._in_use:
             for x in self._in_use.popleft().tensors:
                 x.record_stream(self._compute)
@@ -181,7 +185,7 @@ class Staging:
             buffer: index of the buffer.
             into: copies before the computation.
             compute: launches the computation.
-            out: copies after it.
+            out: copies after the computation.
             finish: launches a second kernel, which overlaps the computation of the next piece.
         """
         if self._emptied[buffer] is not None:
@@ -234,7 +238,7 @@ def _wait(later: Any, earlier: Any) -> None:
 
 
 def largest_piece(bytes_per_element: float, multiple: int) -> int:
-    """Return how many elements fit into a staging buffer, rounded down to a multiple."""
+    """Return how many elements fit into a staging buffer, as a multiple of `multiple`."""
     room = STAGED_BYTES - 16 * ALIGNMENT
     return max(1, math.floor(room / bytes_per_element) // multiple) * multiple
 
@@ -249,7 +253,7 @@ def offload_weights(
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4, offload=("states",))
         model.compile(backend="fp8pass")
 
-    The weights and their optimizer states stay in pinned host memory; the device has FP8 data of
+    The weights and their optimizer states stay in pinned host memory. The device has FP8 data of
     the weights, which compiled code multiplies. All other operators read and write the exact
     weights; the FP8 data are updated before their next use. Writes to a part or to a view of a
     weight raise RuntimeError. `fully_shard` and `parallelize_module` shard the exact weights on the
@@ -260,7 +264,7 @@ def offload_weights(
         model: a module with BF16 weights, in host memory or on the device.
         device: the device on which the model trains.
         skip: paths of linear layers, or patterns with *, whose weights move to the device. Output
-            heads, layers that cannot run in FP8, and all other parameters do so as well.
+            heads, layers that cannot run in FP8, and all other parameters also move to the device.
 
     Returns:
         The model.
@@ -269,7 +273,7 @@ def offload_weights(
         ConfigError: no weight can be offloaded, or the device does not exist.
     """
     try:
-        device = torch.empty(0, device=device).device  # with its index
+        device = torch.empty(0, device=device).device  # adds an index, as in cuda:0
     except (AssertionError, RuntimeError, TypeError) as error:
         raise ConfigError(
             "offload_weights takes the device that the model trains on, such as 'cuda', after the "
@@ -277,12 +281,12 @@ def offload_weights(
         ) from None
     layers = layers_to_code(model, checked_patterns("skip", skip))
     arena, moved = Arena(device), []
-    while layers:  # free each original weight before the next one is copied
+    while layers:  # free each original weight before the next weight is copied
         weight, users = layers.popitem()
         moved.append((users, _quantize_weight(weight, device, arena)))
         for layer in users:
             layer.weight = None  # type: ignore[assignment]
-    # Set the new weights after the move, which would also move them.
+    # Set the new weights after `model.to`, which would move them to the device.
     model.to(device)
     for users, parameter in moved:
         for layer in users:

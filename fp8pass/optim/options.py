@@ -1,4 +1,4 @@
-"""Options of a parameter group: presets, validation, and how they determine the stored states."""
+"""Options of a parameter group: presets, checks, and the storage of states that they select."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ PRESET_OPTIONS = ("first_moment", "second_moment", "weights", "state_rounding")
 PRESETS: dict[str, dict[str, Any]] = {
     name: dict(zip(PRESET_OPTIONS, values, strict=True))
     for name, values in {
-        # COAT section 4, with weights in BF16 alone (LLMQ 3): 2.06 bytes of states a parameter.
+        # The paper COAT, section 4, without master weights (paper LLMQ, section 3): 2.06 bytes of
+        # states a parameter.
         "coat": ("e4m3+expand", "e4m3+expand", "stochastic", "stochastic"),
         # COAT as published: moments rounded to nearest (section 3), FP32 weights (appendix A).
         "coat-paper": ("e4m3+expand", "e4m3+expand", "fp32", "nearest"),
-        # FP8-LM 2.2, Eq. 8, with a scale for each group instead of each tensor: finer, in one pass.
+        # FP8-LM, section 2.2, Eq. 8. A scale for each group, instead of each tensor, is finer and
+        # needs only one pass.
         "fp8-lm": ("e4m3", "fp16", "fp16", "stochastic"),
     }.items()
 }
 # Limits of `group_size` that the kernels support.
 SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
-# Key of the weights where they are listed together with states.
+# Key of the weights in collections that also contain states.
 PARAMETER = "parameter"
-# Options that determine how states are stored. Checkpoints in other formats are converted to these.
+# Options that determine how states are stored. Loading converts checkpoints in other formats.
 STORAGE = ("first_moment", "second_moment", "weights", "group_size")
 # Options that loading a checkpoint does not change.
 OWN = (*STORAGE, "offload")
@@ -44,7 +46,7 @@ OWN = (*STORAGE, "offload")
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """How the states of parameters are stored. Equal options have the same instance."""
+    """How the states of parameters are stored. Equal options share one instance."""
 
     first: StateFormat
     second: StateFormat
@@ -58,7 +60,7 @@ class Storage:
 
         Args:
             group: the options.
-            group_size: replaces the group's own. 0 stores all states in FP32.
+            group_size: replaces the group size in `group`. 0 stores all states in FP32.
 
         Raises:
             ConfigError: an option has an invalid value.
@@ -75,7 +77,7 @@ class Storage:
         return _make_storage("fp32", "fp32", weights, size, state_rounding)
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:
-        """Return the format of the master copy of a parameter of `dtype`, or None without one."""
+        """Return the format of master copies of parameters of `dtype`, or None without copies."""
         if dtype == torch.float32 or self.weights not in ("fp32", "fp16"):
             return None
         return PLAIN["fp32"] if self.weights == "fp32" else moment_format("fp16", signed=True)
@@ -89,7 +91,7 @@ class Storage:
     def rounded(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Return the names of the tensors that an update rounds stochastically.
 
-        They are states of a parameter of `dtype`, and `PARAMETER` for the parameter itself.
+        The names are states of a parameter of `dtype`, and `PARAMETER` for the parameter itself.
         """
         found: tuple[str, ...] = ()
         if self.state_rounding == "stochastic":
@@ -127,7 +129,7 @@ def _make_storage(
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a preset, replaced by those in `given` that are not None.
+    """Return the options of a preset. Options in `given` that are not None have priority.
 
     Raises:
         ConfigError: the preset is unknown.
@@ -137,7 +139,7 @@ def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warn_about_ignored(**options: object) -> None:
-    """Warn about options of `torch.optim.AdamW` that choose between its implementations."""
+    """Warn about ignored options, which select an implementation of `torch.optim.AdamW`."""
     for name in (name for name, value in options.items() if value):
         warnings.warn(
             f"fp8pass: fp8pass.optim.AdamW ignores {name}=True, because each device has one "

@@ -1,10 +1,10 @@
-"""Stochastic rounding with a counter-based generator (LLMQ 3).
+"""Stochastic rounding with a counter-based generator (paper LLMQ, section 3).
 
 A number is rounded up with the probability that preserves its expectation, so that updates far
-below the last bit add up. BF16 weights, master copies, moments and sums of gradients use it. The
-random bits are a hash of seed, parameter, step and element: they need no generator state, and every
-run draws the same bits, whichever parameters are updated together. All arithmetic is in integers
-that wrap around.
+below the last bit add up. BF16 weights, master copies, moments and sums of gradients are rounded
+this way. The random bits are a hash of seed, parameter, step and element: they need no generator
+state, and every run draws the same bits, whichever parameters are updated together. All arithmetic
+is in integers that wrap around.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fp8pass.dialect.scaling import BF16_BITS
 
 # Factors of lowbias32, an integer hash (Wellons 2018); the second is 0x846CA68B, as int32.
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
-# Factors of 64-bit products, which are folded to 32 bits: digits of e.
+# Factors of the products that `random_bits` folds from 64 to 32 bits: digits of e.
 FOLDED_FACTORS = (0xB7E15163, 0xADF85459)
 LOW_WORD = 0xFFFFFFFF
 # Rounding uses the upper bits of the element's hash, rotated left by these numbers, so that each
-# tensor uses different bits. A parameter with a master copy is not rounded by itself, so the two
-# share theirs.
+# tensor uses different bits. A parameter with a master copy is not rounded stochastically, so
+# `master` and `parameter` share a rotation.
 ROTATIONS = {"exp_avg_sq": 0, "exp_avg": 8, "master": 16, "parameter": 16}
 
 
@@ -52,7 +52,7 @@ class SumStamp:
     seed: int  # of the parameter group
     number: int  # index of the parameter in the optimizer
     step: Tensor  # updates of the parameter so far, fp32 []; checkpoints contain it
-    count: int  # gradients in the sum, including the one that is added
+    count: int  # gradients in the sum, including the added gradient
 
     def key(self) -> Tensor:
         """Return the hash key, int32 [1]."""
@@ -63,7 +63,7 @@ class SumStamp:
 def random_bits(key: Tensor, element: Tensor) -> Tensor:
     """Return random int32 for elements of parameters with int32 keys; the arguments broadcast.
 
-    An even element and its successor have the same bits with the halves exchanged.
+    An odd element has the bits of its predecessor, with the halves exchanged.
     """
     x = key.long() + (element >> 1) & LOW_WORD
     for factor in FOLDED_FACTORS:

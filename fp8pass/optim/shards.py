@@ -1,10 +1,10 @@
 """Parameters that are distributed over ranks: local shards, gradients and the layout of states.
 
-Groups of a DTensor do not depend on the number of ranks that share its rows, so a distributed
-checkpoint can be loaded by any number of ranks: no group contains elements of two rows. No group
+No group of a DTensor contains elements of two rows. Therefore groups do not depend on the number of
+ranks that share the rows, and any number of ranks can load a distributed checkpoint. No group
 crosses the boundary between two shards of columns either; groups are smaller where such shards are
-shorter than a group. States are FP32 where no supported group size divides the rows: vectors, and
-matrices of odd sizes.
+shorter than a group. States of vectors, and of matrices of odd sizes, are FP32, because no
+supported group size divides their rows.
 
     parameter [M, ...] with N elements a row    placements: any, of rows and columns
     scales    [M, N / G]                        the same placements
@@ -29,11 +29,11 @@ if torch.distributed.is_available():
 else:  # a build without torch.distributed has no DTensor
 
     class DTensor:  # type: ignore[no-redef]
-        """Stand-in that no tensor is an instance of."""
+        """Stand-in class without instances, for isinstance checks."""
 
 
 def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
-    """Return how the states of a parameter with the options of `group` are stored."""
+    """Return the storage of a parameter's states, given the options of its group."""
     storage = Storage.of(group)
     if not isinstance(parameter, DTensor):
         return storage
@@ -42,7 +42,7 @@ def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
 
 
 def _group_size(parameter: DTensor, largest: int) -> int:
-    """Return the largest power of two up to `largest` that divides a shard's rows, 0 if none."""
+    """Return the largest power of two up to `largest` that divides a shard's row length, or 0."""
     if parameter.ndim < 2:
         return 0
     shards = 1
@@ -81,17 +81,17 @@ def whole(x: Tensor) -> Tensor:
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `x` with its local shard replaced by `change` of it, which may be in host memory."""
+    """Return `x` with its local shard replaced by `change(shard)`, which may be in host memory."""
     return same_placements(x, change(x.to_local())) if isinstance(x, DTensor) else change(x)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
     """Return the local shard of a parameter's gradient, redistributed like the parameter.
 
-    Tensor and sequence parallel layers leave partial sums over ranks, and replicated gradients.
+    Gradients of tensor and sequence parallel layers may be partial sums over ranks, or replicated.
 
     Raises:
-        RuntimeError: the parameter is a DTensor, and its gradient is not.
+        RuntimeError: the parameter is a DTensor, but its gradient is a plain tensor.
     """
     gradient = parameter.grad
     assert gradient is not None
@@ -106,12 +106,12 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def like_parameter(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Return a local tensor as a DTensor distributed like `parameter`, if that is a DTensor."""
+    """Return a local tensor, as a DTensor distributed like `parameter` if that is a DTensor."""
     return _distribute(shard, parameter, tuple(parameter.shape))
 
 
 def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
-    """Return values of local groups [R] as a DTensor distributed like `parameter`, likewise."""
+    """Return group values [R], as a DTensor distributed like `parameter` if that is a DTensor."""
     if not isinstance(parameter, DTensor):
         return groups
     shard = parameter.to_local()

@@ -66,7 +66,7 @@ class Slot:
 
 
 def state_key(name: str, format: StateFormat, part: str = "") -> str:
-    """Return the key of the state `name` in `format`, or of a part (`scale`, `power`) of it."""
+    """Return the key of the state `name` in `format`, or of its part (`scale`, `power`)."""
     return ":".join([name, *([format.name] if format.grouped else []), *([part] if part else [])])
 
 
@@ -83,7 +83,7 @@ def new_state(parameter: Tensor, storage: Storage) -> State:
         if name == "master":
             state |= quantize_state(name, weights, parameter, format, size)
             continue
-        # Zeros, made without a temporary in fp32.
+        # Make zeros directly, without a temporary in fp32.
         data = weights.new_full(weights.shape, format.zero_code, dtype=format.storage_dtype)
         groups = group_count(weights.numel(), size)
         parts = [weights.new_ones(groups, dtype=GROUP_SCALE_DTYPE) for _ in format.parts]

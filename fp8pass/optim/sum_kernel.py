@@ -110,14 +110,14 @@ def _add_from(gradient, data, scales, length, SIZE: tl.constexpr, GROUPS: tl.con
 def add_to(
     sum_: Quantized, gradient: Tensor, format: StateFormat, stamp: SumStamp, first: int
 ) -> None:
-    """Run `sums.add_to` for formats whose codes are floats."""
+    """Run `sums.add_to` for float formats."""
     numbers = (wrap_to_int32(stamp.seed), stamp.number, stamp.step, stamp.count, first)
     limits = {"MAX": format.max, "MIN": format.min, "MANTISSA": format.mantissa}
     _launch(_add_to, gradient, sum_, format, *numbers, HAS_SUM=stamp.count > 1, **limits)
 
 
 def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
-    """Run `sums.add_from` for formats whose codes are floats."""
+    """Run `sums.add_from` for float formats."""
     _launch(_add_from, gradient, sum_, format)
 
 

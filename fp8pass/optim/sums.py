@@ -1,9 +1,9 @@
-"""Sums of the gradients of several backwards, quantized in groups that share a scale (AGoQ 5).
+"""Gradients summed over several backwards, quantized in groups that share a scale.
 
-An addition dequantizes the sum, adds a gradient in fp32, and quantizes the result with stochastic
-rounding. Rounding to nearest would lose gradients smaller than half the distance of two codes.
-Stochastic rounding preserves the mean, but each addition adds noise, so sums of many gradients need
-16 bits.
+The method is from section 5 of the paper AGoQ. An addition dequantizes the sum, adds a gradient in
+fp32, and quantizes the result with stochastic rounding. Rounding to nearest would lose gradients
+smaller than half the distance between two numbers of the format. Stochastic rounding preserves the
+mean, but each addition adds noise, so sums of many gradients need 16 bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SumPiece:
 
 @dataclass
 class GradientSum:
-    """The sum of the gradients of one parameter over several backwards."""
+    """The sum of one parameter's gradients over several backwards."""
 
     format: StateFormat
     offload: tuple[Arena, Staging] | None = None  # None if the sum is on the parameter's device
@@ -75,7 +75,7 @@ class GradientSum:
         """Add the sum to the last gradient in place, and start a new sum."""
         if self.count:
             if self.offload is not None:
-                self.offload[1].begin([gradient])  # as a value: the update still has to use it
+                self.offload[1].begin([gradient])  # not as a gradient: the update passes it again
             self._run(
                 gradient,
                 lambda stored, part, _: add_from(stored, part, self.format),
@@ -85,7 +85,7 @@ class GradientSum:
         self.clear()
 
     def clear(self) -> None:
-        """Start a new sum, which reuses the host memory of this one."""
+        """Start a new sum, which reuses the host memory of the old sum."""
         self.count = 0
         if self.offload is None:
             self.pieces = []
@@ -112,7 +112,7 @@ class GradientSum:
         read: bool,
         write: bool,
     ) -> None:
-        """Call `compute` with each piece, its part of the gradient and its position."""
+        """Call `compute` with the data, the part of the gradient and the position of each piece."""
         flat = gradient.view(-1)
         if self.offload is None:
             compute(self.pieces[0].stored, flat, 0)
@@ -148,10 +148,10 @@ def add_to(
     """Add a gradient [N] to a sum in place.
 
     Args:
-        sum_: data [R, G] and scales [R]; the first gradient overwrites them.
+        sum_: data [R, G] and scales [R]; the first gradient overwrites both.
         gradient: consecutive elements of a parameter's gradient.
         format: format of the sum.
-        stamp: inputs of the random bits; its count includes the gradient.
+        stamp: inputs of the random bits; `stamp.count` includes this gradient.
         first: position of the first element in the parameter.
     """
     if _has_kernel(gradient.device, format):
@@ -188,7 +188,7 @@ def _has_kernel(device: torch.device, format: StateFormat) -> bool:
 
 
 def _chunks(gradient: Tensor, sum_: Quantized) -> Iterator[tuple[int, Tensor, Quantized]]:
-    """Yield the position and views of chunks, whose temporaries are smaller than the sum."""
+    """Yield the position, gradient and sum of each chunk; chunks limit the size of temporaries."""
     size = batch_size(gradient.device) // GROUP_SIZE * GROUP_SIZE
     for begin in range(0, len(gradient), size):
         rows = slice(begin // GROUP_SIZE, group_count(begin + size, GROUP_SIZE))

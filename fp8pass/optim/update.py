@@ -1,15 +1,15 @@
 """The AdamW update of many parameters in vectorized PyTorch.
 
-It runs on any device, and is the reference that tests compare the kernel with.
+This update runs on any device. Tests compare the Triton kernel with this reference.
 
     w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
     w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
 
-The arithmetic is in fp32: states are dequantized before and quantized after it (COAT, appendix A).
-A parameter with a master copy is the stored copy, rounded to the parameter's dtype. Where the
-parameter has another value, the user has written it, and the update continues from this value, as
-in `torch.optim`. Parameters are concatenated to one matrix of groups, so that small ones do not
-need operators of their own.
+The arithmetic is in fp32: states are dequantized before the update and quantized after it (paper
+COAT, appendix A). A parameter with a master copy equals the stored copy, rounded to the parameter's
+dtype. Where the two differ, the user has written the parameter, and the update continues from the
+written value, as in `torch.optim`. Parameters are concatenated to one matrix of groups, so that
+small parameters share operator launches.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fp8pass.optim.formats import Quantized, StateFormat, dequantize, quantize
 from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot, group_count
 
-# Elements that are updated at once: on a CPU about ten fp32 temporaries fit into the cache. On
-# other devices temporaries are small compared with the states.
+# Elements that are updated at once. On a CPU about ten fp32 temporaries of this size fit into the
+# cache. On other devices temporaries are small compared with the states.
 CPU_BATCH = 1 << 17
 BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
 Launches = Sequence[Callable[[], object]]
-# Lower limit of ε. It avoids a division by zero where all gradients were zero.
+# Lower limit of ε, to avoid a division by zero where all gradients were zero.
 SMALLEST_EPS = 2.0**-100
 
 
@@ -46,7 +46,7 @@ def batch_size(device: torch.device) -> int:
 def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return 1 - lr·λ, lr / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) at `steps` [n], in fp32 [n].
 
-    They are computed in fp64, without synchronizing the device.
+    The factors are computed in fp64, without synchronizing the device.
     """
     steps = steps.double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -60,7 +60,7 @@ def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Layout of parameters of `sizes` elements in one matrix [R, G]; each begins a new row."""
+    """Layout of parameters of `sizes` elements in one matrix [R, G]; parameters begin new rows."""
 
     sizes: tuple[int, ...]
     group_size: int
@@ -88,7 +88,7 @@ class Rows:
         return x.repeat_interleave(counts).unsqueeze(-1)
 
     def positions(self, firsts: Iterable[int], device: torch.device) -> Tensor:
-        """Return the position of each element in its parameter, int64 [R, G], from `firsts` on."""
+        """Return each element's position in its parameter, int64 [R, G]; rows begin at `firsts`."""
         rows = [
             torch.arange(count, device=device) * self.group_size + first
             for count, first in zip(self.counts, firsts, strict=True)
@@ -107,7 +107,8 @@ def update(
     """Update parameters and their states in place.
 
     Args:
-        slots: parameters with the same dtype, device and `storage`; their steps count this update.
+        slots: parameters with the same dtype, device and `storage`; their step counts include this
+            update.
         gradients: gradients of the slots, in any float dtype.
         group: options of the update.
         storage: how the states are stored.
@@ -127,14 +128,15 @@ class PreparedUpdate:
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         """Update with gradients times `control[0]`.
 
-        A fused update does nothing if `control[1]` is not 0. Callers of other updates check it.
+        A fused update does nothing if `control[1]` is not 0. Before other updates, callers must
+        check `control[1]`.
         """
         for launch in self.prepare(gradients, group, control):
             launch()
 
 
 class EagerUpdate(PreparedUpdate):
-    """Updates `slots`, of one dtype on one device, with PyTorch operators.
+    """Update of `slots`, of one dtype on one device, with PyTorch operators.
 
     `separate` gives each slot its own launch.
     """

@@ -1,16 +1,17 @@
-"""Estimate whether FP8 makes a model faster: the time its GEMMs save, less the time of its casts.
+"""Estimate whether FP8 makes a model faster: the time that GEMMs save, minus the time of casts.
 
 Both times come from the roofline that `fit` uses (`hardware.py`), as if each cast were a kernel.
-Fused kernels move fewer bytes, and small GEMMs stay below their peak. In the measured models these
-two errors cancel. Milliseconds saved of a forward and backward:
+This overestimates the time of casts, because fused kernels move fewer bytes, and the time that
+small GEMMs save, because they stay below their peak rate. In the measured models these two errors
+cancel. Milliseconds saved in a forward and backward:
 
                              estimated    coat    agoq    linear
     GPT-2 124M, H200               1.0     0.7    -0.1      -1.0     benchmarks/results/gpt2.json
     a layer of 2048, H200          1.0     1.4     0.8               benchmarks/results/layer.json
     a layer of 4096, H200         11.3    13.2    11.9
 
-GPT-2 breaks even, with an estimate of 8% of the time of its linear layers' GEMMs. The layer of
-2048, with an estimate of 28%, runs more than a quarter faster as a whole.
+GPT-2 breaks even, although the estimate is 8% of the GEMMs' time in linear layers. For the layer of
+2048 the estimate is 28%, and the whole layer runs more than a quarter faster.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 from fp8pass.hardware import Gpu, Work, known_gpu
 from fp8pass.plan import Linear, Plan
 
-# FP8 may be slower if it saves a smaller share of the GEMMs' time: between the two cases above.
+# FP8 may be slower if the estimate is a smaller share of the GEMMs' time. The limit is between the
+# 8% and 28% above.
 CLEAR_SHARE = 0.15
 
 
@@ -32,8 +34,8 @@ class Gain:
     """The time of the quantized linear layers on a GPU, in seconds of a forward and backward.
 
     Attributes:
-        bf16: the time of their GEMMs in BF16.
-        fp8: the time of their GEMMs in FP8, with all casts.
+        bf16: the time of the GEMMs in BF16.
+        fp8: the time of the GEMMs in FP8, with all casts.
     """
 
     bf16: float
@@ -60,7 +62,7 @@ def slowdown_warning(plans: Sequence[Plan], device: torch.device | None) -> str:
     """Return a warning if FP8 makes a model slower or hardly faster, else ''.
 
     Args:
-        plans: the plans of all graphs, once for each run.
+        plans: the plans of all graphs; a graph that runs several times appears as often.
         device: the device of the model. GPUs with unknown rates get no warning.
     """
     if device is None or device.type != "cuda":

@@ -24,7 +24,7 @@ log = logging.getLogger("fp8pass")
 
 # This share of the weights of a graph may stay in high precision without a warning.
 ROUTINE_SHARE = 0.05
-# The kind of the line about a graph. Other kinds of messages are warnings.
+# The kind of the line that summarizes a graph. All other kinds of messages are warnings.
 SUMMARY = "summary"
 
 
@@ -32,14 +32,14 @@ SUMMARY = "summary"
 class CompileLog(Hooks):
     """Logs one line for each graph with a backward, and each kind of warning once for each model.
 
-    In distributed training only the first rank logs. For a graph from PyTorch's caches it logs what
-    it logged when the graph was compiled, once in each process.
+    In distributed training only the first rank logs. For a graph from PyTorch's caches, the
+    messages of the original compilation are logged once in each process.
     """
 
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that stores the messages, or logs the stored ones."""
+        """Return a function that stores new messages, or logs stored messages of a cached graph."""
         stored = StoredMessages.find(gm, config)
 
         def finish(program: Program, compiled: CompiledGraph | None) -> Program:
@@ -71,7 +71,7 @@ class CompileLog(Hooks):
 
 
 def describe(compiled: CompiledGraph) -> dict[str, str]:
-    """Return the messages about a graph by kind: none for inference or without linear layers."""
+    """Return a graph's messages by kind; {} for inference and for graphs without linear layers."""
     plan = compiled.plan
     if plan.inference or not plan.linears:
         return {}
@@ -106,19 +106,19 @@ def unexpected_precision(plan: Plan) -> str:
 
 
 def device_of(compiled: CompiledGraph) -> torch.device | None:
-    """Return the device of a graph's weights, or None without weights."""
+    """Return the device of a graph's weights, or None if it has no weights."""
     weights = compiled.ctx.facts.weights
     return next((graph.tensor(node).device for node in weights), None)
 
 
-# The keys of the graphs whose messages this process has logged.
+# The keys of the graphs that this process has logged.
 _logged: set[str] = set()
 # The kinds of warnings that were logged, for each call of `torch.compile`.
 _warned: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
 
 
 def _warn_once(kind: str, text: str) -> None:
-    """Log a warning, unless one of its kind was logged for another graph of the same model."""
+    """Log a warning, unless one of the same kind was logged for another graph of the model."""
     call = compat.compile_call()
     before: set[str] = _warned.setdefault(call, set()) if call is not None else set()
     if text and kind not in before:
@@ -127,7 +127,7 @@ def _warn_once(kind: str, text: str) -> None:
 
 
 def _inform(line: str) -> None:
-    """Log a line. Print it on stderr where logging is not set up and shows warnings only."""
+    """Log a line, or print it on stderr if logging is not set up and shows warnings only."""
     if log.hasHandlers() or log.level != logging.NOTSET:
         log.info("%s", line)
     else:

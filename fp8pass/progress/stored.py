@@ -1,6 +1,7 @@
 """Files with the messages about each graph, in the folder of Inductor's caches.
 
-When PyTorch finds a graph in its cache, our passes do not run, and there is no plan to report.
+When PyTorch finds a graph in its cache, fp8pass's passes do not run, so they produce no plan to
+report.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fp8pass.passes.runner import disabled_passes
 
 @dataclass(frozen=True)
 class StoredMessages:
-    """The file with the messages about one graph. Failures to read or write it are ignored.
+    """The file with the messages about one graph. Failures to read or write the file are ignored.
 
     Attributes:
         key: hash of the graph, its inputs, the configuration and the source of fp8pass.
@@ -35,7 +36,7 @@ class StoredMessages:
 
     @classmethod
     def find(cls, gm: fx.GraphModule, config: Config) -> StoredMessages:
-        """Return the messages about a graph of Dynamo."""
+        """Return the `StoredMessages` of a Dynamo graph."""
         values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
         text = repr(
             (
@@ -61,7 +62,7 @@ class StoredMessages:
             return {}
 
     def write(self, messages: dict[str, str]) -> None:
-        """Store messages, if there are any. Other processes never see a part of the file."""
+        """Store messages, if there are any. Other processes never read an incomplete file."""
         if not self.path or not messages:
             return
         part = self.path.with_suffix(f".{os.getpid()}")

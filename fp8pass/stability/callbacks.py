@@ -9,17 +9,17 @@ from typing import Any
 
 
 class StepObserver(ABC):
-    """An object that a trainer informs of each optimizer step, through a callback.
+    """An object that a trainer notifies of each optimizer step, through a callback.
 
-    A subclass with `state_dict` and `load_state_dict` has its state in checkpoints.
+    If a subclass has `state_dict` and `load_state_dict`, checkpoints contain its state.
     """
 
     def hugging_face(self) -> Any:
         """Return a callback for `transformers.Trainer`, which replaces calls to `step()`.
 
-        A Guard sees the loss and gradient norm that the Trainer logs: set `logging_steps` to 1 or a
-        few. Its state is in checkpoints, and is restored with `TrainingArguments(
-        restore_callback_states_from_checkpoint=True)`.
+        A Guard receives the loss and gradient norm only when the Trainer logs them: set
+        `logging_steps` to 1 or a few. Checkpoints contain the Guard's state, which is restored with
+        `TrainingArguments(restore_callback_states_from_checkpoint=True)`.
 
         Raises:
             ImportError: transformers is not installed.
@@ -29,7 +29,7 @@ class StepObserver(ABC):
     def lightning(self) -> Any:
         """Return a callback for Lightning's `Trainer`, which replaces calls to `step()`.
 
-        The state of a Guard is in checkpoints.
+        Checkpoints contain the state of a Guard.
 
         Raises:
             ImportError: neither `lightning` nor `pytorch_lightning` is installed.
@@ -42,7 +42,7 @@ class StepObserver(ABC):
 
     @abstractmethod
     def _end_step(self, loss: Any, gradient_norm: Any) -> None:
-        """Count an optimizer step, while its gradients exist. Either argument may be None."""
+        """Count an optimizer step, before gradients are zeroed. Either argument may be None."""
 
 
 def make_trainer_callback(observer: Any) -> Any:
@@ -99,7 +99,7 @@ def make_lightning_callback(observer: Any) -> Any:
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any
         ) -> None:
-            # With gradient accumulation only the last batch ends a step.
+            # With gradient accumulation only the last batch completes an optimizer step.
             if trainer.global_step != self.seen:
                 self.seen = trainer.global_step
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -108,7 +108,7 @@ def make_lightning_callback(observer: Any) -> Any:
     if not hasattr(observer, "state_dict"):
         return LightningStepCallback()
 
-    # Lightning stores states by class, so each kind of observer has its own.
+    # Lightning stores states by class of callback, so a Guard has its own class.
     class LightningGuardCallback(LightningStepCallback):
         def state_dict(self) -> dict[str, Any]:
             return observer.state_dict()

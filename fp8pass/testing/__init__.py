@@ -1,4 +1,4 @@
-"""Property tests for the numerics of a module: fp8pass's own assertions and strategies.
+"""Assertions and strategies for property tests of a module's numerics.
 
     from hypothesis import given
     from fp8pass.testing import assert_close, assert_exact, assert_plan_is_true

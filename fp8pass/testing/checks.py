@@ -1,7 +1,7 @@
 """Assertions that hold for every module: equal bits, close gradients, true plans.
 
-Each one first calls `torch.compiler.reset()`, which discards all compiled code. Otherwise Dynamo
-would stop compiling after eight of hypothesis's examples.
+Each assertion first calls `torch.compiler.reset()`, which discards all compiled code. Otherwise
+Dynamo would stop compiling after eight of hypothesis's examples.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def assert_exact(module: nn.Module, *args: Any, seed: int = 7) -> None:
     """Assert that compilation does not change a single bit if formats do not round.
 
     All passes run, with formats that store values exactly (recipe `exact`). The result is compared
-    with stock `torch.compile`, both op by op, so that only the rewrite can differ: outputs,
-    gradients of parameters and of arguments that require one, and buffers.
+    with stock `torch.compile`. Both run op by op, so that only the rewrite can cause differences.
+    The comparison covers outputs, buffers, and gradients of parameters and arguments.
 
     Args:
         module: a module of any dtype on any device. It is copied, and not changed.
-        args: its arguments.
+        args: arguments of the module.
         seed: seed of dropout and of the incoming gradients.
 
     Raises:
@@ -63,18 +63,18 @@ def assert_close(
 ) -> None:
     """Assert that outputs and gradients are as close to fp64 as the formats, or bounds, allow.
 
-    Without bounds the accepted error is measured: the same step runs in eager PyTorch, with GEMM
-    operands and saved tensors rounded by a model of the formats that shares no code with the
-    package (formula: `closeness.py`). It adapts to the module: for tensors behind an argmax that
-    may flip, only finiteness and size are checked. FP8 GEMMs accumulate like Hopper's tensor cores,
-    on every device.
+    Without bounds the accepted error is measured (formula: `closeness.py`). The same step runs in
+    eager PyTorch, and an independent model of the formats (`noise.py`) rounds GEMM operands and
+    saved tensors. The accepted error depends on the module: for tensors after an argmax that may
+    flip, only finiteness and size are checked. FP8 GEMMs accumulate like Hopper's tensor cores, on
+    every device.
 
     Args:
         module: a float32 or bfloat16 module on any device. It is copied, and not changed.
-        args: its arguments.
-        config: the tested configuration, by default that of the backend.
-        cosine: least cosine similarity of a gradient and the exact one.
-        norm: largest relative difference of their norms.
+        args: arguments of the module.
+        config: the tested configuration, by default `Config()`.
+        cosine: least cosine similarity of a gradient and the exact gradient.
+        norm: largest relative difference of the norms of these two gradients.
         sqnr: least ratio of the exact gradient to the error, in dB.
 
     Raises:
@@ -98,13 +98,13 @@ def assert_plan_is_true(module: nn.Module, *args: Any, config: Config | None = N
     """Assert that autograd saves exactly the tensors of the plans, by dtype and shape.
 
     Args:
-        module: a module on any device that compiles without graph breaks: no plan lists the tensors
-            that code outside of its graphs saves.
-        args: its arguments.
-        config: the tested configuration, by default that of the backend.
+        module: a module on any device that compiles without graph breaks. After a graph break, code
+            outside of graphs would save tensors that no plan lists.
+        args: arguments of the module.
+        config: the tested configuration, by default `Config()`.
 
     Raises:
-        AssertionError: lists tensors that are saved but not planned, and the other way round.
+        AssertionError: lists tensors that are saved but not planned, or planned but not saved.
     """
     graphs: list[CompiledGraph] = []
     backend = Backend(replace(checked_config(config), compiler="eager"), graphs.append)

@@ -1,25 +1,26 @@
-"""Decides whether a training step is as close to the exact one as rounding allows.
+"""Decide whether a training step is as close to the exact step as rounding allows.
 
-The exact step is the model in eager PyTorch and fp64. The error of a tensor is the norm of the
-difference over the norm of the exact tensor, or over a thousandth of the largest gradient for
-smaller gradients: some, like that of a bias before a norm, are pure noise. The accepted error is
+The exact step runs the model in eager PyTorch and fp64. The error of a tensor is the norm of its
+difference from the exact tensor, divided by the norm of the exact tensor. For small gradients the
+divisor is a thousandth of the largest gradient's norm, because some gradients are pure noise (of a
+bias before a normalization, for example). The accepted error is
 
     2 · √(n² + s²) + 5 · p + r
 
     n: largest error of the fake-quantized model over seeds (noise.py). Some seeds run in the
-       model's own dtype, because a combination of both roundings may do what neither does.
-    s: for gradients, the rounding error of the format of saved tensors: where autograd saves x, a
-       plan may save the factor of the gradient, for example gelu'(x). Or the largest error that the
-       plan predicts for one saved value, from which it recomputes values (x², x³) that autograd
-       saves.
+       model's own dtype, because both roundings together may have effects that neither has alone.
+    s: for gradients, the larger of two errors. The first is the rounding error of the format of
+       saved tensors: where autograd saves x, a plan may save a factor of the gradient, for example
+       gelu'(x). The second is the largest error that the plan predicts for one saved value:
+       autograd saves x² and x³, but a plan may recompute them from x.
     p: error of the unmodified model in its own dtype.
-    r: 1e-4, or one ulp of a coarser dtype: the rounding of a plain result may be off by chance.
+    r: 1e-4, or one ulp of a coarser dtype, because p may be too small by chance.
 
-A gradient with cosine c has an error of at least √(1 - c²) (0.95 at 0.3), a zero gradient 1, a
-gradient scaled by s |s - 1|, and NaN is never accepted. All of these are found if the accepted
-error is at most `JUDGED`. A larger value means that the model is chaotic there (an argmax flips, a
-norm divides by almost nothing). Such a tensor is unjudged: it only has to be finite, nonzero and at
-most 10 times too large.
+A gradient with cosine c has an error of at least √(1 - c²), which is 0.95 at 0.3. A zero gradient
+has the error 1, and a gradient scaled by s has the error |s - 1|. NaN is never accepted. All these
+faults are found if the accepted error is at most `JUDGED`. A larger accepted error means that the
+model is chaotic at this tensor (an argmax flips, a normalization divides by almost zero). Such a
+tensor is unjudged: it only has to be finite, nonzero and at most 10 times too large.
 
 Noise is random, so it is measured again with more seeds before a complaint is raised.
 """
@@ -41,7 +42,7 @@ from fp8pass.testing.steps import TrainingStep, step
 
 JUDGED = 0.75
 FLOOR = 1e-4
-PLAIN_SEEDS = 4  # one seed in so many has noise in the model's own dtype
+PLAIN_SEEDS = 4  # one of so many seeds runs in the model's own dtype
 Batch = Sequence[Any]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -70,8 +71,8 @@ class Verdict:
         Args:
             name: name of the tensor, for complaints.
             tensors: the tensor, then its exact, its plain and its noisy versions.
-            least: least norm to divide errors by.
-            saved: s of the formula.
+            least: lower limit of the norm that divides the error.
+            saved: `s` in the formula of the module's docstring.
         """
         got, want, plain, *noisy = tensors
         assert want is not None
@@ -112,7 +113,7 @@ class Verdict:
 
 @dataclass
 class Reference:
-    """The exact steps of a model, and the noise around them, measured on demand.
+    """The exact steps of a model, and noisy steps, which are computed on demand.
 
     Attributes:
         model: the model in its own dtype. It is copied for every run.
@@ -150,7 +151,7 @@ class Reference:
         return steps
 
     def measure(self, seeds: int) -> None:
-        """Measure noise of at least so many seeds."""
+        """Compute the noisy steps of at least `seeds` seeds."""
         rounds = any((self.formats.forward, self.formats.saved))
         for seed in range(len(self.noisy), seeds if rounds else 0):
             noise = Noise(self.formats, seed)
@@ -162,10 +163,10 @@ class Reference:
     def judge(
         self, steps: Sequence[TrainingStep], expected: float = 0.0, seeds: int = 3, more: int = 96
     ) -> Verdict:
-        """Judge whether `steps` are as close to the exact ones as noise of `seeds` seeds allows.
+        """Judge whether `steps` are as close to the exact steps as noise of `seeds` seeds allows.
 
-        `expected` is the largest gradient error that a plan predicts for one saved value. Before a
-        complaint, noise is measured with `more` seeds.
+        `expected` is the largest gradient error that a plan predicts for one saved value. If there
+        are complaints, the steps are judged again with `more` seeds.
         """
         self.measure(seeds)
         verdict = self._judge(steps, expected)
@@ -194,9 +195,9 @@ def error(x: Tensor, want: Tensor, least: float = 0.0) -> float:
 
 
 def _align(steps: Sequence[TrainingStep]) -> Iterator[tuple[str, list[Tensor | None]]]:
-    """Yield name and versions of each result of the second step, which is the exact one.
+    """Yield the name and the versions of each result; the second step must be the exact step.
 
-    All gradients together are one more result.
+    All gradients, concatenated, are one more result.
     """
     exact = steps[1]
     names = [name for name, want in exact.gradients.items() if want is not None]
@@ -221,7 +222,7 @@ def _concatenate(got: TrainingStep, exact: TrainingStep, names: list[str]) -> Te
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> list[Any]:
-    """Return a batch with its floating point tensors in another dtype, detached."""
+    """Return a detached copy of a batch with floating point tensors in another dtype."""
     return [
         x.detach().to(dtype).requires_grad_(x.requires_grad)
         if isinstance(x, Tensor) and x.is_floating_point()

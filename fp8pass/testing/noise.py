@@ -1,8 +1,9 @@
 """The effect of rounding to FP8 and to low-bit saved tensors on gradients, in eager PyTorch.
 
-This model of the formats is independent of the package. Each GEMM of a parameter gets rounded
-operands and a rounded gradient, and all tensors that autograd saves are rounded. A random factor
-shifts the grid of the format, so that each seed has different errors of the same size.
+This model of the formats is independent of the package's quantization. Each GEMM with a parameter
+gets rounded operands and a rounded gradient, and all tensors that autograd saves are rounded. A
+random factor shifts the grid of the format, so that each seed has different errors of the same
+size.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats that a recipe rounds to; None for no rounding.
+    """The formats that a recipe rounds to; None means no rounding.
 
     Attributes:
-        forward, gradient, saved: formats of GEMM operands, of their gradients, of saved tensors.
-        rows: whether forward operands have a scale for each row, instead of one.
+        forward, gradient, saved: formats of forward GEMM operands, gradients, and saved tensors.
+        rows: whether forward operands have a scale for each row, instead of one scale.
         longest_fast: longest contraction with fast accumulation.
     """
 
@@ -67,22 +68,24 @@ class Formats:
     def truncated_share(self, length: int) -> float:
         """Return the largest share of a sum of `length` products that fast accumulation loses.
 
-        Products of one sign lose most: on average half a unit of the running sum's 14 bits each,
-        which is a quarter to a third of 2^-14 of the final sum.
+        The loss is largest if all products have the same sign. Each product then loses on average
+        half a unit of the running sum's 14 bits, which is a quarter to a third of 2^-14 of the
+        final sum.
         """
         return length * 2.0**-14 / 3 if length <= self.longest_fast else 0.0
 
     @property
     def saved_error(self) -> float:
-        """Relative root mean square error of a saved value, for errors uniform in a step."""
+        """Relative root mean square error of a saved value, if errors are uniform in a step."""
         return 0.0 if self.saved is None else 0.42 * 2.0 ** -(GRIDS[self.saved].mantissa + 1)
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype = torch.float32) -> Formats:
         """Return the formats of a `Config`, for a model in `dtype`.
 
-        A BF16 model without FP8 rounds to BF16: fusion decides where, and so which of two equal
-        maxima is the first, and whether a ReLU is open.
+        For a BF16 model without FP8 the formats are BF16, because fusion changes where values are
+        rounded to BF16. This may change which of two equal maxima is the first, and whether a ReLU
+        is open.
         """
         if not config.quantizes_linears:
             own = "bfloat16" if dtype is torch.bfloat16 else None
@@ -94,7 +97,7 @@ class Formats:
 
 
 class Noise(TorchFunctionMode):
-    """Mode that rounds the operands of GEMMs of parameters. `enter` also rounds saved tensors."""
+    """Mode that rounds the operands of GEMMs with parameters. `enter` also rounds saved tensors."""
 
     def __init__(self, formats: Formats, seed: int) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ class Noise(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in GEMMS and any(_is_weight(x) for x in _find_tensors(args)):
             return self._run_gemm(func, *args, **kwargs)
-        if func is F.multi_head_attention_forward:  # a mode does not see its calls of F.linear
+        if func is F.multi_head_attention_forward:  # hides its calls of F.linear from modes
             with patch.object(F, "linear", partial(self._run_gemm, F.linear)):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -126,7 +129,7 @@ class Noise(TorchFunctionMode):
         return _RoundValue.apply(x, self)
 
     def round(self, x: Tensor, format: str | None, *, by_row: bool) -> Tensor:
-        """Round `x` to `format`, with a scale for each row or one for all."""
+        """Round `x` to `format`, with a scale for each row or one scale for all rows."""
         if format is None or not x.numel():
             return x
         wide = x.detach().double()
@@ -153,7 +156,7 @@ class Noise(TorchFunctionMode):
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
-        """Round operands and saved tensors within.
+        """Round operands and saved tensors inside of the context.
 
         Checkpointing is off, because PyTorch would recompute without rounding.
         """
@@ -200,7 +203,7 @@ GEMMS = frozenset(
     )
 )  # fmt: skip
 
-# Their results are selected rows of a parameter, which count as activations.
+# The results of these functions are rows of a parameter, but count as activations.
 EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 
@@ -219,7 +222,7 @@ def _is_weight(x: Tensor) -> bool:
 
 
 def _mark_computed_weights(results: list[Tensor], operands: list[Tensor]) -> None:
-    """Mark results that are computed from parameters and indices alone."""
+    """Mark results that are computed only from parameters and indices."""
     floats = [x for x in operands if x.is_floating_point()]
     parameters = [isinstance(x, nn.Parameter) or hasattr(x, _COMPUTED) for x in floats]
     if floats and all(parameters):

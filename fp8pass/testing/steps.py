@@ -68,7 +68,7 @@ def step(
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bits. NaN equals NaN."""
+    """Whether two tensors have the same dtype, shape and values. NaN equals NaN."""
     same = a.dtype == b.dtype and a.shape == b.shape
     return same and torch.equal(torch.nan_to_num(a, 12345.0), torch.nan_to_num(b, 12345.0))
 
@@ -107,7 +107,7 @@ SavedCounts = Counter[tuple[str, str]]  # number of saved tensors by dtype and s
 def count_saved(
     program: Callable[..., Any], args: Sequence[Any], held: Iterable[Tensor]
 ) -> SavedCounts:
-    """Count the tensors that autograd saves in a call, without parameters and tensors in `held`."""
+    """Count the tensors that autograd saves in a call, except parameters and tensors in `held`."""
     addresses = {t.data_ptr() for t in held}
     found: SavedCounts = Counter()
 

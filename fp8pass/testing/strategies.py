@@ -1,4 +1,4 @@
-"""Strategies of hypothesis for property tests of numerics."""
+"""Hypothesis strategies for property tests of numerics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def formats() -> st.SearchStrategy[Format]:
 
 
 def blocks(columns: int) -> st.SearchStrategy[Block]:
-    """Draw a block: tensor, row, or a group size that divides `columns`."""
+    """Draw which elements share a scale: the tensor, a row, or a group that divides `columns`."""
     sizes = [size for size in (16, 32, 64, 128) if columns % size == 0]
     return st.sampled_from([*OPERAND_BLOCKS.values(), *map(group, sizes)])
 
@@ -51,7 +51,7 @@ def matrices(
     *,
     finite: bool = True,
 ) -> Tensor:
-    """Draw a matrix [R, C] of any layout, dtype and magnitude, or mixed magnitudes, with zeros.
+    """Draw a matrix [R, C] with zeros, of any layout and dtype, with one or several magnitudes.
 
     Args:
         draw: passed by hypothesis.
@@ -80,8 +80,9 @@ def edges(
 ) -> Tensor:
     """Draw a matrix [R, `columns`] of numbers at the edges of a format, times one power of two.
 
-    Zeros of both signs; the smallest denormal, and numbers that round to it or to zero; the
-    smallest normal number and its neighbors; ties; the largest number, and larger numbers.
+    The numbers are zeros of both signs; the smallest denormal, and numbers that round to the
+    smallest denormal or to zero; the smallest normal number and its neighbors; ties; the largest
+    number, and larger numbers.
     """
     step, normal = 2.0**-format.mantissa, 2.0**format.min_exponent
     least = normal * step
@@ -129,7 +130,7 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 def modules(draw: st.DrawFn, width: int = 64, depth: int = 4) -> nn.Module:
     """Draw a small model [..., width] -> [..., width]: a linear layer and up to `depth` modules.
 
-    Some are in a residual branch. The seed of the weights is drawn, too.
+    Some modules are in a residual branch. The seed of the weights is also drawn.
     """
     names = draw(st.lists(st.sampled_from(sorted(LAYERS)), max_size=depth))
     torch.manual_seed(draw(st.integers(0, 99)))
@@ -183,8 +184,9 @@ class RandomProgram(nn.Module):
     """Runs instructions over a growing list of values, each [rows, WIDTH].
 
     Args:
-        code: instructions: kind, name, and indices of the two operands.
-        returned: indices of the returned values. A sum and a mean of the last value follow.
+        code: instructions, each with a kind, a name, and indices of two operands.
+        returned: indices of the returned values. The program also returns a sum and a mean of the
+            last value.
     """
 
     def __init__(self, code: list[tuple[str, Any, int, int]], returned: list[int]) -> None:
@@ -229,7 +231,7 @@ _INPUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[RandomProgram, list[Tensor]]:
-    """Draw a program of up to eight instructions, and inputs. Any of them may require gradients."""
+    """Draw a program of up to eight instructions, and inputs. Some tensors require gradients."""
     code: list[Any] = draw(st.lists(_INSTRUCTION, min_size=1, max_size=8))
     returned = draw(st.lists(st.integers(0, 9), max_size=2, unique=True))
     rows = draw(st.sampled_from([1, 16, 17, 40]))

@@ -1,4 +1,4 @@
-"""A guard of training: it detects that a run is about to fail, names suspects, and can intervene.
+"""`Guard` detects that a training is about to fail, names suspects, and can intervene.
 
 guard.py         `Guard`: raises alarms and follows them to their end
 measurements.py  norms, losses and loss scales, copied to the host without waiting

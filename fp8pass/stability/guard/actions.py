@@ -1,4 +1,4 @@
-"""Responses to alarms: a lower learning rate, high precision, the last good weights."""
+"""Responses to alarms: lower learning rates, use high precision, restore the last good weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ Done = tuple[str, str]  # kind and message of an event
 
 
 class Actions:
-    """The actions that a user allows.
+    """The responses to alarms that the user allows.
 
-    Lasting actions start in the given order, each if the ones before were not enough. After the
-    last one the learning rate is lowered further each time. They end after `hold` steps. If an
-    alarm follows soon, they start at the level where they ended, and last twice as long.
+    Lasting actions (`lower lr`, `high precision`) start in the given order, each if the earlier
+    actions were not enough. After the last action, each further alarm lowers the learning rate
+    again. Actions end after `hold` steps. If an alarm follows soon, actions restart at the level
+    where they ended, and last twice as long.
 
     Args:
-        act: the actions.
-        factor: factor of learning rates.
+        act: the allowed actions.
+        factor: factor of learning rates for `lower lr`.
         hold: duration of lasting actions, in steps.
         quiet: steps without an alarm after which a snapshot is trusted, and after which the next
-            alarm starts at the first action again.
+            alarm starts with the first action again.
         monitor: the Monitor that switches graphs to high precision.
 
     Raises:
@@ -51,7 +52,7 @@ class Actions:
         self.act, self.factor, self.hold, self.quiet = act, factor, hold, quiet
         self._monitor = monitor
         self._lasting = tuple(a for a in act if a != ROLL_BACK)
-        self._level = 0  # number of lasting actions, plus how often the rate was lowered further
+        self._level = 0  # number of lasting actions, plus how often the rate was lowered again
         self._times = 0  # how often lasting actions started in a row
         self._until: int | None = None  # the step that ends lasting actions
         self._quiet_since = 0  # last step with an alarm or a lasting action
@@ -61,10 +62,10 @@ class Actions:
         self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Set the model and optimizer to act on.
+        """Set the model and the optimizer that actions change.
 
         Raises:
-            ConfigError: an action is not possible with them.
+            ConfigError: an action is not possible with this model or optimizer.
         """
         if self.act and _count_ranks() > 1:
             raise ConfigError(
@@ -90,7 +91,7 @@ class Actions:
         return self.factor ** (1 + max(0, self._level - len(self._lasting))) if lowers else 1.0
 
     def begin(self, step: int) -> Iterator[Done]:
-        """Start lasting actions, or add the next one to those that are on."""
+        """Start lasting actions, or add the next action to the active ones."""
         if not self._lasting:
             return
         if self.active or self._level == 0:
@@ -104,7 +105,7 @@ class Actions:
             yield action, f"{self._describe(action)} for {steps} steps"
 
     def roll_back(self) -> int | None:
-        """Restore the last good snapshot. Return its step, or None without one."""
+        """Restore the last good snapshot. Return its step, or None if no snapshot is good."""
         good = self._snapshots.good
         if good is None or self._training is None:
             return None
@@ -112,23 +113,23 @@ class Actions:
         return good.step
 
     def follow_trained(self, names: Collection[str]) -> None:
-        """Include parameters that are trained from the next step on."""
+        """Add parameters that are trained from the next step on to the snapshots."""
         if self._training is not None:
             self._snapshots.add(self._training[0], names)
 
     def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
-        """After each step: end actions that are over, and take snapshots in quiet steps."""
+        """End actions that are over, and take snapshots in quiet steps. Call it after each step."""
         if self._training is not None and not self._has_stepped:
             self._check_steps(
                 self._training[1]
-            )  # optim.step_in_backward may have come after `bind`
+            )  # optim.step_in_backward may be called after `bind`
         self._has_stepped = True
         rolls_back = ROLL_BACK in self.act and self._training is not None
         if self._until is not None and step >= self._until:
             self._until = None
             self._apply()
             if not alarmed and rolls_back and self._training is not None:
-                # These weights are good, and the steps after the action are a trial.
+                # Trust these weights. The steps after the action may fail again.
                 self._snapshots.keep(step, *self._training)
             for action in self._lasting[: self._level]:
                 yield f"end of {action}", "its time is over"
@@ -149,7 +150,7 @@ class Actions:
             self._rate.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of lasting actions, for a checkpoint; no snapshots."""
+        """Return the state of lasting actions, without snapshots, for a checkpoint."""
         return {
             "level": self._level,
             "times": self._times,
@@ -193,7 +194,7 @@ def _count_ranks() -> int:
 class LowerRate:
     """Multiplies learning rates by a factor within the steps of an optimizer.
 
-    Between steps the rates are those of the user's schedule, so that nothing needs to be restored.
+    Between steps the optimizer has the rates of the user's schedule, so schedules work unchanged.
 
     Attributes:
         factor: the factor; 1 leaves learning rates unchanged.
@@ -233,13 +234,13 @@ class LowerRate:
         self._rates = None
 
     def _save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Put the schedule's rates into a checkpoint, which may be saved within a step."""
+        """Put the schedule's rates into a checkpoint, because it may be saved during a step."""
         if self._rates is not None:
             for group, rate in zip(state_dict["param_groups"], self._rates, strict=True):
                 group["lr"] = _copy(rate)
 
     def _forget(self, _: torch.optim.Optimizer) -> None:
-        """Keep the rates of a loaded checkpoint, also after a step that failed."""
+        """Keep the rates of a loaded checkpoint, even if a step failed before the load."""
         self._rates = None
 
 

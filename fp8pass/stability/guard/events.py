@@ -1,4 +1,4 @@
-"""Records of what a guard detected and did."""
+"""Records of a guard's detections and actions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Signal:
-    """A number that is far from its past.
+    """A measured number that is far from its past values.
 
     Attributes:
         name: `loss`, `gradient norm`, `update size`, `weights`, `quantization`, `sharpness`.
-        strong: whether it raises an alarm alone. Others need a second kind of signal.
+        strong: whether the signal alone raises an alarm. A weak signal needs a second kind of
+            signal.
         text: the measured value and the usual value.
     """
 
@@ -24,14 +25,15 @@ class Signal:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A tensor whose norm or amax is far from its own past.
+    """A tensor with a norm or statistics far from the tensor's past.
 
     Attributes:
         module: path of the module in the model.
         tensor: name of a parameter, `gradient of` or `change of` a parameter, or the tensor of a
             Monitor's row.
-        factor: new value divided by the usual value; infinite if the tensor is not finite.
-        deviations: the change in robust standard deviations.
+        factor: new value divided by the median of earlier values; infinite if the tensor is not
+            finite.
+        deviations: the change in robust standard deviations (see `past.py`).
     """
 
     module: str
@@ -45,7 +47,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Event:
-    """What a guard detected or did.
+    """A detection or an action of a guard.
 
     Attributes:
         step: number of optimizer steps done.
@@ -68,7 +70,7 @@ class Event:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Event:
-        """Return the event whose `dataclasses.asdict` is `state`."""
+        """Return the event that `dataclasses.asdict` converted to `state`."""
         signals = tuple(Signal(**s) for s in state["signals"])
         suspects = tuple(Suspect(**s) for s in state["suspects"])
         return cls(**{**state, "signals": signals, "suspects": suspects})

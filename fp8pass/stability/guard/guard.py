@@ -29,8 +29,8 @@ from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
-AGREEMENT = 10  # steps within which weak signals of two kinds raise an alarm
-REACTION = 20  # steps after a rollback until the next one
+AGREEMENT = 10  # weak signals of two kinds within so many steps raise an alarm
+REACTION = 20  # least number of steps between two rollbacks
 MOST_ROLLBACKS = 10  # per alarm
 
 
@@ -39,11 +39,11 @@ class Alarm:
     """An alarm that is not over.
 
     Attributes:
-        step: step of the alarm, or of its last rollback.
+        step: step of the alarm, or of the last rollback after the alarm.
         confirmed: whether the loss has risen.
         acted: whether an action was taken.
         rollbacks: number of rollbacks.
-        stuck: whether rollbacks have stopped, without good weights or after `MOST_ROLLBACKS`.
+        stuck: whether rollbacks have stopped, for lack of good weights or after `MOST_ROLLBACKS`.
     """
 
     step: int
@@ -56,28 +56,30 @@ class Alarm:
 class Guard(StepObserver):
     """Watches a training: loss, gradient norm, update size, weights, and a `Monitor`'s samples.
 
-    Call `step(loss)` after each `optimizer.step()` and before `zero_grad()`. Numbers stay on the
-    device and are read some steps later, when they have been copied, so that no step waits. Each
-    number is compared with its own past by medians. An alarm is raised if two kinds of numbers rose
-    together, or if one rose very far or is not finite. An alarm is an event with the most likely
-    tensors to blame, and a warning of the logger `fp8pass`.
+    Call `step(loss)` after each `optimizer.step()` and before `zero_grad()`. Numbers are copied
+    from the device without a wait, and read some steps later. Each number is compared with the
+    median of its own past. An alarm is raised if two kinds of numbers rose together, or if one
+    number rose very far or is not finite. An alarm adds an event with the most likely suspects, and
+    logs a warning to the logger `fp8pass`.
 
     Args:
-        monitor: a Monitor whose samples are watched, too. Call its `step()` as without a guard.
+        monitor: a Monitor whose samples the guard also watches. Call `monitor.step()` as without a
+            guard.
         optimizer: the optimizer. Callbacks set it.
         model: the module that is trained, by default the monitor's. Callbacks set it.
         every: steps between readings, which measure the norms of all parameters.
         act: actions after an alarm, by default none. `high precision`: the layers named by
             `Monitor(fallback=...)` run in high precision. `lower lr`: learning rates are multiplied
-            by `factor` within the optimizer's step, independent of the schedule. The first named of
-            these two comes first, and the second one if the first was not enough. `roll back`: once
-            the loss has risen, weights, buffers and optimizer states are restored from a copy in
-            host memory, taken at least `quiet` steps before the alarm. The host holds two copies.
-            Data, schedules and random numbers are not rolled back.
+            by `factor` within the optimizer's step, independent of the schedule. If `act` names
+            both, the second starts only if the first was not enough. `roll back`: once the loss has
+            risen, weights, buffers and optimizer states are restored from a copy in host memory,
+            taken at least `quiet` steps before the alarm. Host memory holds two copies. Data,
+            schedules and random numbers are not rolled back.
         factor: factor of learning rates, between 0 and 1.
-        hold: steps that the first two actions last; doubled if an alarm follows their end.
-        quiet: steps until an alarm is over, which is false if the loss has not risen, and until a
-            copy is trusted.
+        hold: steps that `high precision` and `lower lr` last; doubled if an alarm follows their
+            end.
+        quiet: steps until an alarm is over, and until a copy is trusted. The alarm was false if the
+            loss has not risen by then.
 
     Attributes:
         steps: optimizer steps done.
@@ -127,12 +129,12 @@ class Guard(StepObserver):
             self.watch(model, optimizer)
 
     def watch(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
-        """Set the model, by default the monitor's, and its optimizer, as callbacks do.
+        """Set the model, by default the monitor's, and the optimizer. Callbacks call this.
 
         Raises:
-            ConfigError: there is no model, or an action is not possible.
+            ConfigError: a model is missing, or an action is not possible.
         """
-        # Not `or`, which calls the `len` of an nn.Sequential.
+        # Not `or`, because an empty nn.Sequential is false.
         others = (self.model, self.monitor.model if self.monitor else None)
         model = next((m for m in (model, *others) if m is not None), None)
         if not isinstance(model, nn.Module):
@@ -159,9 +161,9 @@ class Guard(StepObserver):
         Args:
             loss: scalar loss of the step, averaged over micro-batches. Optional.
             gradient_norm: norm before clipping, as `clip_grad_norm_` returns it. Under FSDP2 pass
-                it on every rank. With `torch.amp.GradScaler` pass the norm after
-                `scaler.unscale_(optimizer)`. Without it the norm of the unscaled gradients is
-                measured in every `every`-th step.
+                this argument on every rank. With `torch.amp.GradScaler` pass the norm after
+                `scaler.unscale_(optimizer)`. Without this argument the norm of the unscaled
+                gradients is measured in every `every`-th step.
 
         Raises:
             ConfigError: the guard has no optimizer.
@@ -181,8 +183,8 @@ class Guard(StepObserver):
         for kind, message in ends:
             self._note(kind, message)
         if ends:
-            self._norms.forget()  # the last changes had another learning rate
-        # Numbers with a lower learning rate are lower, and no reference for later ones.
+            self._norms.forget()  # earlier changes had another learning rate
+        # Numbers with a lower learning rate are too low to compare later numbers with.
         if self._alarm is None and not self._actions.active:
             self._signals.freeze(frozen=False)
 
@@ -208,7 +210,7 @@ class Guard(StepObserver):
         return dict(Counter(e.kind for e in self.events))
 
     def __str__(self) -> str:
-        """Return counts of alarms, and all events."""
+        """Return a text with the numbers of alarms, and all events."""
         alarms, confirmed, wrong = (
             self.counts.get(kind, 0) for kind in ("alarm", "confirmed", "false alarm")
         )
@@ -216,7 +218,7 @@ class Guard(StepObserver):
         return "\n".join([first, *(str(e) for e in self.events)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers and text, which JSON can hold; no copies of weights."""
+        """Return the state, without copies of weights, as numbers and text that JSON can store."""
         return {
             "steps": self.steps,
             "events": [asdict(e) for e in self.events],
@@ -228,7 +230,7 @@ class Guard(StepObserver):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, with its past, alarm and actions.
+        """Continue from a checkpoint, with its past numbers, alarm and actions.
 
         Raises:
             ConfigError: `state` was not returned by `state_dict()` of a guard.
@@ -263,16 +265,16 @@ class Guard(StepObserver):
     def _follow_trained(self, *_: Any) -> None:
         """Watch the parameters that are trained now, if some were frozen or unfrozen.
 
-        It runs before an optimizer's step, when unfrozen parameters still have the values of all
-        earlier steps. If the backward updates parameters, it runs after the step.
+        The hook runs before an optimizer's step, when unfrozen parameters still have the values of
+        all earlier steps. If the backward updates parameters, the hook runs after the step.
         """
         assert self._norms is not None
         assert self.model is not None
         trained = trained_names(self.model)
-        if trained and trained != self._norms.trained:  # without any, there is nothing to measure
+        if trained and trained != self._norms.trained:  # nothing to measure if all are frozen
             self._actions.follow_trained(trained)
             self._norms = ParameterNorms(self.model)
-            self._readings.drop()  # they belong to other parameters
+            self._readings.drop()  # unread numbers belong to other parameters
 
     def _judge(self, reading: Reading, norms: ParameterNorms) -> None:
         found = [*self._signals.read(reading, norms.names), *self._read_monitor()]
@@ -286,7 +288,7 @@ class Guard(StepObserver):
             self._follow(self._alarm, norms)
 
     def _read_monitor(self) -> list[Signal]:
-        """Return the signals of a new sample; [] if there is none."""
+        """Return the signals of a new sample of the monitor; [] without a new sample."""
         rows = self.monitor.latest if self.monitor else []
         if not rows or rows[0].step == self._sampled:
             return []
@@ -319,11 +321,11 @@ class Guard(StepObserver):
             self._note("false alarm", f"{self.quiet} steps later the loss has not risen")
         self._alarm = None
         if alarm.confirmed and not alarm.rollbacks:
-            self._signals.forget()  # later numbers are compared with the present ones
+            self._signals.forget()  # later numbers are compared with present numbers
             self._signals.freeze(frozen=False)
 
     def _act(self) -> bool:
-        """Start lasting actions. Return whether there are any."""
+        """Start lasting actions. Return whether any action started."""
         done = list(self._actions.begin(self.steps))
         if done and self._norms is not None:
             self._norms.forget()

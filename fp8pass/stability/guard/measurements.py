@@ -1,4 +1,4 @@
-"""Measurements of a training, which reach the host without a wait for the device.
+"""Measurements of a training, copied to the host without waiting for the device.
 
 `ParameterNorms` measures parameters, gradients and changes. `LossScale` removes the factor of a
 `GradScaler` from gradient norms. `Readings` keeps numbers on the device for some steps, copies them
@@ -23,19 +23,19 @@ from fp8pass.optim.shards import local, whole
 from fp8pass.stability.guard.past import Numbers
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-SAMPLE = 1024  # elements of a parameter that are compared with the last reading
-ABSENT = -1.0  # stands for a number that does not exist
+SAMPLE = 1024  # elements of a parameter that are compared with the last measurement
+ABSENT = -1.0  # replaces a number that does not exist
 
 
 class ParameterNorms:
     """Norms of the trained parameters of a model, of their gradients, and of their changes.
 
-    A change is measured on up to `SAMPLE` evenly spread elements of a parameter, since the last
-    measurement. A second copy of all weights is not needed.
+    A change since the last measurement is computed from up to `SAMPLE` evenly spread elements of a
+    parameter, so that no second copy of all weights is needed.
 
     Attributes:
         trained: names in the model of the parameters that require a gradient.
-        names: module path and parameter name of each of them.
+        names: module path and parameter name of each parameter in `trained`.
         gradients_seen: whether any parameter had a gradient in the last measurement.
     """
 
@@ -52,9 +52,9 @@ class ParameterNorms:
     def measure(self) -> Tensor:
         """Return fp32 [3, parameters]: norms of weights and of gradients, and relative changes.
 
-        `ABSENT` stands for a missing gradient and for the first change. Of sharded weights, this
-        rank's shard is measured. Of quantized weights the scales of the rows are measured, because
-        the FP8 data may be in host memory, or on its way there.
+        Missing gradients, and changes in the first measurement, are `ABSENT`. Sharded weights are
+        represented by this rank's shard. Quantized weights are represented by the scales of their
+        rows, because the weights may be in host memory, or on the way there.
         """
         weights = [
             p.scales if isinstance(p, QuantizedWeight) else local(p) for p in self._parameters
@@ -74,7 +74,7 @@ class ParameterNorms:
         )
 
     def forget(self) -> None:
-        """Forget the last weights. Call it when they were set from outside of the training."""
+        """Forget the last weights. Call it after a rollback, for example."""
         self._before = []
 
     def _measure_gradients(self, absent: Tensor) -> list[Tensor]:
@@ -86,7 +86,7 @@ class ParameterNorms:
 
 
 def trained_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters that require a gradient."""
+    """Return the names of the parameters of a model that require a gradient."""
     return tuple(name for name, p in model.named_parameters() if p.requires_grad)
 
 
@@ -105,12 +105,12 @@ def _take_sample(weight: Tensor) -> Tensor:
 
 
 class LossScale:
-    """The factor that `torch.amp.GradScaler` left in the gradients of the last step.
+    """The factor that gradients of the last step still contain because of `torch.amp.GradScaler`.
 
-    GradScaler divides gradients before the step, or lets the optimizer do it
-    (`_step_supports_amp_scaling`), which reads the factor and the result of the finiteness check
-    from its attributes. PyTorch's fused optimizers then divide the gradients in place, unless they
-    are not finite. `fp8pass.optim.AdamW` leaves them scaled.
+    GradScaler divides gradients before the step, unless the optimizer has
+    `_step_supports_amp_scaling`. Such an optimizer reads the factor, and the result of the
+    finiteness check, from its own attributes. PyTorch's fused optimizers divide finite gradients in
+    place. `fp8pass.optim.AdamW` leaves gradients scaled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -143,10 +143,10 @@ class Reading:
     """Measurements of some steps, on the host.
 
     Attributes:
-        step: the last of these steps.
-        losses: losses of the steps that had one.
-        gradient_norms: gradient norms of the steps that had one.
-        norms: [3, parameters], see `ParameterNorms.measure`, of the last of these steps.
+        step: the last step of the reading.
+        losses: losses of the steps for which a loss was given.
+        gradient_norms: gradient norms of the steps for which a norm was given.
+        norms: [3, parameters], see `ParameterNorms.measure`, of the last step.
     """
 
     step: int
@@ -157,11 +157,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Numbers on their way to the host.
+    """Numbers that are being copied to the host.
 
     Attributes:
-        numbers: losses and gradient norms, NaN where the value is on the device.
-        on_device: indices of these values.
+        numbers: losses and gradient norms, with NaN for values that are on the device.
+        on_device: indices of the values that are on the device.
         host: the norms of parameters, then the values that were on the device.
     """
 
@@ -212,7 +212,7 @@ class Readings:
         self._losses, self._gradient_norms = [], []
 
     def collect(self) -> Iterator[Reading]:
-        """Yield the readings that have arrived. Does not wait."""
+        """Yield the readings that have arrived on the host, without waiting for more."""
         while self._transfers:
             sent = self._transfers[0]
             if sent.arrival is not None and not sent.arrival.query():
@@ -225,13 +225,13 @@ class Readings:
             yield Reading(sent.step, losses, gradient_norms, norms.reshape(3, -1))
 
     def drop(self) -> None:
-        """Drop unread numbers, which belong to other weights."""
+        """Drop unread numbers. Call it when they belong to other weights."""
         self._losses, self._gradient_norms = [], []
         self._transfers.clear()
 
 
 def _start_copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return a copy in host memory, and the event of its completion."""
+    """Return a copy in host memory, and the event that completes the copy."""
     if x.device.type != "cuda":
         return x, None
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

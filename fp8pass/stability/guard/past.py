@@ -1,8 +1,9 @@
 """Comparison of numbers with their own past.
 
-`Trend` follows one number that is measured often, `History` a row of numbers, one for each tensor.
-Both use medians, so that single outliers have no effect, and measure distances in units of noise:
-the median distance from the median, times 1.4826 as for a normal distribution.
+`Trend` follows one number that is measured often. `History` follows a row of numbers, one for each
+tensor. Both use medians, so that single outliers have no effect. Distances are in units of the
+noise, which is a robust standard deviation: the median distance from the median, times 1.4826. For
+normally distributed numbers it equals the standard deviation.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 
-NORMAL = 1.4826  # standard deviations per median distance of a normal distribution
+NORMAL = 1.4826  # ratio of standard deviation to median distance in a normal distribution
 LEAST_ROWS = 8  # rows of a history before its first comparison
-REFRESH = 4  # rows until medians are recomputed, which takes most of the time
+REFRESH = 4  # medians are recomputed after so many rows, to save time
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,18 @@ class Trend:
         ........................................ | ........
         past, in blocks of equal length            recent
 
-    It compares the median of the recent numbers with the lowest median of a block. A falling loss
-    stays below all of them, and a slowly rising loss does not raise its own reference.
+    `rise` compares the median of the recent numbers with the lowest median of a block. A falling
+    loss stays below the medians of all blocks, and a slowly rising loss does not raise its own
+    reference.
 
     Args:
-        recent: how many of the last numbers are compared with the past.
+        recent: number of last numbers that are compared with the past.
         block: length of a block.
         blocks: maximum number of blocks; a comparison needs two.
-        floor: least noise, in units of the number.
+        floor: lower limit of the noise, in units of the number.
 
     Attributes:
-        frozen: whether new numbers stay out of the past.
+        frozen: if True, new numbers are not added to the past.
     """
 
     def __init__(self, recent: int, block: int, blocks: int, floor: float) -> None:
@@ -88,7 +90,7 @@ class Trend:
         return Rise(now, before, (now - before) / noise)
 
     def forget(self, *, recent: bool = False) -> None:
-        """Forget all numbers, or with `recent` only the recent ones."""
+        """Forget all numbers, or only the recent numbers if `recent`."""
         self._recent.clear()
         if not recent:
             self._past.clear()
@@ -107,12 +109,12 @@ class History:
     """The past of a row of numbers, each compared with its own median.
 
     Args:
-        floor: least noise of a number.
+        floor: lower limit of the noise of a number.
         window: maximum number of rows.
         least: number of rows before the first comparison.
 
     Attributes:
-        frozen: whether new rows stay out of the past.
+        frozen: if True, new rows are not added to the past.
     """
 
     def __init__(self, floor: float, window: int = 40, least: int = LEAST_ROWS) -> None:
@@ -124,7 +126,7 @@ class History:
         self._noise: Numbers = np.empty(0)
 
     def push(self, row: Numbers) -> None:
-        """Add a row, with NaN for missing numbers. A row of NaN alone is ignored."""
+        """Add a row, with NaN for missing numbers. A row that contains only NaN is ignored."""
         if self.frozen or np.isnan(row).all():
             return
         if self._rows and self._rows[-1].shape != row.shape:
@@ -135,7 +137,7 @@ class History:
     def jumps(self, row: Numbers) -> tuple[Numbers, Numbers]:
         """Return the distance of each number from its median, also in robust standard deviations.
 
-        Both are 0 where the past is too short or a number is not finite.
+        Both results are 0 where the past is too short or a number is not finite.
         """
         if len(self._rows) < self.least or self._rows[-1].shape != row.shape:
             return np.zeros_like(row), np.zeros_like(row)

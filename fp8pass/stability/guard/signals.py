@@ -1,7 +1,7 @@
-"""Finds signals, which are numbers far from their past, and suspects, which are tensors.
+"""Find signals (numbers far from their past), and suspects (tensors that may be the cause).
 
-A signal must be far from its past (`past.py`) both in units of noise and as a factor. `LIMITS` has
-the thresholds. They were tuned on training runs with other seeds than those of
+A number is a signal if it is far from its past (`past.py`) both in units of noise and as a factor.
+The thresholds are in `LIMITS`. The thresholds were tuned on training runs whose seeds differ from
 `benchmarks/results/guard.json`.
 """
 
@@ -43,14 +43,15 @@ LIMITS: dict[str, tuple[Limit, Limit]] = {
     "quantization": (Limit(6.0, 4.0), Limit(20.0, 16.0)),
     "sharpness": (Limit(4.0, 2.0), Limit(12.0, 8.0)),
 }
-# The rise of the loss that confirms an alarm. Lower than a strong signal: the alarm is evidence.
+# The rise of the loss that confirms an alarm. It is smaller than a strong signal, because the alarm
+# is evidence already.
 RISEN = Limit(2.0, 1.10)
 SUSPECT = Limit(4.0, 1.5)
-# Names of the compared norms of a parameter, with the least noise of their logarithms.
+# Names of the compared norms of a parameter, with the lower limit of the noise of logarithms.
 NOISE_FLOORS = {"{}": 0.02, "gradient of {}": 0.2, "change of {}": 0.2}
 Name = tuple[str, str]  # module path, and name of a parameter or another tensor
 
-MEASURED_NORM = "sampled gradient norm"  # a trend of its own: it has other intervals
+MEASURED_NORM = "sampled gradient norm"  # a separate trend, because its intervals are longer
 STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's rows
 
 
@@ -73,7 +74,8 @@ class Signals:
             "update size": Trend(**readings, floor=0.1),
             "sharpness": Trend(recent=1, block=5, blocks=4, floor=0.1),
         }
-        # Logarithms of growth between readings, gradients, and changes of each parameter.
+        # For each parameter, logarithms of its growth between readings, its gradient, and its
+        # change.
         self._histories = {kind: History(floor) for kind, floor in NOISE_FLOORS.items()}
         self._weights: Numbers = np.empty(0)  # logarithms of norms in the last reading
         self._rows = History(floor=0.2, window=20, least=5)
@@ -82,7 +84,7 @@ class Signals:
         self._earlier: list[Suspect] = []
 
     def read(self, reading: Reading, names: Sequence[Name]) -> list[Signal]:
-        """Return the signals of a reading of the named parameters, and add it to the past."""
+        """Return the signals of a reading of the named parameters. Add the reading to the past."""
         self._earlier, self._suspects = self._suspects, []
         return [
             *self._check_loss(reading),
@@ -91,7 +93,7 @@ class Signals:
         ]
 
     def sample(self, rows: Sequence[TensorStatistics]) -> list[Signal]:
-        """Return the signals of a Monitor's sample, and add it to the past."""
+        """Return the signals of a Monitor's sample. Add the sample to the past."""
         found = list(self._check_rows([r for r in rows if r.tensor != LANDSCAPE]))
         for row in rows:
             if row.tensor == LANDSCAPE and row.sharpness > 0:
@@ -105,7 +107,7 @@ class Signals:
         return tuple(s for s in found if first[s.module, s.tensor] is s)[:MOST_SUSPECTS]
 
     def freeze(self, *, frozen: bool) -> None:
-        """Set whether new numbers stay out of the past."""
+        """Stop or resume adding new numbers to the past."""
         for past in self._list_pasts():
             past.frozen = frozen
 
@@ -115,7 +117,7 @@ class Signals:
             past.forget()
 
     def forget_recent(self) -> None:
-        """Forget recent numbers. Call it when older weights were restored."""
+        """Forget recent numbers. Call it after older weights were restored."""
         self._weights = np.empty(0)
         for trend in self._trends.values():
             trend.forget(recent=True)
@@ -163,7 +165,7 @@ class Signals:
         yield from self._check_trend("update size", [moved])
 
     def _check_trend(self, name: str, values: Iterable[float]) -> Iterator[Signal]:
-        """Compare the logarithms of positive numbers."""
+        """Compare the logarithms of positive numbers with their past."""
         trend = self._trends[name]
         trend.extend(logs(np.array(list(values))))
         rise = trend.rise()
@@ -172,7 +174,7 @@ class Signals:
         yield from _make_signal(name, rise.deviations, math.exp(rise.difference), text)
 
     def _check_parameters(self, norms: Numbers, names: Sequence[Name]) -> Iterator[Signal]:
-        """Compare single parameters, their gradients and changes. Large jumps are suspects."""
+        """Compare parameters, gradients and changes with their past. Jumps become suspects."""
         if (broken := np.flatnonzero(~np.isfinite(norms[0]))).size:
             module, name = names[broken[0]]
             yield Signal("weights", strong=True, text=f"{module} {name} is not finite")
@@ -193,7 +195,7 @@ class Signals:
         yield from _make_signal("weights", abs(deviations[i]), math.exp(abs(change[i])), text)
 
     def _check_rows(self, rows: Sequence[TensorStatistics]) -> Iterator[Signal]:
-        """Compare amax, underflow, saturation and noise of quantized tensors."""
+        """Compare amax, underflow, saturation and noise of quantized tensors with their past."""
         if not rows:
             return
         keys = [(r.module, r.tensor, r.scales) for r in rows]
@@ -207,7 +209,7 @@ class Signals:
         measured = np.concatenate([_take_logs(r) for r in rows])
         change, deviations = self._rows.jumps(measured)
         self._rows.push(measured)
-        # The statistic of each tensor that jumped most.
+        # For each tensor, the statistic that jumped most.
         worst = np.abs(deviations).reshape(len(rows), -1).argmax(axis=1)
         worst += np.arange(len(rows)) * len(STATISTICS)
         self._add_suspects([(m, t) for m, t, _ in keys], change[worst], deviations[worst])
@@ -223,14 +225,14 @@ class Signals:
 
 
 def _take_logs(row: TensorStatistics) -> Numbers:
-    """Return statistics as logarithms. A tenth of the elements, or 6 dB, count as a factor of 4."""
+    """Return statistics as logarithms. A tenth of the elements, or 6 dB, equals a factor of 4."""
     amax = logs(np.array([row.amax]))[0]
     others = (10 * row.underflow, 10 * row.saturated, -row.sqnr_db / 6)
     return np.array([amax, *(x * math.log(4) for x in others)])
 
 
 def _make_signal(name: str, deviations: float, factor: float, text: str) -> Iterator[Signal]:
-    """Yield the signal of a number that reaches a limit."""
+    """Yield a signal if a number reaches a limit."""
     weak, strong = LIMITS[name]
     if strong.is_reached(deviations, factor):
         yield Signal(name, strong=True, text=text)
@@ -239,5 +241,5 @@ def _make_signal(name: str, deviations: float, factor: float, text: str) -> Iter
 
 
 def _add_norms(norms: Numbers) -> float:
-    """Return the norm of all tensors together, from their norms. NaN counts as missing."""
+    """Return the norm of all tensors together, given the norm of each. NaN counts as missing."""
     return float(np.sqrt(np.nansum(np.square(norms))))

@@ -1,11 +1,11 @@
-"""Copies of weights and optimizer states in host memory, trusted after quiet steps.
+"""Copies of weights and optimizer states in host memory, trusted after steps without an alarm.
 
     step      0 ── quiet steps ── 100 ── quiet steps ── 200 ── alarm
     trial     copy of 0            copy of 100            copy of 200, dropped
     good                           copy of 0              copy of 100
 
-A copy is on trial for `quiet` steps, because weights may be broken before the loss shows it. The
-two copies alternate between two sets of buffers.
+A copy is on trial for `quiet` steps, because weights may be broken before the loss rises. The two
+copies alternate between two sets of buffers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copy a training into the memory of the last copy."""
+        """Copy a training into this object, and reuse its host memory."""
         tensors, self.values = _collect_tensors(model, optimizer)
         before, self.step, self.tensors = self.tensors, step, {}
         arenas: dict[torch.device, Arena] = {}
@@ -55,7 +55,7 @@ class Snapshot:
 
     @torch.no_grad()
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Copy parameters that were frozen until now. Their values have not changed since."""
+        """Copy parameters that were frozen until now, and have not changed since the snapshot."""
         for name, parameter in model.named_parameters():
             if name in names and ("model", name) not in self.tensors:
                 x = local(parameter).detach()
@@ -65,11 +65,12 @@ class Snapshot:
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Restore weights, buffers and optimizer states bit for bit.
 
-        Options of the optimizer, frozen parameters and tensors added since are not changed.
+        Options of the optimizer, frozen parameters, and tensors that were added later are not
+        changed.
         """
         tensors, _ = _collect_tensors(model, optimizer)
         if tensors.keys() != self.tensors.keys():
-            self._load_states(optimizer)  # parameters had their first gradient since
+            self._load_states(optimizer)  # parameters got their first gradient later
             tensors, _ = _collect_tensors(model, optimizer)
         for key in tensors.keys() & self.tensors.keys():
             tensors[key].copy_(self.tensors[key], non_blocking=True)
@@ -78,7 +79,7 @@ class Snapshot:
             optimizer.prepare_again()
 
     def _load_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load states with the right structure; `restore` then copies their values."""
+        """Load states for the snapshot's parameters; `restore` then copies the saved values."""
         live = optimizer.state_dict()
         known = {index for index, _ in self.tensors if isinstance(index, int)}
         states = {index: state for index, state in live["state"].items() if index in known}
@@ -86,7 +87,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """The last good copy of a training, and one on trial.
+    """The last good copy of a training, and a newer copy on trial.
 
     Args:
         quiet: steps without an alarm until a copy is good.
@@ -99,7 +100,7 @@ class Snapshots:
         self._spare: Snapshot | None = None
 
     def tend(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """After a quiet step: trust the copy on trial if it is old enough, and take a new one."""
+        """After a quiet step: trust the copy on trial if it is old enough, and take a new copy."""
         trial = self._trial
         if trial is not None:
             if step - trial.step < self.quiet:
@@ -110,13 +111,13 @@ class Snapshots:
         self._trial.take(step, model, optimizer)
 
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Add parameters that are trained from the next step on."""
+        """Add parameters that are trained from the next step on to the copies."""
         for snapshot in (self.good, self._trial):
             if snapshot is not None:
                 snapshot.add(model, names)
 
     def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take a copy and trust it."""
+        """Take a copy, and trust it at once."""
         self.distrust()
         self._spare, self.good = self.good, self._spare or Snapshot()
         self.good.take(step, model, optimizer)

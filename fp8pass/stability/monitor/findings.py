@@ -1,14 +1,14 @@
 """Warnings about tensors with a problem, and advice.
 
-FP8 itself cannot overflow: scales are computed just in time, so that amax always becomes the
+FP8 data cannot overflow: scales are computed from the current amax, so that amax becomes the
 largest FP8 value. A saturated element is not a problem. The 16-bit tensor before quantization can
 overflow: *near overflow* is an amax within a factor of `HEADROOM` of the largest number of its
-dtype. This happens in fp16, or in a run that diverges.
+dtype. Near overflow happens in fp16, or in a run that diverges.
 
-There is no warning about a low SQNR, because it cannot occur for finite tensors. In a format's
-normal range the error is at most half a step, which is 24 dB in E4M3. Smaller elements have errors
-so small relative to amax that even many zeros hardly lower the SQNR. The share of elements that
-become zero has its own warning.
+No warning reports a low SQNR, because finite tensors cannot have a low SQNR. In a format's normal
+range the error is at most half a step, which is an SQNR of 24 dB in E4M3. Errors of smaller
+elements are so small relative to amax that even many zeros hardly lower the SQNR. The share of
+elements that become zero has its own warning.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and the name of its tensor in the graph. `skip` patterns match the latter."""
+    """A row, and the name of its tensor in the graph, which `skip` patterns match."""
 
     row: TensorStatistics
     name: TensorName
 
     def find_symptoms(self) -> Iterator[tuple[str, str]]:
-        """Yield each symptom and the number that shows it."""
+        """Yield each symptom, and the number that indicates it."""
         row = self.row
         if row.nonfinite > 0:
             yield NOT_FINITE, f"{row.nonfinite} of {row.elements}"
@@ -81,7 +81,7 @@ class Findings:
         self._known: set[tuple[str, str, str]] = set()
 
     def find_new(self, rows: Sequence[Measured]) -> list[str]:
-        """Return one message per symptom, about the tensors that did not have it before."""
+        """Return one message for each symptom, about tensors that newly have the symptom."""
         found: dict[str, list[tuple[Measured, str]]] = {symptom: [] for symptom in SYMPTOMS}
         for measured in rows:
             for symptom, figure in measured.find_symptoms():

@@ -31,17 +31,19 @@ log = logging.getLogger("fp8pass")
 
 MOST_PRINTED = 40  # rows of a printed monitor
 
-# Changes of weights within one step: some optimizers run a forward with perturbed weights.
+# Changes of weights that one step may contain: some optimizers run a forward with perturbed
+# weights.
 MOST_CHANGES = 1
 
 
 class Monitor(StepObserver):
     """Measures amax, saturation, underflow and SQNR of every quantized tensor in sampled steps.
 
-    Pass it to `fp8pass.backend(config, monitor=monitor)` and call `step()` after each optimizer
-    step. It samples the first step and then every `every`-th one. In a sampled step the graphs run
-    op by op, with the time and memory of eager execution, and each tensor is measured on its
-    device. Other steps run as without a monitor. Warnings go to the logger `fp8pass`.
+    Pass a monitor to `fp8pass.backend(config, monitor=monitor)`, and call `monitor.step()` after
+    each optimizer step. The monitor samples the first step and then every `every`-th step. In a
+    sampled step the graphs run op by op, with the time and memory of eager execution, and each
+    tensor is measured on its device. Other steps run as without a monitor. Warnings go to the
+    logger `fp8pass`.
 
     Forwards under `torch.no_grad()` are not sampled. In distributed training each process measures
     its own tensors: pass `csv` and `tensorboard` in one process only.
@@ -52,17 +54,18 @@ class Monitor(StepObserver):
         tensorboard: a folder or a `SummaryWriter` to write scalars to.
         sharpness: a function that is called after each sampled step, such as `lambda:
             fp8pass.sharpness(model, loss_fn, batch)`. Its result, in percent, is a separate row.
-        model: the module that paths start from. Needed only if parts of a model are compiled
-            separately, whose tensors would have equal names. Callbacks set it.
+        model: the module that paths start from. Only needed if parts of a model are compiled
+            separately, because their tensors would have equal names. Callbacks set it.
         fallback: patterns of module paths, as in `Config.skip`. Each graph is compiled a third
-            time, with these layers in high precision, and a `Guard` may switch to it. `("*",)`
-            matches all layers.
+            time, with these layers in high precision, and a `Guard` may switch to this version.
+            `("*",)` matches all layers.
 
     Attributes:
         sampling: whether the current step is sampled.
-        falls_back: whether the version with `fallback` in high precision runs. It is not sampled.
+        falls_back: whether the version with `fallback` in high precision runs. That version is not
+            sampled.
         steps: optimizer steps done.
-        latest: rows of the last sample, in the order of first quantization.
+        latest: rows of the last sample, in the order in which tensors were first quantized.
 
     Raises:
         ConfigError: an argument has a wrong type or value.
@@ -104,15 +107,15 @@ class Monitor(StepObserver):
         self._findings = Findings()
         self._totals: dict[tuple[str, TensorName], Tensor] = {}
         self._modules: dict[int, str] | None = None
-        # Number of changes in this sample and version of each weight, by address.
+        # For each weight, by address: number of changes in this sample, and last seen version.
         self._changes: dict[int, tuple[int, int]] = {}
         self._warned = False
 
     def step(self) -> None:
         """Count an optimizer step, and report its sample.
 
-        Call it after the step, once for all micro-batches. It waits for the device only in sampled
-        steps.
+        Call this after the optimizer step, once for all micro-batches. The call waits for the
+        device only in sampled steps.
         """
         if self.sampling:
             self._finish_sample()
@@ -191,7 +194,7 @@ class Monitor(StepObserver):
             log.warning("%s", message)
 
     def _why_empty(self) -> str:
-        """Return why there is no sample, and what to do."""
+        """Return why no sample exists yet, and what to do."""
         if self._totals:
             return "Nothing sampled yet: call monitor.step() at the end of this sampled step."
         if self.steps:

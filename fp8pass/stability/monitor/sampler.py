@@ -1,9 +1,9 @@
 """The sampled version of a compiled graph: runs op by op and measures every quantized tensor.
 
-A Dynamo graph is compiled twice, normally and with `Sampler` as its inner compiler. Each step runs
-one of the two. The passes produce the same graphs for both, so that both compute the same numbers,
-except for values that generated code holds in registers without rounding. Each version has its own
-backward, so that forward and backward always belong together.
+A Dynamo graph is compiled twice: normally, and with `Sampler` as its inner compiler. Each step runs
+one of the two versions. The passes produce the same graphs for both versions. Therefore both
+compute the same numbers, except for values that generated code holds in registers without rounding.
+Each version has its own backward, so that forward and backward always match.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
 
-# Forwards of a graph that may still have a backward: blocks times micro-batches in flight.
+# Limit of remembered forwards, which may still have a backward: blocks times micro-batches in
+# flight.
 MOST_FORWARDS = 4096
-# Forwards until references to freed memory are dropped.
+# References to freed memory are dropped after so many forwards.
 COMPACT_EVERY = 64
 
 
@@ -48,18 +49,18 @@ class Sampler:
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
         self.trains = False
-        # Blocks that are compiled separately may share a graph.
+        # Blocks that are compiled separately may share a graph, which then runs several forwards.
         self._forwards: deque[SampledForward] = deque(maxlen=MOST_FORWARDS)
         self._count = 0
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Return a function of a list of inputs that runs the graph."""
+        """Return a function that runs the graph with a list of inputs."""
         kind = compat.half_of(kwargs)
         if kind == "inference":
             return compat.interpret(gm)
         self.trains = True
         for gemm, operator in OPERATORS.items():
-            if operator.multiplies:  # runs the GPU's GEMM instead of the emulated one
+            if operator.multiplies:  # the GPU's GEMM instead of an emulated GEMM
                 lower(gm, only=gemm)
         interpreter = MeasuringInterpreter(gm, self.monitor)
 
@@ -78,7 +79,7 @@ class Sampler:
         return compat.interpret(gm, run)
 
     def _add(self, forward: SampledForward) -> None:
-        """Record a forward. Weak references: many forwards never have a backward."""
+        """Record a forward, by weak references, because many forwards never have a backward."""
         self._forwards.append(forward)
         self._count += 1
         if self._count % COMPACT_EVERY == 0:
@@ -87,7 +88,10 @@ class Sampler:
             self._forwards = deque(compacted, maxlen=MOST_FORWARDS)
 
     def _find_forward_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the forward that shares most memory with a backward, or the last."""
+        """Return the path of the forward that shares most memory with a backward.
+
+        If no forward shares memory with the backward, return the path of the last forward.
+        """
         memory = _collect_memory(arguments)
         found = max(
             reversed(self._forwards),
@@ -95,7 +99,7 @@ class Sampler:
             default=None,
         )
         if found and not memory & (found.results | found.arguments):
-            self._forwards.remove(found)  # saved tensors were copied: assume reverse order
+            self._forwards.remove(found)  # saved tensors were copied, so assume reverse order
         return found.prefix if found else ""
 
 
@@ -105,8 +109,8 @@ class SampledForward:
 
     Attributes:
         prefix: path of the part of the model that ran.
-        arguments: memory of its inputs.
-        results: memory that it allocated for outputs and saved tensors.
+        arguments: memory of the forward's inputs.
+        results: memory that the forward allocated for outputs and saved tensors.
     """
 
     prefix: str
@@ -116,7 +120,7 @@ class SampledForward:
     def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
     ) -> SampledForward:
-        """Return the forward without freed memory. Equal sets are stored once, in `shared`."""
+        """Return the forward without freed memory. `shared` stores equal sets only once."""
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
             for memory in (self.arguments, self.results)
@@ -151,7 +155,8 @@ class MeasuringInterpreter(fx.Interpreter):
     def find_prefix(self, arguments: Sequence[Any]) -> str:
         """Return the path of the part of the model that runs with these arguments.
 
-        It is the path of a weight's module in the model, without its path in the graph.
+        The result is the path of a weight's module in the model, without the module's path in the
+        graph.
         """
         for index, module in self.weights:
             path = self.monitor.module_of(arguments[index])
@@ -164,7 +169,7 @@ def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
     """Return the names of the tensor that each quantize node of a graph quantizes.
 
     An operand of several layers has several names. If a module saves several results of the same
-    operator, all but the first are numbered.
+    operator, the names of all but the first end with a number.
     """
     found: dict[fx.Node, list[TensorName]] = {}
     counts: dict[tuple[str, str], int] = {}
@@ -172,7 +177,7 @@ def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
         if is_quantized_operand(node):
             names: list[tuple[str, str]] = list(node.meta.get(OPERAND_OF, ()))
         elif is_quantized_saved_value(node) and node.args[3:] in ((), (0,)):
-            # Formats that are packed into several planes are measured at the first one.
+            # Tensors that are packed into several planes are measured at the first plane.
             module, tensor = graph.module_path(node), f"saved {operator_name(_operand(node))}"
             number = counts[module, tensor] = counts.get((module, tensor), 0) + 1
             names = [(module, tensor if number == 1 else f"{tensor} {number}")]
@@ -190,7 +195,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _group_size(node: fx.Node, x: Tensor) -> int:
-    """Return the number of elements of a row that share a scale."""
+    """Return how many elements of a row share a scale."""
     return quantization_of(node).block[1] or x.shape[-1]
 
 
@@ -200,7 +205,7 @@ def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
     return [
         (placeholders.index(weight), module)
         for node in g.nodes
-        if node.op == "call_function"  # a quantized input has no weight in the graph
+        if node.op == "call_function"  # a weight that is a quantized input is not in the graph
         for module, operand in node.meta.get(OPERAND_OF, ())
         if operand == "weight"
         and (weight := graph.skip_views_and_casts(_operand(node))) in placeholders

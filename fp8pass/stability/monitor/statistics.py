@@ -13,16 +13,16 @@ from fp8pass.dialect.encoding import decode, encode
 from fp8pass.dialect.formats import Format
 
 # Elements measured at once. On a GPU this limits the extra memory of a sampled step to about ten
-# bytes per element; on a CPU the temporaries fit into the caches.
+# bytes for each of these elements. On a CPU the temporaries fit into the caches.
 GPU_CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
-LANDSCAPE = "loss landscape"  # `TensorStatistics.tensor` of the row of the whole model
+LANDSCAPE = "loss landscape"  # `TensorStatistics.tensor` in the row about the whole model
 
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """The name of a tensor that a graph quantizes, and how it is quantized.
+    """The name of a tensor that a graph quantizes, and its quantization.
 
     Attributes:
         module: path of the module in the graph.
@@ -51,10 +51,10 @@ class TensorStatistics:
         elements: number of elements, over all uses in the step (micro-batches, repeated calls).
         amax: largest finite magnitude before quantization.
         saturated: share of elements that become the largest value of the format. Scales are
-            computed just in time, so that amax is within a factor of two of that value.
+            computed from the current amax, so that amax is within a factor of two of that value.
         underflow: share of nonzero elements that become zero.
         sqnr_db: signal to quantization noise ratio, 10 log₁₀(Σx² / Σ(x - dequantized)²), over
-            finite elements. Infinite without noise; NaN if an Inf or NaN made a shared scale NaN.
+            finite elements. Infinite if the noise is zero; NaN if an Inf or NaN made a scale NaN.
         nonfinite: number of elements that are Inf or NaN.
         sharpness: sharpness of the model's loss landscape in percent, in a separate row whose
             `tensor` is `loss landscape`. Statistics of tensors are NaN in that row.
@@ -79,12 +79,12 @@ COLUMNS = tuple(f.name for f in fields(TensorStatistics))
 
 
 def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
-    """Measure `x`, quantized in groups, on its device, without waiting for it.
+    """Measure `x`, quantized in groups, on its device, without waiting for the device.
 
     Args:
         x: any shape; `group` divides its last dimension.
-        scale: one for each group in order, or one for all.
-        fmt: the format, which rounds.
+        scale: one scale for each group in order, or one scale for all groups.
+        fmt: the format of the quantization.
         group: number of consecutive elements that share a scale.
 
     Returns:
@@ -103,7 +103,8 @@ def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
 
 def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     finite = x.isfinite()
-    # In units of the scale, fp32 can represent the squares of all values that contribute.
+    # Divided by the scale, because fp32 can then represent the squares of all values that
+    # contribute.
     scaled = (x.float() * scale.reciprocal()).where(finite, 0.0)
     rounded = decode(encode(scaled, fmt), fmt)
     nonzero = finite & (x != 0)
@@ -118,7 +119,7 @@ def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 
 
 def merge(a: Tensor, b: Tensor) -> Tensor:
-    """Return the totals of two tensors together: the larger amax, and sums of the rest."""
+    """Return the totals of two tensors together: the larger amax, and sums of the other numbers."""
     return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
 
 
@@ -142,7 +143,7 @@ def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> T
 
 
 def make_landscape_row(step: int, sharpness: float) -> TensorStatistics:
-    """Return the row of the whole model."""
+    """Return the row about the whole model, which only has a sharpness."""
     return TensorStatistics(
         *(step, "", LANDSCAPE, "", "", ""),
         elements=0,

@@ -1,4 +1,4 @@
-"""The versions of a graph that a monitor switches between: sampled, careful and normal."""
+"""The versions of a graph that a monitor selects from: sampled, careful and normal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Versions(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap | None:
-        """Compile the sampled version, and the careful one if the monitor has a fallback."""
+        """Compile the sampled version, and the careful version if the monitor has a fallback."""
         if not torch.is_grad_enabled():
             return None
         monitor, sampler = self.monitor, Sampler(self.monitor)
@@ -42,7 +42,7 @@ class Versions(Hooks):
 
 
 def dispatch(monitor: Monitor, sampled: Program, careful: Program, normal: Program) -> Program:
-    """Return a program that runs the version of a graph that the monitor wants in this step."""
+    """Return a program that runs the version of a graph that the monitor selects for each step."""
 
     def run(*args: object) -> object:
         if monitor.falls_back:

@@ -61,7 +61,7 @@ class TensorBoardWriter:
         target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which the caller closes.
 
     Raises:
-        ConfigError: `target` is neither.
+        ConfigError: `target` is neither a folder nor a writer.
         ImportError: `target` is a folder, and tensorboard is not installed.
     """
 
