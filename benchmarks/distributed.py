@@ -247,8 +247,7 @@ def measure(names: list[str], size: Size, device: torch.device) -> dict[str, dic
         except Exception as error:  # a missing package or out of memory, on all ranks alike
             results[name] = {"error": f"{type(error).__name__}: {error}"}
             free_memory()
-    # The garbage collector would scan the objects of all variants, while real programs have one
-    # variant.
+    # The garbage collector would scan the objects of all variants; real programs have only one.
     gc.collect()
     gc.freeze()
     for _ in range(TURNS):

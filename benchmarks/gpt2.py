@@ -99,10 +99,7 @@ class Subject:
 
 
 def subject_of(base: nn.Module, inputs: tuple[Tensor, Tensor], config: Config | None) -> Subject:
-    """Return a variant of a model, which its first step compiles.
-
-    If `config` is None, the variant is stock `torch.compile`.
-    """
+    """Return a compiled variant of a model; without `config`, stock `torch.compile`."""
     model, planned = with_own_code(share_parameters(base)), list[int]()
 
     def observe(compiled: CompiledGraph) -> None:

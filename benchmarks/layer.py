@@ -4,14 +4,10 @@
     python benchmarks/layer.py --cases h2048   one case
     python benchmarks/layer.py --tiny          a CPU-sized case, to check that the script works
 
-Measured for each case and variant:
-
-- seconds of a cold compilation
-- median milliseconds of forward and backward (CUDA events); variants alternate, so that drift
-  affects all variants
-- milliseconds that the CPU takes to launch the first step of a turn
-- bytes that the forward leaves allocated for the backward, without the output
-- relative L2 errors against eager BF16: output, input gradient, worst weight gradient
+Measured for each case and variant: seconds of a cold compilation; median milliseconds of forward
+and backward (CUDA events), with alternating variants; milliseconds in which the CPU launches the
+first step of a turn; bytes that the forward leaves allocated for the backward, without the output;
+relative L2 errors against eager BF16: output, input gradient, worst weight gradient.
 """
 
 from __future__ import annotations
@@ -195,8 +191,7 @@ def share_parameters(model: nn.Module) -> nn.Module:
 def median_times(subjects: dict[str, Subject], rounds: int) -> dict[str, Times]:
     """Return the median times of each subject. Subjects alternate.
 
-    Each round has a different order, because a GPU at its power limit is slower after a demanding
-    variant.
+    The order changes: a GPU at its power limit is slower after a demanding variant.
     """
     steps = {
         name: max(1, round(TURN_MS / _turn(subject, 1).ms)) for name, subject in subjects.items()

@@ -232,10 +232,7 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class Result:
-    """A step of one optimizer. `first_s` includes compilation.
-
-    `limit_ms` is the time that the bytes of a step need at the bandwidth of a copy.
-    """
+    """A step of one optimizer. `first_s` includes compilation; `limit_ms` is explained above."""
 
     shape: str
     optimizer: str

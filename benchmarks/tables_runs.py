@@ -87,8 +87,7 @@ def _paired(own: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> 
     return f"{round(mean(changes), 2) + 0.0:+.2f}%{error}"  # -0.0 + 0.0 is 0.0
 
 
-# Vocabulary of the model in stability.py. The loss of an untrained model is the logarithm of this
-# number; sensitivities count larger losses as this value.
+# Vocabulary of the model in stability.py. An untrained model has the loss log(VOCABULARY).
 VOCABULARY = 256
 
 
@@ -154,10 +153,7 @@ def _final_loss(run: dict[str, Any]) -> float:
 
 
 def _sharpness_around_divergence(runs: list[dict[str, Any]]) -> tuple[str, str]:
-    """Return median sharpness of diverging runs: last measured before divergence, and next after.
-
-    A measurement in the step of the divergence counts as after.
-    """
+    """Return median sharpness of diverging runs: last before divergence, first at or after it."""
     before, at = [], []
     for r in runs:
         when = r["diverged_at"]
