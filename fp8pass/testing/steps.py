@@ -68,13 +68,15 @@ def step(
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and values. NaN equals NaN."""
-    same = a.dtype == b.dtype and a.shape == b.shape
-    return same and torch.equal(torch.nan_to_num(a, 12345.0), torch.nan_to_num(b, 12345.0))
+    """Whether two tensors have the same dtype, shape and values. NaN equals NaN, and -0 equals 0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    present = ~a.isnan()
+    return torch.equal(present, ~b.isnan()) and torch.equal(a[present], b[present])
 
 
 def assert_same_step(got: TrainingStep, want: TrainingStep) -> None:
-    """Assert that outputs, gradients and buffers are bit-identical.
+    """Assert that outputs, gradients and buffers are `identical`.
 
     Raises:
         AssertionError: names the first tensor that differs.

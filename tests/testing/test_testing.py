@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import Quantization
 from fp8pass.plan import Plan
 from fp8pass.testing import assert_close, assert_exact, assert_plan_is_true, checks, strategies
+from fp8pass.testing.steps import identical
 
 
 class Wrong(torch.autograd.Function):
@@ -149,3 +152,12 @@ def test_blocks_fit_matrices(drawn):
 def test_matrices_have_the_width(x):
     assert x.shape[1] == 32
     assert x.dtype in strategies.DTYPES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_missing_and_infinite_values_are_compared(dtype):
+    nan, inf, largest = torch.tensor([torch.nan, torch.inf, torch.finfo(dtype).max]).to(dtype)
+    assert identical(nan, nan)
+    assert identical(inf, inf)
+    for a, b in itertools.permutations((nan, inf, largest), 2):
+        assert not identical(a, b)
