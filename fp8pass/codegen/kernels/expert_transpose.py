@@ -3,9 +3,9 @@
     codes[k, place] = x[rows[token], k] / scale[e]
                                             token = place - padded start of e + start of e
 
-Here `place` is a row of the padded groups, and `e` its expert. A Triton program processes a tile of
-places and loops over columns. The program computes the expert of each place from the offsets, so
-that they are not copied to the CPU.
+Here `place` is a column of the result, and `e` its expert. A Triton program processes a tile of
+places and loops over the columns of `x`. The program computes the expert of each place from the
+offsets, because copying the offsets to the CPU would make the CPU wait for the GPU.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class LaunchPart:
         sizes: run-time arguments.
         constants: compile-time arguments.
         num_warps: warps of a Triton program.
-        inputs: indices of the operator's inputs that it reads.
-        outputs: indices of the operator's results that it writes.
+        inputs: indices of the operator's inputs that the kernel reads.
+        outputs: indices of the operator's results that the kernel writes.
     """
 
     function: Function
@@ -92,8 +92,8 @@ class Launch:
         grid: number of Triton programs.
         sizes: run-time arguments.
         num_warps: warps of a Triton program.
-        inputs: indices of the operator's inputs that it reads.
-        outputs: indices of the operator's results that it writes.
+        inputs: indices of the operator's inputs that the kernel reads.
+        outputs: indices of the operator's results that the kernel writes.
     """
 
     kernel: Any

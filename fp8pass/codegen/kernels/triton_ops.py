@@ -1,4 +1,4 @@
-"""Pieces of Triton source that the row and tile kernels share: operators, casts, names, pointers."""
+"""Pieces of Triton source that row and tile kernels share: operators, casts, names, pointers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def name_kernel(kind: str, program: Program) -> str:
 
 
 def divide_by_scale(value: str, scale: str) -> str:
-    """Return a value divided by its scale. The caller's cast rounds, saturates and preserves NaN."""
+    """Return a value divided by its scale. The caller's cast rounds, saturates, preserves NaN."""
     return f"({value} * tl.div_rn(1.0, {scale}))"
 
 
