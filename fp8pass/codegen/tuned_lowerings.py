@@ -114,7 +114,7 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
     """Return the amax of each group, first over the elements that share a byte of the first plane.
 
-    Packing visits the elements in the same order, so Inductor fuses the amax and the packing.
+    Packing visits the elements in the same order, so Inductor uses one loop for amax and packing.
     """
     magnitudes = (part.abs() for part in split_groups(x, group_size, parts))
     return reduce(torch.maximum, magnitudes).amax(-1).float()
@@ -134,7 +134,7 @@ def _scaled_mm(
     fast_accumulation: bool,
     *quantizations: str,
 ) -> Tensor:
-    """On a GPU, call `aten._scaled_mm`, for which Inductor's autotuning picks cuBLASLt or Triton."""
+    """On a GPU, call `aten._scaled_mm`; Inductor's autotuning picks cuBLASLt or Triton for it."""
     in_groups = any(parse(text).is_in_groups for text in quantizations)
     if in_groups or not is_fp8(a.dtype) or a.device.type != "cuda":
         options = bias, out_dtype, fast_accumulation, *quantizations
@@ -184,7 +184,7 @@ def _scaled_grouped_outer(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """On a GPU, expand the scales, because PyTorch's kernel needs one for each row of each expert."""
+    """On a GPU, expand the scales: PyTorch's kernel needs a scale for each row of each expert."""
     b_transposed = b.permute(1, 0)
     if a.device.type == "cuda":
         pairs = (a_scale, a), (b_scale, b)

@@ -58,7 +58,7 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
 
 
 def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
-    """Run the kernels of a batch on the device of its inputs. They write to the tensors `results`."""
+    """Run the kernels of a batch, which write their output to the tensors `results`."""
     operands = [x.contiguous() for x in inputs]
     parts = prepare_batch(prepare, batch, [x.shape for x in operands])
     for launch in plan_launches(part for part in parts if part.grid):

@@ -140,7 +140,7 @@ class Program:
         )
 
     def canonical(self) -> Program:
-        """Return the program with numbers as names, so that repeated layers share a kernel."""
+        """Name the values v0, v1, ..., so that repeated layers have equal programs and kernels."""
         names = [x.name for x in self.loads] + [x.name for x in self.steps]
         new = {name: f"v{i}" for i, name in enumerate(names)}
         return Program(

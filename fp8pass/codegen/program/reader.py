@@ -112,7 +112,7 @@ class Reader:
         raise NotAMatrix
 
     def _compute(self, node: fx.Node) -> bool:
-        """Add the operator that computes `node`. If it is unsupported, add nothing, return False."""
+        """Add the operator that computes `node`. If unsupported, add nothing and return False."""
         if node.op != "call_function":
             return False
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
@@ -268,7 +268,7 @@ def _preserves_operand(node: fx.Node, source: str, result: str) -> bool:
 
 
 def _over_rows(node: fx.Node, columns: int) -> bool:
-    """Whether a reduction is over the last dimension, of the matrix's row length, with `keepdim`."""
+    """Whether a reduction is over a last dimension of size `columns`, with `keepdim`."""
     if len(node.args) < 2 or tensor(node.args[0]).shape[-1] != columns:  # type: ignore[arg-type]
         return False
     x, dims = node.args[:2]
@@ -294,7 +294,7 @@ def _select_columns(load: Load, part: ColumnSlice) -> Load:
 
 
 def _find_groups(x: fx.Node) -> fx.Node | None:
-    """Return the `dequantize` that `x` is a view of, if rows have the same length; otherwise None."""
+    """Return the `dequantize` node that `x` reshapes, if both have equally long rows, else None."""
     source = graph.skip_reshapes(x)
     if not is_dequantized_saved_value(source):
         return None
