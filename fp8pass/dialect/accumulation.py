@@ -121,6 +121,6 @@ def _exponents(x: Tensor, smallest: int) -> Tensor:
 
 
 def _truncate(x: Tensor) -> Tensor:
-    """Clear the lowest fraction bits of FP32 `x`, because running sums have `FRACTION_BITS` bits."""
+    """Clear the fraction bits of FP32 `x` after the first `FRACTION_BITS`."""
     dropped = torch.finfo(torch.float32).bits - 9 - FRACTION_BITS
     return (x.view(torch.int32) & -(1 << dropped)).view(torch.float32)

@@ -26,7 +26,7 @@ def padded_length(rows: Any, experts: int) -> Any:
 
 
 def rows_of_padded(length: int, experts: int) -> int:
-    """Return the number of rows before padding, rounded up to 16: the inverse of `padded_length`."""
+    """Return the number of rows before padding, rounded up: the inverse of `padded_length`."""
     return length - experts * CONTRACTION_MULTIPLE
 
 

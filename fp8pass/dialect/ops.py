@@ -125,9 +125,9 @@ def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) 
 def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
     """Quantize `x` with the scales of its blocks, and return one plane.
 
-    A lossless format returns the values of `x` unchanged. 8-bit data have the shape of `x`, and its
-    layout if scales vary along rows; otherwise they are contiguous. A packed plane of `w` bits is
-    uint8 [..., K·w/8], contiguous. The elements of a group are split into 8/w consecutive parts.
+    A lossless format copies `x`. 8-bit data have the shape of `x`; if scales vary along rows they
+    have its layout, otherwise they are contiguous. A packed plane of `w` bits is uint8
+    [..., K·w/8], contiguous. The elements of a group are split into 8/w consecutive parts.
     Byte `i` of the group contains the i-th element of each part, the first part in the lowest bits.
     Neighboring threads therefore read and write neighboring elements.
     """

@@ -30,8 +30,8 @@ def amax_quotient(amax: Tensor, fmt: Format) -> Tensor:
 def operand_scale(amax: Tensor, fmt: Format) -> Tensor:
     """Return the scale of GEMM operands: `amax_quotient`, rounded up to a power of two.
 
-    Data quantized by row can be requantized with one scale for the tensor without a second rounding
-    of normal numbers. The scale of a tensor is the largest scale of its rows.
+    Data quantized by row can be requantized with one scale for the tensor. This does not round
+    again, unless numbers become denormal. The scale of a tensor is the largest scale of its rows.
     """
     return round_up_to_power_of_two(amax_quotient(amax, fmt))
 
@@ -52,5 +52,5 @@ def truncate_to_bf16(x: Tensor) -> Tensor:
 
 
 def round_up_to_bf16(x: Tensor) -> Tensor:
-    """Round positive fp32 `x` up to bf16. Values divided by a scale do not grow by this rounding."""
+    """Round positive fp32 `x` up to bf16: a larger scale keeps quotients within the format."""
     return (x.view(torch.int32) + 0xFFFF & BF16_BITS).view(torch.float32)
