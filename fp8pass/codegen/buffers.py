@@ -62,7 +62,7 @@ def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:
 
 
 def store_in_buffer(node: fx.Node, order: list[int] | None = None) -> fx.Node:
-    """Make all users of a node read it from a buffer.
+    """Store the value of a node in a buffer, and make all users of the node read the buffer.
 
     `order` is the buffer's order of dimensions; by default, the node's order when it was traced.
     """

@@ -26,7 +26,8 @@ from fp8pass.graph.nodes import aten, tensor
 
 fp8 = torch.ops.fp8pass
 
-# Size of the groups that the first stage of a tensor's amax reduces: that of saved tensors' groups.
+# Size of the groups that the first stage of a tensor's amax reduces. Saved tensors have groups of
+# the same size.
 AMAX_GROUP = 128
 
 

@@ -155,7 +155,7 @@ def simulated_format(name: str) -> Format:
     bit has only normal numbers in [2, 4).
 
     Raises:
-        ValueError: the name does not match, or has more bits than float32.
+        ValueError: the name is not `ExMy`, or the format has more bits than float32.
     """
     match = re.fullmatch(r"e(\d+)m(\d+)", name)
     exponent, mantissa = map(int, match.groups()) if match else (0, 0)

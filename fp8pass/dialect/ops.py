@@ -8,7 +8,8 @@ a new tensor, in the layout that the shape rule defines.
 
 Scale convention: `x ≈ data * scale` with `scale = amax / format.max`, at least fp32's smallest
 normal number. The quantization defines how scales are rounded and stored (`quantization.py`). NaN
-and Inf reach the output: an infinite amax has an infinite scale, whose products are not finite.
+and Inf reach the output: an infinite amax has an infinite scale, and products with it are NaN or
+Inf.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ ROW: Block = (1, 0)
 # The blocks that users can choose for the operands of GEMMs.
 OPERAND_BLOCKS: dict[str, Block] = {"row": ROW, "tensor": TENSOR}
 
-# By the name of a form of scales: dtype, and whether scales are rounded up to powers of two.
+# The forms in which scales are stored: dtype, and whether scales are rounded up to powers of two.
 SCALE_FORMS = {
     "fp32": ("float32", True),
     "bf16": ("bfloat16", False),
@@ -99,7 +99,7 @@ class Quantization:
 
     @property
     def survives_transpose(self) -> bool:
-        """Whether blocks are as high as wide, so that transposed data have the same blocks."""
+        """Whether transposed data have blocks of the same shape, so that scales remain valid."""
         return self.block[0] == self.block[1]
 
     def scale_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:

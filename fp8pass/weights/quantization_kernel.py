@@ -93,8 +93,8 @@ def _arguments(
     for (rows, length), address in zip(shapes, addresses, strict=True):
         table.append((row, length, element, address))
         row, element = row + rows, element + rows * length
-    # The largest power of two, up to 16, that divides all lengths, offsets and addresses, counted in
-    # elements.
+    # The largest power of two, up to 16, that divides all lengths, offsets and addresses (counted
+    # in elements).
     offsets = (n for _, k, e, x in table for n in (k, e, x // source_dtype.itemsize))
     aligned = math.gcd(16, *offsets)
     block = min(triton.next_power_of_2(max(k for _, k in shapes)), ROW_BLOCK)

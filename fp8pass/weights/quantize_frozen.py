@@ -5,7 +5,7 @@
 The forward's GEMM reads the FP8 data directly, so training steps do not quantize the weight. dgrad
 contracts the output features, so its scales must not vary along them. The backward therefore
 requantizes the data with one scale for the tensor, which reads and writes one byte per element.
-Storing this second result would double the memory of the weight.
+Storing this second result would need as much memory again as the FP8 weight.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
         fp8pass.quantize_frozen(model)
         model.compile(backend="fp8pass")
 
-    Use this for models of which only some weights are trained: with adapters (LoRA), teachers, or
-    frozen encoders. If linear layers run in FP8 with a scale for each row
+    Use this for models with frozen weights: models with adapters (LoRA), teachers, or encoders. If linear layers run in FP8 with a scale for each row
     (`forward_scales="rowwise"`), the forward of a compiled model is bit-identical to the forward
     with weights in BF16. Gradients of inputs are computed with the rounded weights. In all other
     layers, each use dequantizes the weight.

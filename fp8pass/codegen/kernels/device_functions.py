@@ -41,7 +41,7 @@ def truncated(x):
 
 """
 
-# Functions for formats of which several elements share a byte (`planes.py`).
+# Functions for emulated formats, whose elements may share a byte (`planes.py`).
 _PACKING = """
 @triton.jit
 def minifloat(code, BITS: tl.constexpr, SHIFT: tl.constexpr, factor):

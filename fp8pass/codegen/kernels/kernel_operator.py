@@ -23,7 +23,7 @@ from fp8pass.codegen.program.program_batch import Batch
 # A function that prepares a program for a launch, given the sizes M (may be symbolic) and N.
 Prepare = Callable[[Program, Any, int], LaunchPart]
 
-# By operator, the function that prepares its programs.
+# The function that prepares programs, for the operator of each kernel.
 KERNELS: dict[Any, Prepare] = {}
 
 

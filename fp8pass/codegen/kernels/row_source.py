@@ -432,7 +432,7 @@ class RowWriter:
             self.lines += [line.format(**names) for line in _STORE_PLANE]
 
 
-# By layout, the method that writes the store of a chunk. `_write_stage` itself stores `row`.
+# The method that stores a chunk in each layout. `_write_stage` writes the store of layout `row`.
 STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
     "rows": RowWriter._store_rows,
     "groups": RowWriter._store_groups,

@@ -196,7 +196,7 @@ def _place(load: Load, i: int) -> str:
     return f"{first} + in_tile_{i}[:, None] * {load.width} + in_row[None, :]"
 
 
-# By layout, the method that writes the store.
+# The method that writes a store in each layout.
 STORES: dict[str, Callable[[TileWriter, Store, str], Iterator[str]]] = {
     "rows": TileWriter._store_rows,
     "columns": TileWriter._store_columns,

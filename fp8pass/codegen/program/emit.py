@@ -75,7 +75,7 @@ def _build_program(
 def _merge_steps(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """Return, for each node in `others`, its known steps and then the steps that `others` adds."""
+    """Return, for each node in `others`, its known steps, followed by its additional steps."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])

@@ -70,7 +70,7 @@ class Reader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the loaded tensors that are as large as the matrix."""
+        """Total bytes of the loaded tensors that are as large as the matrix."""
         return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
@@ -174,7 +174,8 @@ class Reader:
             source = node.args[0]
             if not isinstance(source, fx.Node) or not all(map(_is_float, (node, source))):
                 return False
-            # If M equals N, a view from [N] to [N, 1] would turn a `column` into a `row`.
+            # If M equals N, a view from [N] to [N, 1] turns a `column` into a `row`. Kernels cannot
+            # compute such views, because they broadcast each value in only one way.
             if not _preserves_operand(node, self.operand(source), self.operand(node)):
                 return False
             self.read(source)
