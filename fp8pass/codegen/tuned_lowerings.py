@@ -82,7 +82,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _amax_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of `_amax`: `x`, block, whether `x` has amaxes, elements in a byte."""
+    """Return the arguments of `_amax`.
+
+    They are `x`, the block, whether `x` consists of amaxes, and how many elements share a byte.
+    """
     x, block = node.args
     scales = [user for user in node.users if user.target is fp8.scale.default]
     width = parse(str(scales[0].args[1])).format.planes[0] if scales else 8
@@ -235,7 +238,7 @@ def _transpose_segments(x: Tensor, *args: Any) -> Tensor:
 
 
 def _call_kernel(*args: Any) -> Tensor:
-    # Imported when the kernel first runs: a machine without a GPU may have no Triton.
+    # This import is local because a machine without a GPU may not have Triton.
     from fp8pass.codegen.kernels.expert_transpose import transpose_segments
 
     return transpose_segments(*args)

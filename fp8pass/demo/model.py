@@ -47,7 +47,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each after a norm and added to the residual stream."""
+    """A transformer block: attention and SwiGLU, each with a norm before it."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

@@ -70,8 +70,8 @@ def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 def decode(data: Tensor, fmt: Format) -> Tensor:
     """Return the fp32 values of elements that `encode` or `unpack` returned.
 
-    Elements of an emulated format are shifted to the fields of an fp16 number, which has another
-    exponent bias, and multiplied by a power of two. fp16 denormals convert exactly.
+    The bits of an emulated format are shifted to the fields of an fp16 number. A power of two
+    corrects the exponent bias. Denormals convert exactly, because fp16 has denormals, too.
     """
     if not fmt.emulated:
         return data.float()

@@ -98,7 +98,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """Group sizes are multiples of this, so that each plane fills whole bytes."""
+        """Number that must divide group sizes, so that each plane of a group fills whole bytes."""
         return 8 // min(self.planes)
 
     @property

@@ -61,12 +61,12 @@ def _round_to_dtype(x: Tensor) -> Tensor:
 
 
 def clamps_outside(fmt: Format) -> bool:
-    """Whether fp32 has finite numbers beyond the largest exponent of a format."""
+    """Whether masking can clamp large magnitudes: fp32 has larger exponents than the format."""
     return fmt.max_exponent < LARGEST_EXPONENT
 
 
 def clamps_inside(fmt: Format) -> bool:
-    """Whether fp32 has normal numbers below the smallest exponent of a format."""
+    """Whether masking can increase magnitudes: fp32 has smaller exponents than the format."""
     return fmt.min_exponent > LEAST_EXPONENT
 
 

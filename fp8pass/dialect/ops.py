@@ -67,7 +67,7 @@ class Operator:
         return result
 
 
-# All operators; tests compare every other table of operators with this one.
+# All operators of the dialect. Tests check that other tables of operators agree with this table.
 OPERATORS: dict[Any, Operator] = {}
 
 
@@ -162,7 +162,7 @@ def dequantize(
 ) -> Tensor:
     """Dequantize a tensor from all its planes, to `dtype`.
 
-    The result of 8-bit data has their layout; the result of packed planes is contiguous.
+    The result has the same layout as 8-bit data. If the planes are packed, it is contiguous.
     """
     how, first = parse(quantization), planes[0]
     fmt = how.format

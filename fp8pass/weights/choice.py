@@ -15,7 +15,7 @@ from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_pre
 
 @dataclass
 class Choice:
-    """The layers to quantize, and the reasons against quantizing the remaining layers.
+    """The layers to quantize, and why the remaining layers cannot be quantized.
 
     Attributes:
         layers: by weight, the layers to quantize; several layers may share a weight.

@@ -79,7 +79,7 @@ class QuantizedWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The weight without a gradient. Assigning to it changes the weight.
+        """The weight without a gradient. Assigning to `data` changes the weight.
 
         Raises:
             RuntimeError: the assigned tensor has another shape, or another dtype than the source.
@@ -136,7 +136,7 @@ class QuantizedWeight(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Quantize a changed source before pickling, because pickles do not contain versions."""
+        """Quantize a changed source before pickling: pickles lack versions that show the change."""
         self._follow_source()
         return super().__reduce_ex__(protocol)
 
@@ -157,7 +157,7 @@ class QuantizedWeight(Tensor):
         """Replace the weight by `values`, broadcast to its shape, of any dtype and on any device.
 
         Raises:
-            RuntimeError: the weight is a gathered copy.
+            RuntimeError: FSDP2 gathered the weight, so a change would be lost.
         """
         if self.source is not None:
             values = values.exact() if isinstance(values, QuantizedWeight) else values
@@ -323,7 +323,7 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: 
     written = [
         given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write
     ]
-    if func.namespace == "c10d" and schema.name.endswith("_"):  # schemas without alias annotations
+    if func.namespace == "c10d" and schema.name.endswith("_"):  # schema lacks alias annotations
         written = list(args[:1])
     return [x for x in compat.tree_leaves(written) if isinstance(x, kind)]
 

@@ -159,7 +159,7 @@ class Call:
     constants: tuple[tuple[str, Any], ...]
 
     def source(self, name: str, number: int, index: str) -> str:
-        """Return the call of the function `name` by part `number`, which starts at `index`."""
+        """Return the source of part `number`'s call of function `name` with program id `index`."""
         sizes = [f"{size}={size}_{number}" for size in self.function.sizes]
         constants = [f"{constant}={value!r}" for constant, value in self.constants]
         return f"{name}({', '.join((index, *self.pointers, *sizes, *constants))})"
@@ -198,7 +198,7 @@ def _write_kernel(name: str, calls: Sequence[Call], parameters: Sequence[str]) -
 
 
 def _write_condition(number: int, count: int) -> str:
-    """Return the condition of a call: the index lies in part `number` of `count`."""
+    """Return the condition of a call: whether the program id lies in part `number` of `count`."""
     if count == 1:
         return ""
     if number == count - 1:

@@ -35,7 +35,7 @@ def extract_bits(planes: Sequence[str], column: str, size: int, format: str) -> 
 
 
 def decode_bits(elements: str, format: str) -> str:
-    """Return the fp32 values of elements, which convert like fp16 with another exponent bias."""
+    """Return the fp32 values of elements, which are fp16 numbers with another exponent bias."""
     fmt = FORMATS[format]
     factor = 2.0 ** (14 + fmt.min_exponent)
     return f"minifloat({elements}, {fmt.bits}, {10 - fmt.mantissa}, {factor!r})"

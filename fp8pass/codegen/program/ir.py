@@ -118,7 +118,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Program:
-    """Loads, then steps, then stores."""
+    """A program runs its loads, then its steps, then its stores."""
 
     loads: tuple[Load, ...]
     steps: tuple[Step, ...]

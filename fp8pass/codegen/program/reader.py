@@ -65,7 +65,7 @@ class Reader:
 
     @property
     def large_loads(self) -> set[fx.Node]:
-        """The loaded nodes that are as large as the matrix."""
+        """The loaded nodes that have as many elements as the matrix."""
         return {n for n, load in self.loads.items() if load.operand in ("full", "groups")}
 
     @property
@@ -126,7 +126,7 @@ class Reader:
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Add a node and its operands. If one cannot be read, add nothing and return False."""
+        """Add a node and its operands. If any of them cannot be read, add nothing, return False."""
         before = self.snapshot()
         if is_residual_sum(node):
             self.sum = node
