@@ -19,7 +19,7 @@ from fp8pass.demo.train import Run
 
 @contextmanager
 def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Callable[..., None]]:
-    """Show a bar for each run. Yield `update(name, step)`; step 0 means compiling."""
+    """Show a bar for each run. Yield `update(name, step)`; during compilation, step is 0."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),

@@ -126,8 +126,8 @@ def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) 
 def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
     """Quantize `x` with the scales of its blocks, and return one plane.
 
-    A lossless format copies `x`. 8-bit data have the shape of `x`; if scales vary along rows they
-    have its layout, otherwise they are contiguous. A packed plane of `w` bits is uint8
+    A lossless format copies `x`. 8-bit data have the shape of `x`. They also have the layout of `x`
+    if scales vary along rows, and are contiguous otherwise. A packed plane of `w` bits is uint8
     [..., K·w/8], contiguous. The elements of a group are split into 8/w consecutive parts.
     Byte `i` of the group contains the i-th element of each part, the first part in the lowest bits.
     Neighboring threads therefore read and write neighboring elements.
@@ -162,7 +162,7 @@ def dequantize(
 ) -> Tensor:
     """Dequantize a tensor from all its planes, to `dtype`.
 
-    The result has the same layout as 8-bit data. If the planes are packed, it is contiguous.
+    The result has the same layout as 8-bit data. Packed planes have a contiguous result.
     """
     how, first = parse(quantization), planes[0]
     fmt = how.format

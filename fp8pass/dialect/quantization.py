@@ -130,7 +130,7 @@ class Quantization:
         return round_scale(amax_quotient(amax, self.format)).to(self.scale_dtype)
 
     def split(self, x: Tensor) -> Tensor:
-        """Split the dimensions of `x` into blocks, so that `spread` scales broadcast to it."""
+        """Split the dimensions of `x` into blocks. Scales from `spread` broadcast to the result."""
         rows, columns = self.block
         groups = x.unflatten(-1, (-1, columns)) if columns else x
         return groups.unflatten(-3, (-1, rows)) if rows > 1 else groups

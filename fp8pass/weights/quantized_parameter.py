@@ -157,7 +157,7 @@ class QuantizedWeight(Tensor):
         """Replace the weight by `values`, broadcast to its shape, of any dtype and on any device.
 
         Raises:
-            RuntimeError: FSDP2 gathered the weight, so a change would be lost.
+            RuntimeError: FSDP2 gathered the weight; only its shards can be changed.
         """
         if self.source is not None:
             values = values.exact() if isinstance(values, QuantizedWeight) else values

@@ -239,7 +239,7 @@ class RowWriter:
                 self.lines.append(f"tl.store({pointer} + row, {value}.to(tl.{store.dtype}))")
 
     def _row_values(self, names: list[str]) -> list[str]:
-        """Return the values that `names` depend on, if not yet computed and equal in all chunks."""
+        """Return the values that `names` depend on and that must be computed before the chunks."""
         found: list[str] = []
         seen, pending = set(self.known), list(reversed(names))
         while pending:

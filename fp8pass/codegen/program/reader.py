@@ -112,7 +112,7 @@ class Reader:
         raise NotAMatrix
 
     def _compute(self, node: fx.Node) -> bool:
-        """Add the operator that computes `node`. If unsupported, add nothing and return False."""
+        """Add the operator of `node`. If kernels do not support it, add nothing, return False."""
         if node.op != "call_function":
             return False
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
