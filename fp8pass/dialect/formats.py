@@ -108,7 +108,7 @@ class Format:
 
     @property
     def keeps_signs(self) -> bool:
-        """Whether the format rounds so few values to zero that the signs of a group survive."""
+        """Whether the format preserves signs: very few values of a group are rounded to zero."""
         return self.flushed_share < 2.0**-11
 
     @property

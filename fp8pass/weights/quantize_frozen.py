@@ -39,8 +39,8 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
 
     Use this for models with frozen weights: models with adapters (LoRA), teachers, or encoders. If
     linear layers run in FP8 with a scale for each row (`forward_scales="rowwise"`), the forward of
-    a compiled model is bit-identical to the forward with weights in BF16. Gradients of inputs are computed with the rounded weights. In all other
-    layers, each use dequantizes the weight.
+    a compiled model is bit-identical to the forward with weights in BF16. Gradients of inputs are
+    computed with the rounded weights. In all other layers, each use dequantizes the weight.
 
     The model can be moved, copied and saved as before. Call this again after freezing more layers.
     `state_dict` contains the rounded weights in their original dtype. They are in host memory,

@@ -51,7 +51,7 @@ class QuantizedWeight(Tensor):
         self._version_of_source = -1  # version when the source was last quantized
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Omit the values, because compilers print weights without values."""
+        """Return a text without values, because compilers print fake weights, which have none."""
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @property

@@ -100,7 +100,7 @@ def _store_contiguous(node: fx.Node) -> fx.Node:
 
 
 def has_shape(node: fx.Node) -> bool:
-    """Whether a matrix can be reshaped to the shape of `node`: at most one size is symbolic."""
+    """Whether a reshape can restore the shape of `node`, which needs at most one symbolic size."""
     return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
 
 

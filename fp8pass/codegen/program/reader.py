@@ -112,7 +112,7 @@ class Reader:
         raise NotAMatrix
 
     def _compute(self, node: fx.Node) -> bool:
-        """Add the operator of `node`. If kernels do not support it, add nothing, return False."""
+        """Add the operator of `node`. Return False, and add nothing, if kernels lack support."""
         if node.op != "call_function":
             return False
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
@@ -126,7 +126,7 @@ class Reader:
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Add a node and its operands. If any of them cannot be read, add nothing, return False."""
+        """Add a node and its operands. Return False, and add nothing, if any is unreadable."""
         before = self.snapshot()
         if is_residual_sum(node):
             self.sum = node
