@@ -20,7 +20,7 @@ from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
 
 # Most elements of a row that registers hold. Longer rows are read in a loop.
 LONGEST_HELD = 16384
-# Longest rows in programs with sums over rows, because the sums need registers, too.
+# Longest rows for which passes fuse sums over rows, because the sums need registers, too.
 LONGEST_SUMMED = 8192
 # Most elements that a thread holds, without and with sums over rows. With more elements, too few
 # threads fit on the GPU to hide latency (`benchmarks/results/sweeps.json`).
