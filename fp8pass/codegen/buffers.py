@@ -1,18 +1,18 @@
-"""Values in their own memory, in a given layout or order.
+"""Operators that store a value in a buffer of its own, or delay its computation.
 
 `fp8pass_codegen::buffer(x, order)` stores `x` in memory; `order` lists its dimensions from
-outermost to innermost. Inductor's own operator expects strides, and cannot order symbolic strides.
+outermost to innermost. Inductor's own operator expects strides, and cannot sort symbolic strides.
 
-Inductor inlines a pointwise operator into every kernel that uses it until its expression is long. A
-residual stream consists of such operators. Without buffers, each block would recompute its sum from
-all terms before it. All terms would stay in memory until then, gradients in fp32, because their
-casts would be inlined, too.
+Inductor inlines a pointwise operator into every kernel that uses it, unless the expression becomes
+too long. A residual stream is a sum of pointwise operators. Without buffers, each block would
+recompute this sum from the terms of all earlier blocks, which would stay in memory until then.
+Gradients would stay in fp32, because their casts would be inlined, too.
 
-`fp8pass_codegen::side_by_side(parts, dim)` is `cat`, but each part is computed separately and
-stored at its place in the result.
+`fp8pass_codegen::side_by_side(parts, dim)` returns the same as `cat`, but a separate kernel
+computes each part and stores it at its place in the result.
 
-`fp8pass_codegen::after(x, done)` copies `x` after all tensors in `done` are computed. Kernels that
-read the copy run after them, and so Inductor cannot delay the kernels that compute `done`.
+`fp8pass_codegen::after(x, done)` copies `x` after all tensors in `done` are computed. Inductor
+therefore cannot delay the kernels that compute `done` until after the kernels that read the copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def _buffer(x: Tensor, order: list[int]) -> Tensor:
 
 
 library.impl("buffer", _buffer, "CompositeExplicitAutograd")
-# Without it fake tensors run the kernel, which makes dynamic sizes of CUDA tensors static.
+# Without a fake kernel, fake tensors run `_buffer` itself, which makes dynamic sizes of CUDA
+# tensors static.
 torch.library.register_fake("fp8pass_codegen::buffer", _buffer, lib=library)
 buffer = torch.ops.fp8pass_codegen.buffer.default
 compat.lower_to_buffer(buffer)
@@ -56,14 +57,14 @@ after = torch.ops.fp8pass_codegen.after.default
 
 
 def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:
-    """Store `x` in a buffer, at the insertion point."""
+    """Add a node that stores `x` in a buffer, at the insertion point."""
     return graph.emit(x.graph, buffer, x, order, like=x)
 
 
 def store_in_buffer(node: fx.Node, order: list[int] | None = None) -> fx.Node:
-    """Make all users of a node read it from a buffer.
+    """Store the value of a node in a buffer, and make all users of the node read the buffer.
 
-    `order` is the layout of the buffer, by default the layout that the node was traced with.
+    `order` is the buffer's order of dimensions; by default, the node's order when it was traced.
     """
     with node.graph.inserting_after(node):
         stored = emit_buffer(node, order or graph.stride_order(graph.tensor(node)))

@@ -1,7 +1,7 @@
-"""Functions that are traced instead of references, where generated code needs another form.
+"""Lower operators of the dialect by functions that are traced instead of their references.
 
-They call library GEMMs, arrange reductions so that Inductor fuses them, and pin the layouts of GEMM
-operands. The lowering of every other operator is a trace of its reference.
+The functions call library GEMMs, arrange reductions so that Inductor fuses them, and pin the
+layouts of GEMM operands. The lowering of every other operator is a trace of its reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from fp8pass.graph.nodes import aten, tensor
 
 fp8 = torch.ops.fp8pass
 
-# The first stage of a tensor's amax reduces groups of the size that saved tensors are quantized in.
+# Size of the groups that the first stage of a tensor's amax reduces. Saved tensors have groups of
+# the same size.
 AMAX_GROUP = 128
 
 
@@ -35,8 +36,8 @@ class Lowering:
     """A function that is traced instead of a reference.
 
     Attributes:
-        function: the function.
-        arguments: returns its arguments for a node; by default the arguments of the node.
+        function: the traced function.
+        arguments: returns the function's arguments for a node; by default the node's arguments.
     """
 
     function: Callable[..., Tensor]
@@ -81,7 +82,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _amax_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return `x`, the block, whether `x` consists of amaxes, and how many elements share a byte."""
+    """Return the arguments of `_amax`.
+
+    They are `x`, the block, whether `x` consists of amaxes, and how many elements share a byte.
+    """
     x, block = node.args
     scales = [user for user in node.users if user.target is fp8.scale.default]
     width = parse(str(scales[0].args[1])).format.planes[0] if scales else 8
@@ -101,9 +105,9 @@ def _amax(x: Tensor, block: str, has_amaxes: bool, parts: int) -> Tensor:
 def _amax_in_two_stages(x: Tensor) -> Tensor:
     """Reduce groups, then the maxima of all groups (COAT's Group Scaling).
 
-    Inductor fuses the first stage into the kernel that computes `x`. The groups have the size of
-    the groups of saved tensors, so that one kernel computes the amaxes of both. A first stage that
-    reduces whole rows would need a kernel of its own.
+    Inductor fuses the first stage into the kernel that computes `x`. If `x` is also saved, one
+    kernel can compute both amaxes, because saved tensors have groups of the same size. A first
+    stage that reduces whole rows would need a separate kernel.
     """
     length = x.shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None
@@ -112,9 +116,9 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
-    """Reduce together the elements of a group that share bytes of the first plane.
+    """Return the amax of each group, first over the elements that share a byte of the first plane.
 
-    Packing visits the elements in the same order, so that Inductor uses one loop for both.
+    Packing visits the elements in the same order, so Inductor uses one loop for amax and packing.
     """
     magnitudes = (part.abs() for part in split_groups(x, group_size, parts))
     return reduce(torch.maximum, magnitudes).amax(-1).float()
@@ -134,7 +138,7 @@ def _scaled_mm(
     fast_accumulation: bool,
     *quantizations: str,
 ) -> Tensor:
-    """Call cuBLASLt or Triton, whichever Inductor's autotuning prefers, on a GPU."""
+    """On a GPU, call `aten._scaled_mm`; Inductor's autotuning picks cuBLASLt or Triton for it."""
     in_groups = any(parse(text).is_in_groups for text in quantizations)
     if in_groups or not is_fp8(a.dtype) or a.device.type != "cuda":
         options = bias, out_dtype, fast_accumulation, *quantizations
@@ -148,8 +152,9 @@ def _scaled_mm(
 
 
 # GEMMs of experts. On a GPU `_scaled_grouped_mm` multiplies FP8 matrices, and its BF16 result is
-# cast. On a CPU `_grouped_mm` multiplies the values, which BF16 represents exactly, and the result
-# is scaled. Both round twice where the reference rounds once, except for BF16 results on a GPU.
+# cast to the output dtype. On a CPU `_grouped_mm` multiplies the FP8 data in BF16, which represents
+# FP8 exactly, and its result is then scaled. The reference rounds only once. These functions round
+# twice, except for BF16 results on a GPU.
 
 
 @_lowers(fp8.scaled_grouped_mm.default)
@@ -183,11 +188,11 @@ def _scaled_grouped_outer(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """PyTorch's kernel needs a scale for each row of each expert."""
+    """On a GPU, expand the scales: PyTorch's kernel needs a scale for each row of each expert."""
     b_transposed = b.permute(1, 0)
     if a.device.type == "cuda":
         pairs = (a_scale, a), (b_scale, b)
-        # Copies, because the view of one expert's scale has stride 0.
+        # The kernel needs copies, because expanding a single expert's scale returns stride 0.
         vectors = [_copy(scale.expand(-1, x.shape[0])).view(-1) for scale, x in pairs]
         return _multiply_groups(a, b_transposed, *vectors, ends, out_dtype, fast_accumulation)
     products = aten._grouped_mm.default(a.bfloat16(), b_transposed.bfloat16(), ends)
@@ -210,7 +215,7 @@ def _multiply_groups(*args: Any) -> Tensor:
 
 
 def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments. If NCCL gathered the bytes, return the sent data and the ranks."""
+    """Return the arguments of `_as_codes`: for data that NCCL gathered, sent data and the group."""
     data, format = node.args
     if data.target is WAIT_TENSOR and tensor(data).device.type == "cuda":  # type: ignore[union-attr,arg-type]
         gather: Any = data.args[0]  # type: ignore[union-attr]
@@ -233,7 +238,7 @@ def _transpose_segments(x: Tensor, *args: Any) -> Tensor:
 
 
 def _call_kernel(*args: Any) -> Tensor:
-    # Imported when the kernel first runs: a machine without a GPU may have no Triton.
+    # This import is local because a machine without a GPU may not have Triton.
     from fp8pass.codegen.kernels.expert_transpose import transpose_segments
 
     return transpose_segments(*args)

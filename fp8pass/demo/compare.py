@@ -23,7 +23,7 @@ from fp8pass.tools.cli.parsing import Failure, UsageError, find_device
 
 
 def run_demo(options: argparse.Namespace) -> list[Run]:
-    """Train with and without fp8pass by the options of `options.py`, and print the results.
+    """Train with and without fp8pass, given the options of `options.py`, and print the results.
 
     Raises:
         UsageError: the recipe or device does not exist, or the text is too short.
@@ -61,7 +61,7 @@ def check_compiler(device: torch.device) -> None:
     """Check that `torch.compile` finds the C++ compiler that it needs on a CPU.
 
     Raises:
-        Failure: it finds none.
+        Failure: `torch.compile` finds no C++ compiler.
     """
     if device.type == "cpu" and not compat.has_cpp_compiler():
         raise Failure(
@@ -83,7 +83,7 @@ def hide_compile_log() -> Iterator[None]:
 
 
 def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) -> list[Run]:
-    """Train with stock `torch.compile`, with fp8pass, and with stock and another seed."""
+    """Train with stock `torch.compile`, with fp8pass, and with stock again from another seed."""
     with_fp8pass = partial(torch.compile, backend="fp8pass", options={"recipe": recipe})
     variants: list[tuple[str, Compile, int]] = [
         ("torch.compile", torch.compile, seed),

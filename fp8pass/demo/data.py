@@ -15,7 +15,7 @@ from fp8pass.demo.sizes import Size
 from fp8pass.tools.cli.parsing import UsageError
 
 MAX_TEXT_BYTES = 4 << 20
-HELD_OUT_SHARE = 16  # 1/16 of the bytes is held out
+HELD_OUT_SHARE = 16  # 1/16 of the bytes is held out from training
 HELD_OUT_BATCHES = 16
 # Folders of the standard library that contain tables, tests, or other packages.
 SKIPPED_FOLDERS = frozenset(
@@ -50,7 +50,7 @@ def source_files(path: Path | None) -> list[Path]:
     files = sorted(p for p in root.rglob("*" if path else "*.py") if p.is_file())
     if not path:
         files = [p for p in files if SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts)]
-    # Shuffled, so that the text that is read and its held-out part are fair samples.
+    # Files are shuffled, so that the training text and the held-out text are fair samples.
     random.Random(0).shuffle(files)
     return files
 
@@ -64,7 +64,7 @@ class Data:
 
     @classmethod
     def of(cls, text: bytes, size: Size, device: torch.device) -> Data:
-        """Split `text` into a training part and a held-out end.
+        """Split `text` into a first part for training and a last part that is held out.
 
         Raises:
             UsageError: the text is too short.
@@ -79,7 +79,7 @@ class Data:
         return cls(tokens[:-held_out], tokens[-held_out:])
 
     def train_batches(self, size: Size, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return `size.steps` random batches, equal for equal seeds on every device."""
+        """Return `size.steps` random batches. The same seed returns the same batches everywhere."""
         generator = torch.Generator().manual_seed(seed)
         count = len(self.train) - size.seq
         starts = torch.randint(count, (size.steps, size.batch), generator=generator)
@@ -90,7 +90,7 @@ class Data:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Return windows that are spread evenly over the held-out bytes."""
         last = len(self.held_out) - size.seq - 1
-        # FP32 does not hold all integers above 2^24.
+        # FP32 cannot represent all integers above 2^24.
         starts = torch.linspace(0, last, count * size.batch, dtype=torch.float64).long()
         batches = starts.to(self.held_out.device).split(size.batch)
         return (_take_windows(self.held_out, s, size.seq) for s in batches)

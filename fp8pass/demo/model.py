@@ -47,7 +47,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each after a norm and added to the residual stream."""
+    """A transformer block: attention and SwiGLU, each with a norm before it."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -108,9 +108,9 @@ def new_model(size: Size, seed: int, device: torch.device) -> Decoder:
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
-    """Return BF16, or FP32 on a CPU without BF16 instructions, like most laptops and desktops.
+    """Return BF16, or FP32 on a CPU without BF16 instructions, such as most laptops and desktops.
 
-    Without them a BF16 step takes twenty times as long.
+    Without BF16 instructions, a step in BF16 takes twenty times as long.
     """
     if device.type == "cpu" and not compat.multiplies_bf16_on_cpu():
         return torch.float32

@@ -1,4 +1,4 @@
-"""The demo's options; `--help` needs no PyTorch."""
+"""The demo's options. This module does not import PyTorch, so `--help` works without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DESCRIPTION = "Train the same small language model with and without fp8pass, and
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the demo's options."""
+    """Add the demo's options to a parser."""
     add = parser.add_argument
     add("--data", type=Path, help="file or folder of text (default: Python's standard library)")
     add("--out", type=Path, default=Path("demo-output"), help="folder for the plot")

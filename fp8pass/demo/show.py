@@ -19,7 +19,7 @@ from fp8pass.demo.train import Run
 
 @contextmanager
 def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Callable[..., None]]:
-    """Show a bar for each run. Yield `update(name, step)`; step 0 means compiling."""
+    """Show a bar for each run. Yield `update(name, step)`; during compilation, step is 0."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -32,7 +32,7 @@ def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Ca
 
         def update(name: str, step: int) -> None:
             bars.start_task(tasks[name])
-            # Without a total the bar pulses.
+            # Without a total, the bar pulses, because the progress of compiling is unknown.
             total, status = (steps, "") if step else (None, "compiling")
             bars.update(tasks[name], completed=step, total=total, status=status)
 
@@ -40,7 +40,7 @@ def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Ca
 
 
 def make_table(runs: list[Run]) -> Table:
-    """Return a table with a row for each run. Peak memory is left out where it is not counted."""
+    """Return a table with a row for each run. It omits peak memory if the device has no count."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("variant", no_wrap=True)
     counts_peak = runs[0].peak_bytes is not None
@@ -58,7 +58,7 @@ def make_table(runs: list[Run]) -> Table:
 
 
 def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
-    """Yield what the table shows about memory, loss and speed."""
+    """Yield a sentence each about memory, loss and speed."""
     stock, ours, other_seed = runs
     saved, stock_saved = bytes_text(ours.saved_bytes), bytes_text(stock.saved_bytes)
     share = ours.saved_bytes / stock.saved_bytes
@@ -74,7 +74,7 @@ def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
 
 
 def explain_speed(device: torch.device) -> str:
-    """Return a remark about the speed on `device`, or ''."""
+    """Return a sentence that explains the speed on `device`, or ''."""
     if device.type == "cpu":
         return " A CPU emulates FP8 in FP32, so this ratio says nothing about a GPU."
     reason = hardware.why_no_fp8_gemm(device)
@@ -92,7 +92,7 @@ def write_plot(runs: list[Run], folder: Path) -> str:
 
 
 def plot_losses(runs: list[Run], path: Path) -> None:
-    """Write the loss curves, and the difference of the first two, as a PNG.
+    """Plot the losses of all runs, and the difference between fp8pass and stock, to a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.

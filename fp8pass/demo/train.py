@@ -20,7 +20,7 @@ from fp8pass.tools.saved_bytes import saved_bytes
 
 @dataclass
 class Run:
-    """Results of one variant. `peak_bytes` is None if the device does not count memory."""
+    """Results of one variant. `peak_bytes` is None on a CPU, where peak memory is not measured."""
 
     variant: str
     losses: list[float]
@@ -31,7 +31,7 @@ class Run:
 
 
 class Meter:
-    """Measures time and peak memory from its creation on."""
+    """Measures time and peak memory since the meter was created."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -45,7 +45,7 @@ class Meter:
         return time.perf_counter()
 
     def read(self) -> tuple[float, int | None]:
-        """Return seconds and peak bytes; None for bytes if the device does not count them."""
+        """Return seconds and peak bytes; bytes are None on a CPU, where they are not measured."""
         seconds = self._now() - self.start
         on_gpu = self.device.type == "cuda"
         return seconds, torch.cuda.max_memory_allocated(self.device) if on_gpu else None
@@ -75,7 +75,7 @@ def run_variant(
 def train(
     model: Any, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> tuple[list[float], float, int | None]:
-    """Train. Return losses, and tokens per second and peak bytes without the first steps."""
+    """Train. Return losses, tokens per second and peak bytes; both exclude the first steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -100,7 +100,7 @@ def train(
 
 
 def learning_rate(step: int, size: Size) -> float:
-    """Return the rate: linear warm-up over a fifth of the steps, then a cosine to peak / 10."""
+    """Return the learning rate: linear warm-up for a fifth of the steps, then cosine to peak/10."""
     warm_up = max(1, size.steps // 5)
     progress = max(0, step - warm_up) / (size.steps - warm_up)
     return size.peak_lr * min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))
@@ -108,13 +108,13 @@ def learning_rate(step: int, size: Size) -> float:
 
 def held_out_loss(model: Any, data: Data, size: Size) -> float:
     """Return the mean loss of the held-out batches."""
-    # With gradients: under no_grad the model would be compiled again.
+    # Computed with gradients, because `torch.no_grad` would compile the model again.
     losses = [model(*batch).item() for batch in data.held_out_batches(size)]
     return sum(losses) / len(losses)
 
 
 def free_memory() -> None:
-    """Free the memory of the last variant."""
+    """Free the memory of the previous variant."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

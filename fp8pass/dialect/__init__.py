@@ -3,7 +3,7 @@
 formats.py         how an element is quantized
 quantization.py    which elements share a scale, and how scales are stored
 scaling.py         scales from largest magnitudes
-encoding.py        fp32 numbers to a format and back, and packing
+encoding.py        conversion of fp32 numbers to a format and back, and packing
 masking.py         numbers masked to a simulated format
 expert_groups.py   the rows of a matrix that belong to each expert
 accumulation.py    how tensor cores accumulate the products of FP8 numbers

@@ -4,16 +4,17 @@ A Hopper instruction multiplies 32 pairs of FP8 numbers and adds the products to
 addends, including the running sum, are aligned to their largest exponent, and their fractions are
 truncated after 13 bits. The exact sum of the truncated addends is again truncated to 13 fraction
 bits. *Fast* accumulation has one running sum for the whole contraction. *Precise* accumulation
-starts a new running sum after 128 products and adds the previous one to an FP32 sum.
+starts a new running sum after 128 products, and adds the previous running sum to an FP32 sum.
 
 Truncation has a bias towards zero, which grows with the length of the contraction: sums of 16,384
-products of correlated operands lose 4% (`benchmarks/accumulation.py`). On an H100, fast sums of up
-to 16,384 products equal cuBLASLt, CUTLASS and Triton bit for bit, and precise sums of up to 4,096
-products equal cuBLASLt and CUTLASS (`tests/codegen/test_gemm_accumulation.py`). A GEMM that a
-library splits along its contraction is more precise.
+products of correlated operands are 4% too small (`benchmarks/accumulation.py`). On an H100, the
+emulation is bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to 16,384 products,
+and to cuBLASLt and CUTLASS for precise sums of up to 4,096 products
+(`tests/codegen/test_gemm_accumulation.py`). If a library splits a GEMM along its contraction, the
+result is more precise than the emulation.
 
-References of the dialect's GEMMs sum in FP32, which is fast and independent of the device. Inside
-`hardware_accumulation` they accumulate like hardware.
+By default, the references of the dialect's GEMMs sum in FP32, which is fast and independent of the
+device. Inside `hardware_accumulation` these references accumulate like hardware.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ INSTRUCTION = 32  # products that one instruction adds
 FRACTION_BITS = 13
 PROMOTION = 128  # products after which precise accumulation adds to an FP32 sum
 
-_ZERO_EXPONENT = -(2**10)  # of zero: below all other exponents
+_ZERO_EXPONENT = -(2**10)  # represents the exponent of zero, below all other exponents
 _SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
-_MULTIPLE = 16  # `_scaled_mm` needs sizes that are divisible by this
-_BLOCK = 2**23  # products in memory at a time
+_MULTIPLE = 16  # `_scaled_mm` needs sizes that are divisible by this number
+_BLOCK = 2**23  # products that the emulation stores at a time
 
 
 @dataclass(frozen=True)
 class _Mode:
-    """How references of GEMMs accumulate: on tensor cores, emulated, or else in FP32."""
+    """How references of GEMMs accumulate: on tensor cores, by emulation, or otherwise in FP32."""
 
     on_tensor_cores: bool = False
     emulated: bool = False
@@ -52,9 +53,10 @@ _mode = _Mode()
 def hardware_accumulation(*, emulate: bool = True) -> Iterator[None]:
     """Make the references of GEMMs accumulate like hardware, in all threads.
 
-    A GPU with FP8 tensor cores uses them. Elsewhere, if `emulate`, products are emulated with about
-    10 elementwise operations for each pair of numbers. Only graphs that run operator by operator
-    call references, as with `compiler="eager"` and in `diagnose`. Compiled graphs do not change.
+    A GPU with FP8 tensor cores uses its tensor cores. On other devices, `emulate=True` emulates
+    tensor cores with about 10 elementwise operations for each pair of numbers. Compiled graphs do
+    not call references. Only graphs that run operator by operator, with `compiler="eager"` or in
+    `diagnose`, are affected.
     """
     global _mode
     before, _mode = _mode, _Mode(True, emulate or _mode.emulated)
@@ -82,7 +84,7 @@ def _fits_tensor_cores(a: Tensor, b: Tensor) -> bool:
 
 
 def accumulate(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-    """Return `a @ b.T` of FP8 matrices [M, K] and [N, K] as Hopper computes it, FP32 [M, N]."""
+    """Emulate Hopper's `a @ b.T` of FP8 matrices [M, K] and [N, K]. Returns FP32 [M, N]."""
     rows = max(1, _BLOCK // (INSTRUCTION * max(len(b), 1)))
     return torch.cat([_accumulate_rows(some, b, fast=fast) for some in a.split(rows)])
 
@@ -119,6 +121,6 @@ def _exponents(x: Tensor, smallest: int) -> Tensor:
 
 
 def _truncate(x: Tensor) -> Tensor:
-    """Clear the fraction bits of FP32 `x` that a running sum does not have."""
+    """Clear the fraction bits of FP32 `x` after the first `FRACTION_BITS`."""
     dropped = torch.finfo(torch.float32).bits - 9 - FRACTION_BITS
     return (x.view(torch.int32) & -(1 << dropped)).view(torch.float32)

@@ -1,7 +1,7 @@
 """Convert fp32 numbers to a format and back, and pack several elements into a byte.
 
-Formats that PyTorch has no cast for are converted with integer arithmetic. An fp32 number has 23
-mantissa bits and the exponent bias 127, an fp16 number 10 and 15.
+If PyTorch has no cast for a format, numbers are converted with integer arithmetic. An fp32 number
+has 23 mantissa bits and an exponent bias of 127; an fp16 number has 10 bits and a bias of 15.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTRACTION_MULTIPLE = 16
 
 
 def padded_size(size: Any) -> Any:
-    """Round a size up to a contraction length that FP8 tensor cores support."""
+    """Round a size up to a multiple of 16, which FP8 tensor cores can contract."""
     return compat.ceil_div(size, CONTRACTION_MULTIPLE) * CONTRACTION_MULTIPLE
 
 
@@ -31,11 +31,11 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:
-    """Round fp32 `x`, already divided by its scale, to `fmt`; ties to even.
+    """Round fp32 `x`, already divided by its scale, to `fmt`, ties to even.
 
-    Returns the format's dtype, or the bits of each element as int32 if the format is emulated.
-    Magnitudes beyond `fmt.max`, which only rounding can cause, become `fmt.max`. NaN stays NaN, or
-    becomes 0 in a format without NaN.
+    Returns a tensor in the format's dtype, or int32 bits of each element if the format is emulated.
+    Magnitudes above `fmt.max`, which only rounding can cause, become `fmt.max`. NaN does not
+    change, but becomes 0 in an emulated format without NaN.
     """
     clamped = x.clamp(-fmt.max, fmt.max)
     if not fmt.emulated:
@@ -45,13 +45,13 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     is_denormal = magnitude < 2.0**fmt.min_exponent
     bits = torch.where(is_denormal, _denormal_bits(magnitude, fmt), _normal_bits(magnitude, fmt))
     sign = shift_right(clamped.view(torch.int32), 32 - fmt.bits) & (1 << fmt.bits - 1)
-    # `where` keeps the layout; Inductor decomposes `masked_fill` into a contiguous copy.
+    # `where` preserves the layout, but Inductor decomposes `masked_fill` into a contiguous copy.
     return torch.where(clamped.isnan(), fmt.nan, bits | sign)
 
 
 def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
     bits, dropped = magnitude.view(torch.int32), 23 - fmt.mantissa
-    # Half a step less one, plus one if the last bit that stays is odd: ties go to even.
+    # Add half a step less one, and one more if the last remaining bit is 1: ties go to even.
     odd = shift_right(bits, dropped) & 1
     rounded = bits + odd + ((1 << dropped - 1) - 1)
     rebias = (127 - (1 - fmt.min_exponent)) << fmt.mantissa
@@ -59,7 +59,10 @@ def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 
 
 def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Add a power of two: it rounds a denormal to its steps, which become the last bits of fp32."""
+    """Return the bits of denormal elements.
+
+    Adding a power of two rounds a denormal, and moves its bits to the lowest bits of the fp32 sum.
+    """
     exponent = 23 - fmt.mantissa + fmt.min_exponent
     return (magnitude + 2.0**exponent).view(torch.int32) - (127 + exponent << 23)
 
@@ -67,8 +70,8 @@ def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 def decode(data: Tensor, fmt: Format) -> Tensor:
     """Return the fp32 values of elements that `encode` or `unpack` returned.
 
-    Those of an emulated format are fp16 numbers with the same digits and another exponent bias.
-    fp16 denormals convert exactly.
+    The bits of an emulated format are shifted to the fields of an fp16 number. A power of two
+    corrects the exponent bias. Denormals convert exactly, because fp16 has denormals, too.
     """
     if not fmt.emulated:
         return data.float()
@@ -112,7 +115,7 @@ def unpack(planes: Sequence[Tensor], fmt: Format, group_size: int) -> Tensor:
 
 
 def shift_right(x: Tensor, count: int) -> Tensor:
-    """Shift integers right by `count` bits, and keep the sign."""
+    """Shift integers right by `count` bits; the sign is preserved."""
     return torch.bitwise_right_shift(x, count) if count else x
 
 

@@ -1,11 +1,12 @@
 """Expert groups: consecutive rows of a matrix that belong to one expert.
 
-`offsets`, int32 [E], has the end of each group. They are known only at run time, and only the
-references of GEMMs wait for them. Rows after the last group belong to no expert and may hold any
-values.
+`offsets`, int32 [E], contains the end of each group. Offsets are computed on the device at run
+time, and only the references of GEMMs make the CPU wait for them. Rows after the last group belong
+to no expert and may have any values.
 
-Tensor cores contract multiples of 16 tokens. So a GEMM that contracts tokens reads padded groups:
-each has a multiple of 16 rows, and at least 16, so that the product of an empty group is zero.
+Tensor cores contract multiples of 16 tokens. A GEMM that contracts tokens therefore reads padded
+groups, which have a multiple of 16 rows. An empty group has 16 rows of zeros, so that its product
+is zero.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE, padded_size
 
 
 def padded_length(rows: Any, experts: int) -> Any:
-    """Return an upper limit for the size of `rows` rows in padded groups, a multiple of 16."""
+    """Return an upper limit for the number of rows after padding, a multiple of 16."""
     return padded_size(rows) + experts * CONTRACTION_MULTIPLE
 
 
 def rows_of_padded(length: int, experts: int) -> int:
-    """Invert `padded_length`, up to rounding."""
+    """Return the number of rows before padding, rounded up: the inverse of `padded_length`."""
     return length - experts * CONTRACTION_MULTIPLE
 
 
@@ -43,15 +44,15 @@ def padded_group_ends(offsets: Tensor) -> Tensor:
 
 
 def expert_of(rows: Tensor, ends: Tensor) -> Tensor:
-    """Return the expert of each row, int64; the last expert for rows that belong to none."""
+    """Return the expert of each row, int64. Rows after the last group get the last expert."""
     return (rows.unsqueeze(-1) >= ends).sum(-1).clamp_max(ends.shape[0] - 1)
 
 
 def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each row of a matrix of padded groups comes from.
+    """Return the source row of each row of a matrix of padded groups.
 
-    `count` is the number of rows before padding. Returns for each padded row the index of the
-    source row, whether there is one (False for padding), and the expert.
+    `count` is the number of rows before padding. Returns three tensors: the index of each source
+    row, whether the row has a source (False for padding), and its expert.
     """
     ends, starts = padded_group_ends(offsets), group_starts(offsets)
     length = padded_length(count, offsets.shape[0])
@@ -62,5 +63,5 @@ def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def group_slices(ends: Tensor) -> list[slice]:
-    """Return the rows of each group; waits for the device."""
+    """Return the rows of each group as slices. The CPU waits until the device computed `ends`."""
     return [slice(*bounds) for bounds in pairwise([0, *ends.tolist()])]

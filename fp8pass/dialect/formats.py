@@ -1,8 +1,8 @@
 """Number formats: how one element is quantized, and how many bytes it needs.
 
 A *format* (`E4M3`, `E5M2`, ...) defines the bits of an element. A *quantization*
-(`quantization.py`) defines which elements share a scale. Everywhere `x ≈ data * scale`
-(`scaling.py`).
+(`quantization.py`) also defines which elements share a scale. All quantizations satisfy
+`x ≈ data * scale` (`scaling.py`).
 
 This module does not import PyTorch, so that options can be parsed without loading it.
 """
@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# bf16 has the range of fp32 and a rounding error of 0.2%, far below the error of any format.
+# Bytes of a group scale, which is bf16 (`scaling.GROUP_SCALE_DTYPE`).
 GROUP_SCALE_BYTES = 2
 
-# Least and most exponent and mantissa bits of a simulated format. fp32 has the most.
+# Minimum and maximum number of exponent and mantissa bits in a simulated format. fp32 has the
+# maximum of both.
 EXPONENT_BITS, MANTISSA_BITS = (1, 8), (0, 23)
 
 
 @dataclass(frozen=True)
 class Format:
-    """One element format.
+    """A number format of elements.
 
     Attributes:
         stored_as: name of the dtype of a stored tensor; '' if a tensor keeps its dtype, as in
@@ -37,10 +38,10 @@ class Format:
         min_exponent: exponent of the smallest normal number; smaller numbers are denormals.
         planes: bits of an element in each of its tensors, lowest bits first. A plane of less than
             8 bits is packed: several elements share a byte (`ops.quantize`).
-        emulated: whether elements are converted with integer arithmetic, which any GPU supports:
-            packed formats, and E4M3 if Triton has no cast.
-        nan: bits of NaN in an emulated format. 0 if the format has no NaN: the scale of a group
-            with NaN or Inf is not finite.
+        emulated: whether elements are converted with integer arithmetic, which any GPU supports.
+            Packed formats need this, and E4M3 on GPUs for which Triton has no cast.
+        nan: bits of NaN in an emulated format. 0 if the format has no NaN. Its groups with NaN or
+            Inf then have a scale that is not finite.
         multiplies: whether GEMMs support the format.
         saves: whether users can choose the format for saved tensors.
     """
@@ -87,8 +88,8 @@ class Format:
     def relative_error(self) -> float:
         """Root-mean-square relative rounding error of a value in the format's normal range.
 
-        In the binade [1, 2), the error is uniform in a step of 2^-m, so that its root mean square
-        is 2^-m / √12. It is divided by a value whose logarithm is uniform.
+        In [1, 2), the error is uniformly distributed over a step of 2^-m, so its root mean square
+        is 2^-m / √12. This error is divided by a value with a uniformly distributed logarithm.
         """
         if self.lossless:
             return 0.0
@@ -97,7 +98,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """Group sizes are multiples of this, so that each plane fills whole bytes."""
+        """Number that must divide group sizes, so that each plane of a group fills whole bytes."""
         return 8 // min(self.planes)
 
     @property
@@ -107,18 +108,18 @@ class Format:
 
     @property
     def keeps_signs(self) -> bool:
-        """Whether very few values of a group are rounded to zero."""
+        """Whether the format preserves signs: very few values of a group are rounded to zero."""
         return self.flushed_share < 2.0**-11
 
     @property
     def flushed_share(self) -> float:
-        """Magnitudes up to this share of a group's largest magnitude are rounded to zero."""
+        """The share of a group's largest magnitude up to which magnitudes are rounded to zero."""
         return 0.0 if self.lossless else 2.0 ** (self.min_exponent - self.mantissa - 1) / self.max
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
         """Return the bytes of `elements` in groups of `group_size`, with their scales.
 
-        Infinite if the elements of a group do not fill whole bytes.
+        The result is infinite if the elements of a group do not fill whole bytes.
         """
         if group_size % (8 // min(self.planes)):
             return math.inf
@@ -130,11 +131,11 @@ E5M2 = Format("e5m2", "float8_e5m2", 57344.0, 2, -14, multiplies=True)
 EXACT = Format("exact", "", math.inf, 0, 0)
 # The same bits as E4M3, stored in bytes: Triton has no cast to E4M3 before Ada (sm89).
 E4M3_BYTES = Format("e4m3_bytes", "uint8", 448.0, 3, -6, emulated=True, nan=0x7F)
-# All bit patterns are finite numbers, as in OCP's FP4 and FP6.
+# In these formats all bit patterns are finite numbers, as in OCP's FP4 and FP6.
 E2M1 = Format("e2m1", "uint8", 6.0, 1, 0, (4,), emulated=True, saves=True)
 E2M2 = Format("e2m2", "uint8", 7.0, 2, 0, (4, 1), emulated=True, saves=True)
 E2M3 = Format("e2m3", "uint8", 7.5, 3, 0, (4, 2), emulated=True, saves=True)
-# 8 bits like E4M3, but two more for the mantissa: a quarter of the error, and less range.
+# 8 bits like E4M3, but two more mantissa bits: a quarter of the error, and a smaller range.
 E2M5 = Format("e2m5", "uint8", 7.875, 5, 0, emulated=True)
 
 FORMATS: dict[str, Format] = {
@@ -149,12 +150,12 @@ SAVED_FORMATS = tuple(sorted((f for f in FORMATS.values() if f.saves), key=lambd
 def simulated_format(name: str) -> Format:
     """Return the format `ExMy`, such as `e8m3`: one of `FORMATS`, or a format without a dtype.
 
-    The latter follow IEEE: of 2^x exponents, the first is for denormals, and the last for Inf and
-    NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. One exponent bit leaves a single
-    binade, [2, 4).
+    Formats without a dtype follow IEEE: of 2^x exponents, the first is for denormals, and the last
+    for Inf and NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. A format with one exponent
+    bit has only normal numbers in [2, 4).
 
     Raises:
-        ValueError: the name does not match, or has more bits than float32.
+        ValueError: the name is not `ExMy`, or the format has more bits than float32.
     """
     match = re.fullmatch(r"e(\d+)m(\d+)", name)
     exponent, mantissa = map(int, match.groups()) if match else (0, 0)
@@ -180,8 +181,8 @@ def divisor_group(
 ) -> int | None:
     """Return the largest group size that divides a row of `length` elements.
 
-    It is a multiple of `multiple` in [`smallest`, `group_size`]; None if the row has no such
-    divisor.
+    The size is a multiple of `multiple` in [`smallest`, `group_size`]. Returns None if the row has
+    no such divisor.
     """
     for size in range(min(group_size, length), smallest - 1, -1):
         if length % size == 0 and size % multiple == 0:

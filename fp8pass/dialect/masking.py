@@ -1,9 +1,9 @@
-"""Numbers masked to a simulated format (FP8 and back, section 3.2).
+"""Mask numbers to a simulated format (section 3.2 of the paper "FP8 and back").
 
-Mantissa bits that the format lacks are cut off, so that magnitudes are rounded down. Magnitudes
-beyond the format's exponents become the largest or the smallest magnitude that it has. Nothing is
-scaled. Numbers between zero and the smallest normal number, which the format does not have, become
-that number. Values of any dtype are masked as fp32 numbers.
+Masking clears the mantissa bits that the format lacks, which rounds magnitudes down. Magnitudes
+above the format's range become its largest number. Nonzero magnitudes below its smallest normal
+number become this number, because a simulated format has no denormals. Values are not scaled.
+Values of any dtype are masked as fp32 numbers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from fp8pass.dialect.encoding import shift_left
 from fp8pass.dialect.formats import Format
 
-# Mantissa bits of fp32, and the exponents of its normal numbers. Every dtype that can be masked has
-# at most as many mantissa bits, and no exponents outside this range.
+# Mantissa bits of fp32, and the smallest and largest exponent of its normal numbers. No dtype that
+# can be masked has more mantissa bits, or exponents outside of this range.
 MANTISSA = 23
 LEAST_EXPONENT, LARGEST_EXPONENT = -126, 127
 MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
-    """Mask `x` to a format, in its own dtype; NaN, Inf and zeros do not change.
+    """Mask `x` to a format. The result has the dtype of `x`. NaN, Inf and zeros do not change.
 
     Args:
         x: bfloat16, float16 or float32.
@@ -48,30 +48,30 @@ def _round_to_dtype(x: Tensor) -> Tensor:
     """Return `x` in fp32, rounded to its dtype.
 
     Generated code computes 16-bit results in fp32, and rounds them only when they are stored or
-    when their bits are read. Cut off without rounding, a number just below a power of two would
-    lose half a step too much.
+    when their bits are read. Without this rounding, masking a number just below a power of two
+    would subtract half a step too much.
     """
     if x.dtype is torch.float32:
         return x
     bits = x.view(torch.int16).int()
     if x.dtype is torch.bfloat16:  # the upper half of an fp32 number
         return shift_left(bits, 16).view(torch.float32)
-    # The cast to int32 is needed: Inductor removes a view of a view.
+    # The cast to int32 and back is needed, because Inductor removes a view of a view.
     return bits.to(torch.int16).view(x.dtype).float()
 
 
 def clamps_outside(fmt: Format) -> bool:
-    """Whether fp32 has finite numbers beyond the largest exponent of a format."""
+    """Whether masking can clamp large magnitudes: fp32 has larger exponents than the format."""
     return fmt.max_exponent < LARGEST_EXPONENT
 
 
 def clamps_inside(fmt: Format) -> bool:
-    """Whether fp32 has normal numbers below the smallest exponent of a format."""
+    """Whether masking can increase magnitudes: fp32 has smaller exponents than the format."""
     return fmt.min_exponent > LEAST_EXPONENT
 
 
 def largest(fmt: Format, dtype: torch.dtype) -> float:
-    """Return the largest number of a format that a dtype has the mantissa bits for."""
+    """Return the largest number of a format that a dtype can represent with its mantissa bits."""
     step = torch.finfo(dtype).eps * 2.0**fmt.max_exponent
     return math.floor(fmt.max / step) * step
 

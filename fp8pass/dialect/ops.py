@@ -1,14 +1,15 @@
-"""The fp8pass:: dialect: the operators of rewritten graphs besides aten.
+"""The `fp8pass::` dialect: the operators that rewritten graphs contain in addition to aten.
 
-Every operator is functional and has one exact meaning: its reference in plain PyTorch, which
-computes in fp32 on any device. Rewritten graphs call the reference if they run op by op
-(`compiler="eager"`). `codegen/lowering.py` traces it into the graphs that Inductor compiles.
-References may return views of their operands, in any layout; the operator's kernel returns a new
-tensor in the layout of the shape rule.
+Every operator is functional. A reference in plain PyTorch, which computes in fp32 on any device,
+defines its result exactly. Rewritten graphs call the references if they run operator by operator
+(`compiler="eager"`). `codegen/lowering.py` traces the references into the graphs that Inductor
+compiles. A reference may return a view of its operands, in any layout. The operator itself returns
+a new tensor, in the layout that the shape rule defines.
 
-Scale convention: `x ≈ data * scale`, `scale = amax / format.max`, no less than fp32's smallest
-normal number, stored in the form that the quantization defines (`quantization.py`). NaN and Inf
-reach the output: an infinite amax gives an infinite scale, and every product with it is not finite.
+Scale convention: `x ≈ data * scale` with `scale = amax / format.max`, at least fp32's smallest
+normal number. The quantization defines how scales are rounded and stored (`quantization.py`). NaN
+and Inf reach the output: an infinite amax has an infinite scale, and products with it are NaN or
+Inf.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Operator:
     """One operator of the dialect.
 
     Attributes:
-        reference: what it computes, in plain PyTorch, for any device.
-        fake: its shape rule: an uninitialized result, given the operands. It must not branch on
-            sizes, because guards would specialize graphs with dynamic shapes.
-        multiplies: whether it is a GEMM.
-        reduces: whether it reduces a tensor, row or group to one number.
+        reference: computes the result in plain PyTorch, on any device.
+        fake: the shape rule, which returns an uninitialized result for the operands. Branches on
+            sizes are forbidden, because guards would specialize graphs with dynamic shapes.
+        multiplies: whether the operator is a GEMM.
+        reduces: whether the operator reduces a tensor, row or group to one number.
     """
 
     reference: Callable[..., Tensor]
@@ -66,7 +67,7 @@ class Operator:
         return result
 
 
-# All operators; tests compare every other table of operators with this one.
+# All operators of the dialect. Tests check that other tables of operators agree with this table.
 OPERATORS: dict[Any, Operator] = {}
 
 
@@ -91,10 +92,10 @@ def _operator(
     reduces=True,
 )
 def amax(x: Tensor, block: str) -> Tensor:
-    """Return the largest magnitude in each block of `x`, fp32 (COAT 5.2, Group Scaling).
+    """Return the largest magnitude in each block of `x`, fp32.
 
-    `block` is `tensor`, which gives [], `row`, [M, 1] of a matrix [M, K], or `1×G`, [..., K / G].
-    NaN where a block contains NaN.
+    The result has shape [] for the block `tensor`, [M, 1] for `row` in a matrix [M, K], and
+    [..., K / G] for `1×G`. It is NaN where a block contains NaN.
     """
     return _quantization_of(block).amax(x)
 
@@ -105,7 +106,7 @@ def _quantization_of(block: str) -> Quantization:
 
 @_operator(lambda amax, text: torch.empty_like(amax, dtype=parse(text).scale_dtype))
 def scale(amax: Tensor, quantization: str) -> Tensor:
-    """Return the scales that map the `amax` of blocks to the format's largest value (LLMQ 3)."""
+    """Return the scales that map the `amax` of each block to the format's largest value."""
     return parse(quantization).scale(amax)
 
 
@@ -123,12 +124,13 @@ def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) 
 
 @_operator(_fake_quantize)
 def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
-    """Quantize `x` with the scales of its blocks; return one plane. Copy `x` if lossless.
+    """Quantize `x` with the scales of its blocks, and return one plane.
 
-    8-bit data have the shape of `x`: contiguous, or in groups within rows the layout of `x`. A
-    packed plane of `w` bits is uint8 [..., K·w/8], contiguous. The elements of a group lie in 8/w
-    parts, one after the other, and byte `i` of the group holds the i-th element of each part, the
-    first part in its lowest bits: neighboring threads read and write neighboring elements.
+    A lossless format copies `x`. 8-bit data have the shape of `x`. They also have the layout of `x`
+    if scales vary along rows, and are contiguous otherwise. A packed plane of `w` bits is uint8
+    [..., K·w/8], contiguous. The elements of a group are split into 8/w consecutive parts.
+    Byte `i` of the group contains the i-th element of each part, the first part in the lowest bits.
+    Neighboring threads therefore read and write neighboring elements.
     """
     how = parse(quantization)
     fmt = how.format
@@ -160,7 +162,7 @@ def dequantize(
 ) -> Tensor:
     """Dequantize a tensor from all its planes, to `dtype`.
 
-    The result has the layout of 8-bit data, and is contiguous if the planes are packed.
+    The result has the same layout as 8-bit data. Packed planes have a contiguous result.
     """
     how, first = parse(quantization), planes[0]
     fmt = how.format
@@ -180,11 +182,11 @@ def _fake_transpose(data: Tensor) -> Tensor:
 
 @_operator(_fake_transpose)
 def transpose(data: Tensor) -> Tensor:
-    """Transpose an FP8 matrix [M, K] so that a GEMM can contract it over its rows (COAT G.3).
+    """Transpose an FP8 matrix [M, K], so that a GEMM can contract the matrix over its rows.
 
-    Returns [K, M'], contiguous, where M' is M rounded up with zeros to a multiple of 16. An operand
-    in a lossless format is returned as a column-major view [K, M], because GEMMs support any layout
-    of it.
+    Returns a contiguous matrix [K, M'], padded with zeros: M' is M rounded up to a multiple of 16.
+    An operand that is not FP8 is returned as a column-major view [K, M], because GEMMs in other
+    dtypes support any layout.
     """
     if not is_fp8(data.dtype):
         return data.t()
@@ -205,7 +207,7 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 @_operator(lambda data: torch.empty_like(data, dtype=torch.uint8))
 def as_bytes(data: Tensor) -> Tensor:
-    """Reinterpret FP8 data as bytes, which operators outside the dialect support."""
+    """Reinterpret FP8 data as bytes, because operators outside the dialect do not support FP8."""
     return data.view(torch.uint8)
 
 
@@ -234,9 +236,9 @@ def scaled_mm(
 ) -> Tensor:
     """Return `dequantize(a) @ dequantize(b).T + bias`, rounded once to `out_dtype`.
 
-    `a` [M, K] and `b` [N, K] are row-major, contracted over their last dimension; returns [M, N]
-    in `out_dtype`. Operands in a lossless format are multiplied by `aten.mm`. With
-    `fast_accumulation` tensor cores may truncate the running sum to 14 bits (`accumulation.py`).
+    `a` [M, K] and `b` [N, K] are row-major, and are contracted over their last dimension. Returns
+    [M, N] in `out_dtype`. Operands in a lossless format are multiplied in their own dtype. With
+    `fast_accumulation`, tensor cores may truncate the running sum to 14 bits (`accumulation.py`).
     """
     if not is_fp8(a.dtype):
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
@@ -244,7 +246,7 @@ def scaled_mm(
     if any(how.is_in_groups for _, _, how in operands):
         left, right = (dequantize([x], s, str(how), torch.float32) for x, s, how in operands)
         product = left @ right.t()
-    else:  # the scales of rows are factors of the sum
+    else:  # scales do not vary along the contraction, so they can be applied to the product
         product = accumulation.product(a, b, fast=fast_accumulation) * (a_scale * b_scale.t())
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
@@ -259,8 +261,9 @@ def padded_ends(offsets: Tensor) -> Tensor:
 def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
     """Return the largest of the rows' amaxes [T, 1] in each expert group, as fp32 [E, 1].
 
-    0 for an empty group; NaN if an amax of the group is NaN. Every row is compared with the bounds
-    of every group, so that there is one reduction and nothing waits for the offsets.
+    The result is 0 for an empty group, and NaN if an amax of the group is NaN. Every row is
+    compared with the bounds of every group. This takes only one reduction, and the CPU does not
+    wait for the offsets.
     """
     row = torch.arange(amaxes.shape[0], dtype=torch.int32, device=amaxes.device)
     starts, ends = expert_groups.group_starts(offsets).unsqueeze(-1), offsets.unsqueeze(-1)
@@ -282,8 +285,8 @@ def transpose_segments(
 ) -> Tensor:
     """Quantize `x` [T, K] with one scale for each expert group [E, 1], transposed and padded.
 
-    If `rows` [T] is given, quantize `x[rows]`, where `x` may have any number of rows. Returns
-    [K, T'], contiguous, with zeros after each group (`padded_ends`) and after the last one.
+    If `rows` [T] is given, quantize `x[rows]`; `x` may then have any number of rows. Returns a
+    contiguous matrix [K, T']. Zeros pad each group (`padded_ends`), and the columns after the last.
     """
     count = (x if rows is None else rows).shape[0]
     source, is_token, expert = expert_groups.padded_rows(count, offsets)
@@ -310,8 +313,9 @@ def scaled_grouped_mm(
     """Multiply each expert group of rows by its expert: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
     `a` [T, K] and `b` [E·N, K], the stacked matrices of the experts, are row-major and have a scale
-    for each row, [T, 1] and [E·N, 1]. Accumulated as in `scaled_mm` and rounded once, to [T, N] in
-    `out_dtype`. Rows that belong to no expert are zero here, and undefined on a GPU.
+    for each row, [T, 1] and [E·N, 1]. Products accumulate as in `scaled_mm`, and are rounded once.
+    Returns [T, N] in `out_dtype`. Rows without an expert are zero in this reference, and undefined
+    in a compiled graph on a GPU.
     """
     experts = offsets.shape[0]
     product = a.new_zeros((a.shape[0], b.shape[0] // experts), dtype=out_dtype)
@@ -339,9 +343,9 @@ def scaled_grouped_outer(
 ) -> Tensor:
     """Contract the rows of each expert group: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` [M, T'] and `b` [N, T'] are from `transpose_segments`, with a scale for each group, [E, 1];
-    `ends` are its `padded_ends`. Accumulated as in `scaled_mm` and rounded once, to [E, M, N] in
-    `out_dtype`.
+    `a` [M, T'] and `b` [N, T'] are results of `transpose_segments`, with a scale for each group,
+    [E, 1]. `ends` is the result of `padded_ends`. Products accumulate as in `scaled_mm`, and are
+    rounded once. Returns [E, M, N] in `out_dtype`.
     """
     products = [
         accumulation.product(a[:, group], b[:, group], fast=fast_accumulation)
@@ -352,5 +356,5 @@ def scaled_grouped_outer(
 
 @_operator(lambda x, *_: torch.empty_like(x))
 def mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tensor:
-    """Mask `x` to a simulated format, in its own dtype and layout (see `dialect/masking.py`)."""
+    """Mask `x` to a simulated format. The result has the dtype and layout of `x` (`masking.py`)."""
     return mask(x, simulated_format(format), inner, outer)

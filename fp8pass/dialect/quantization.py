@@ -1,6 +1,7 @@
 """Quantizations: a number format, the elements that share a scale, and how scales are stored.
 
-Operators of the dialect receive a quantization as text, `e4m3 row` or `e2m2 1×128`, and `parse` it.
+Operators of the dialect receive a quantization as text, such as `e4m3 row` or `e2m2 1×128`. `parse`
+converts the text to a `Quantization`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import Tensor
 from fp8pass.dialect.formats import E4M3, FORMATS, Format
 from fp8pass.dialect.scaling import amax_quotient, round_up_to_power_of_two, truncate_to_bf16
 
-# Rows and columns of the blocks that share a scale; 0 is the whole dimension (COAT section 5.2).
+# Rows and columns of a block, whose elements share a scale; 0 means the whole dimension.
 Block = tuple[int, int]
 TENSOR: Block = (0, 0)
 ROW: Block = (1, 0)
 # The blocks that users can choose for the operands of GEMMs.
 OPERAND_BLOCKS: dict[str, Block] = {"row": ROW, "tensor": TENSOR}
 
-# Forms of scales: their dtype, and whether they are rounded up to powers of two.
+# The forms in which scales are stored: dtype, and whether scales are rounded up to powers of two.
 SCALE_FORMS = {
     "fp32": ("float32", True),
     "bf16": ("bfloat16", False),
@@ -44,7 +45,7 @@ def block_text(block: Block) -> str:
 
 
 def parse_block(text: str) -> Block:
-    """Return the block that a text from `block_text` names."""
+    """Return the block that a text describes. This is the inverse of `block_text`."""
     if text in OPERAND_BLOCKS:
         return OPERAND_BLOCKS[text]
     rows, columns = map(int, text.split("×"))
@@ -58,8 +59,8 @@ class Quantization:
     Attributes:
         format: the format of an element.
         block: the elements that share a scale.
-        scales: how scales are stored, a name in `SCALE_FORMS`. The default is bf16 for groups, as
-            saved tensors have them, and fp32 for operands.
+        scales: how scales are stored, a name in `SCALE_FORMS`. The default is bf16 for groups,
+            which saved tensors use, and fp32 for GEMM operands.
     """
 
     format: Format
@@ -77,13 +78,13 @@ class Quantization:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Dtype of the scales."""
+        """Dtype of the stored scales."""
         dtype: torch.dtype = getattr(torch, SCALE_FORMS[self.scales][0])
         return dtype
 
     @property
     def is_for_operands(self) -> bool:
-        """Whether scales are powers of two, as for GEMM operands but not for saved tensors."""
+        """Whether scales are powers of two, which GEMM operands have but saved tensors do not."""
         return SCALE_FORMS[self.scales][1]
 
     @property
@@ -98,11 +99,14 @@ class Quantization:
 
     @property
     def survives_transpose(self) -> bool:
-        """Whether the transposed data have the same blocks, so that their scales stay valid."""
+        """Whether transposed data have blocks of the same shape, so that scales remain valid."""
         return self.block[0] == self.block[1]
 
     def scale_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of a tensor's scales: [], [M, 1], [..., K / G] or [M / m, K / n]."""
+        """Return the shape of a tensor's scales: [], [M, 1], [..., K / G] or [M / m, K / n].
+
+        These are the shapes for a tensor, for rows, for groups of G, and for blocks m × n.
+        """
         rows, columns = self.block
         if not columns:
             return (shape[0], 1) if rows else ()
@@ -119,20 +123,20 @@ class Quantization:
         return self.split(x.contiguous()).abs().amax(dim=dims).float()
 
     def scale(self, amax: Tensor) -> Tensor:
-        """Return the scales that map magnitudes `amax` to the format's largest value (LLMQ 3)."""
+        """Return the scales that map the magnitudes `amax` to the format's largest value."""
         if self.format.lossless:
             return torch.ones_like(amax, dtype=self.scale_dtype)
         round_scale = round_up_to_power_of_two if self.is_for_operands else truncate_to_bf16
         return round_scale(amax_quotient(amax, self.format)).to(self.scale_dtype)
 
     def split(self, x: Tensor) -> Tensor:
-        """Split the dimensions of `x` into blocks, so that `spread` scales broadcast to it."""
+        """Split the dimensions of `x` into blocks. Scales from `spread` broadcast to the result."""
         rows, columns = self.block
         groups = x.unflatten(-1, (-1, columns)) if columns else x
         return groups.unflatten(-3, (-1, rows)) if rows > 1 else groups
 
     def merge(self, blocks: Tensor, shape: Sequence[Any]) -> Tensor:
-        """Invert `split`."""
+        """Reshape blocks from `split` to the original `shape`."""
         return blocks.reshape(shape) if self.is_in_groups else blocks
 
     def spread(self, scales: Tensor) -> Tensor:
@@ -144,7 +148,7 @@ class Quantization:
 
 @cache
 def parse(text: str) -> Quantization:
-    """Return the quantization that a text names.
+    """Return the quantization that a text describes.
 
     Raises:
         ValueError: unknown format, block or form of scales, or a packed format without groups.

@@ -1,4 +1,4 @@
-"""Triton functions of numbers: `scaling.py` for kernels that are not generated."""
+"""The functions of `scaling.py` in Triton, for handwritten kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPONENT, MANTISSA = tl.constexpr(EXPONENT_MASK), tl.constexpr(MANTISSA_MASK)
 
 @triton.jit
 def largest(a, b):
-    """Return the larger number; NaN if one is NaN, which Triton's own maximum drops."""
+    """Return the larger number, or NaN if either is NaN. Triton's default maximum drops NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -3,15 +3,15 @@
     import fp8pass.integrations.accelerate
 
 `torch.compile` finds fp8pass by its entry point, but accelerate has an enum of allowed names. This
-import, before or after accelerate's own, adds ours: for `Accelerator(dynamo_backend=...)`,
-`TorchDynamoPlugin`, `ACCELERATE_DYNAMO_BACKEND`, and the `torch_compile_backend` of transformers'
-and TRL's Trainers. A script without this import can be run, by `accelerate launch`, `torchrun` or
-`python`, as
+import adds `fp8pass` to the enum, before or after accelerate is imported. The name then works in
+`Accelerator(dynamo_backend=...)`, `TorchDynamoPlugin`, `ACCELERATE_DYNAMO_BACKEND`, and the
+`torch_compile_backend` of transformers' and TRL's Trainers. A script that does not contain this
+import can be run through this module, by `accelerate launch`, `torchrun` or `python`:
 
     accelerate launch -m fp8pass.integrations.accelerate train.py --its arguments
 
-which sets the environment variable. The import has no effect if accelerate accepts the name itself
-(docs/upstream/accelerate_dynamo_backends.md).
+This command also sets `ACCELERATE_DYNAMO_BACKEND`. The import has no effect if accelerate already
+accepts the name (docs/upstream/accelerate_dynamo_backends.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend
 
-NAME = "FP8PASS"  # accelerate passes it to torch.compile in lower case
+NAME = "FP8PASS"  # accelerate passes the name to torch.compile in lower case
 VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 USAGE = "usage: python -m fp8pass.integrations.accelerate (SCRIPT | -m MODULE) [ARGUMENT ...]"
 
@@ -41,13 +41,13 @@ def register() -> None:
     def missing(cls: type[DynamoBackend], value: Any) -> Any:
         return member if str(value).upper() == NAME else original(value)
 
-    # Python's enum calls this for unknown values.
+    # Python's enum calls `_missing_` for unknown values.
     DynamoBackend._missing_ = classmethod(missing)
     DynamoBackend.FP8PASS = member
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run a script, or a module with `-m`. accelerate compiles its models with fp8pass.
+    """Run a script, or a module with `-m`, so that accelerate compiles its models with fp8pass.
 
     Raises:
         SystemExit: no script is given, or the environment variable names another backend.

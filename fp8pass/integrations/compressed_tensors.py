@@ -1,9 +1,10 @@
 """`fp8pass.export`: writes a trained model with FP8 weights, for vLLM, SGLang and transformers.
 
 The format is `float-quantized` of compressed-tensors. Each linear layer has `NAME.weight`,
-float8_e4m3fn [out, in], and `NAME.weight_scale`, fp32 [out, 1]; their product is the weight. Inputs
-get a scale for each token at run time. The FP8 data are bit-identical to the operands of the
-forward in recipes with scales by row. FP32 weights are rounded to BF16 first, as in autocast.
+float8_e4m3fn [out, in], and `NAME.weight_scale`, fp32 [out, 1]; their product is the weight. The
+serving engine quantizes inputs with a scale for each token. The FP8 weights are bit-identical to
+the weights in the forward of recipes with row scales. FP32 weights are rounded to BF16 first, as
+autocast does.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ fp8 = torch.ops.fp8pass
 def export(model: nn.Module, path: str | Path, *, config: Config | None = None) -> list[str]:
     """Write a transformers model with its linear layers in FP8, for serving.
 
-    As in training, output heads, layers in `skip`, and layers with sizes that are not multiples of
-    16 or too narrow to gain from FP8 keep their weights and dtype. The model is not changed.
+    As in training, some layers are not quantized: output heads, layers in `skip`, layers with sizes
+    that are not multiples of 16, and layers too narrow to gain from FP8. The model is not changed.
 
     Args:
         model: a `PreTrainedModel`, compiled or not.
         path: the folder to write, in the layout of `save_pretrained`.
-        config: its `skip` replaces the `skip` of the compiled model.
+        config: configuration whose `skip` replaces the `skip` of the compiled model.
 
     Returns:
         Paths of the layers in FP8.
@@ -80,7 +81,7 @@ def _check_pretrained(model: nn.Module) -> PreTrainedModel:
             "model.merge_and_unload() of a PEFT model, and the .module inside of a wrapper."
         )
     experts = next((n for n, p in plain.named_parameters() if "experts" in n and p.ndim == 3), "")
-    if experts:  # the format has a layer for each expert, which loaders expect
+    if experts:  # loaders expect a separate layer for each expert
         raise ConfigError(
             f"{experts} has the weights of several experts, which export does not support yet. "
             "Serve the model in 16 bits (save_pretrained)."

@@ -1,15 +1,16 @@
-"""Run `torchtitan.train` with `--compile.backend fp8pass` and FP8 on the wire.
+"""Run `torchtitan.train` with `--compile.backend fp8pass` and FP8 communication.
 
     torchrun --nproc_per_node 8 -m fp8pass.integrations.torchtitan --compress \\
         --module llama3 --config llama3_8b --compile.enable --compile.backend fp8pass
 
-`--compress` calls `fp8pass.distributed.compress` for each part of the model, if there are several
-ranks. All other arguments are torchtitan's.
+With several ranks, `--compress` calls `fp8pass.distributed.compress` for each part of the model.
+All other arguments are passed to torchtitan.
 
-Since 0.3 all language models of torchtitan have FlexAttention, which it compiles only with
-Inductor, because other backends would compute the full matrix of scores. fp8pass generates code
-with Inductor, so this module exempts it from that check. It has no effect if torchtitan accepts
-fp8pass itself (docs/upstream/torchtitan_backends.md), or has no check.
+Since version 0.3, all language models of torchtitan use FlexAttention. torchtitan compiles
+FlexAttention only with Inductor, because other backends would compute the full matrix of scores.
+fp8pass generates code with Inductor, so this module exempts fp8pass from torchtitan's check of the
+backend. The module has no effect if torchtitan accepts fp8pass
+(docs/upstream/torchtitan_backends.md) or has no such check.
 """
 
 from __future__ import annotations

@@ -5,6 +5,6 @@ quantization_kernel.py  the Triton kernel that quantizes weights by row
 choice.py               which layers can have quantized weights
 quantize_frozen.py      `quantize_frozen`: replaces frozen weights by FP8 data
 
-FSDP2 gathers quantized weights by `distributed/weight_gather.py`; `optim/offload.py` keeps exact
-weights in host memory and FP8 data on the device.
+`distributed/weight_gather.py` makes FSDP2 gather quantized weights. `optim/offload.py` stores exact
+weights in host memory, and their FP8 data on the device.
 """

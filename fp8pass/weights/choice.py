@@ -1,4 +1,4 @@
-"""Which linear layers of a model can have quantized weights."""
+"""Choose the linear layers of a model that can have quantized weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_pre
 
 @dataclass
 class Choice:
-    """The layers to quantize.
+    """The layers to quantize, and why the remaining layers cannot be quantized.
 
     Attributes:
-        layers: layers to quantize, by their weight, which several layers may share.
-        reasons: why other layers cannot be quantized, by path.
+        layers: by weight, the layers to quantize; several layers may share a weight.
+        reasons: by path of a layer, why the layer cannot be quantized.
     """
 
     layers: dict[Tensor, list[nn.Linear]] = field(default_factory=dict)
@@ -37,8 +37,8 @@ def choose_layers(
     Args:
         model: the model.
         skip: paths of layers, or parts of them with *, to leave out.
-        why_not: returns a further reason why a weight cannot be quantized, or ''.
-        considers: returns whether a weight is a candidate; other layers are not listed.
+        why_not: returns the caller's reason why a weight cannot be quantized, or ''.
+        considers: returns whether a weight is a candidate. The result omits all other layers.
 
     Raises:
         ConfigError: the model is not a module.

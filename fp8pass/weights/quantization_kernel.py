@@ -1,7 +1,7 @@
-"""Triton kernel of `quantized_parameter.quantize_rows`, for the rows of several matrices.
+"""The Triton kernel that `quantized_parameter.quantize_rows` launches once for several matrices.
 
-Each program quantizes one row of one matrix. Launching a kernel for each matrix would take the CPU
-longer than the kernel takes the GPU.
+Each Triton program quantizes one row of one matrix. A launch for each matrix would take longer on
+the CPU than the kernel takes on the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8pass.dialect.triton_scaling import largest, scale_of
 from fp8pass.runtime.triton_launcher import Launcher
 
-# Elements of a row that a program loads at once.
+# Maximum number of elements of a row that a Triton program loads at once.
 ROW_BLOCK = 2048
 TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -51,7 +51,7 @@ def _quantize_rows(
     scale = scale_of(tl.reduce(most, 0, largest))
     tl.store(scales + row, scale)
     inverse = tl.math.div_rn(1.0, scale)
-    for first in range(0, left, BLOCK):  # from the cache
+    for first in range(0, left, BLOCK):  # the row is now in the cache
         at = first + column
         values = tl.load(source + at, at < left, other=0.0).to(DTYPE).to(tl.float32)
         tl.store(data + begin + at, (values * inverse).to(tl.float8e4nv), at < left)
@@ -63,10 +63,10 @@ _launch = Launcher(_quantize_rows)
 def quantize_rows(
     matrices: Sequence[Tensor], dtype: torch.dtype, data: Tensor, scales: Tensor
 ) -> None:
-    """Write E4M3 data and fp32 scales of the rows of matrices [M, K], rounded to `dtype`.
+    """Round matrices [M, K] to `dtype`, quantize each row, and write E4M3 data and fp32 scales.
 
-    The matrices are contiguous and have one dtype. Their rows are stored one after the other in
-    `data` [sum of M·K] and `scales` [sum of M].
+    All matrices are contiguous and have the same dtype. The results are concatenated in `data`,
+    which has as many elements as all matrices, and in `scales`, one for each row.
     """
     first = matrices[0]
     addresses = tuple(x.data_ptr() for x in matrices)
@@ -84,16 +84,17 @@ def _arguments(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """Return the number of all rows, the kernel's table and its constants.
+    """Return the total number of rows, the kernel's table, and the kernel's constants.
 
-    The table, int64 [matrices, 4], contains for each matrix its first row and its first element in
-    the results, its row length, and its address: (first row, length, first element, address).
+    The table, int64 [matrices, 4], contains four numbers for each matrix: the index of its first
+    row in `scales`, its row length, the index of its first element in `data`, and its address.
     """
     table, row, element = [], 0, 0
     for (rows, length), address in zip(shapes, addresses, strict=True):
         table.append((row, length, element, address))
         row, element = row + rows, element + rows * length
-    # The largest power of two, up to 16, that divides all offsets and addresses, in elements.
+    # The largest power of two, up to 16, that divides all lengths, offsets and addresses (counted
+    # in elements).
     offsets = (n for _, k, e, x in table for n in (k, e, x // source_dtype.itemsize))
     aligned = math.gcd(16, *offsets)
     block = min(triton.next_power_of_2(max(k for _, k in shapes)), ROW_BLOCK)

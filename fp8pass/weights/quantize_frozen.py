@@ -1,11 +1,11 @@
-"""Quantize frozen weights in place: one byte an element instead of two or four.
+"""Quantize frozen weights in place: one byte per element instead of two or four.
 
     nn.Linear.weight    bf16 [M, K]  ->  QuantizedWeight: e4m3 [M, K], fp32 [M, 1]
 
-The forward's GEMM reads the FP8 data directly, so that no step quantizes the weight. The scales of
-dgrad must not vary along the output features, which it contracts. The backward therefore
-requantizes the data with one scale, in one pass of two bytes an element. Storing that result, too,
-would take the byte that is saved.
+The forward's GEMM reads the FP8 data directly, so training steps do not quantize the weight. dgrad
+contracts the output features, so its scales must not vary along them. The backward therefore
+requantizes the data with one scale for the tensor, which reads and writes one byte per element.
+Storing this second result would need as much memory again as the FP8 weight.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
         fp8pass.quantize_frozen(model)
         model.compile(backend="fp8pass")
 
-    For adapters (LoRA), teachers, encoders: models in which only some weights are trained. Where
+    Use this for models with frozen weights: models with adapters (LoRA), teachers, or encoders. If
     linear layers run in FP8 with a scale for each row (`forward_scales="rowwise"`), the forward of
     a compiled model is bit-identical to the forward with weights in BF16. Gradients of inputs are
-    computed with the rounded weights. Elsewhere each use dequantizes the weights.
+    computed with the rounded weights. In all other layers, each use dequantizes the weight.
 
     The model can be moved, copied and saved as before. Call this again after freezing more layers.
-    `state_dict` contains the rounded weights, in their dtype and in host memory, because the GPU
-    may not have the memory for them. `load_state_dict` quantizes the loaded weights; with
-    `assign=True` it replaces the quantized weights. Nothing else can change a quantized weight:
-    merge adapters into weights before this call.
+    `state_dict` contains the rounded weights in their original dtype. They are in host memory,
+    because the GPU may not have enough memory for them. `load_state_dict` quantizes the loaded
+    weights; with `assign=True` it replaces the quantized weights. Nothing else can change a
+    quantized weight, so merge adapters into weights before this call.
 
     Args:
-        model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`). The
-            weights of its linear layers are in BF16, or in FP32 for autocast, and are rounded as
-            autocast rounds them. Call this before DistributedDataParallel wraps the model.
+        model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`). Its
+            frozen linear layers have weights in BF16, or in FP32 for autocast. FP32 weights are
+            rounded to BF16, as autocast does. Call this before DistributedDataParallel wraps the
+            model.
         skip: paths of linear layers, or parts of them with *, that stay unquantized. Output heads
             and layers that cannot run in FP8 always stay unquantized.
 
@@ -116,7 +117,7 @@ def _quantize(weight: Tensor) -> QuantizedWeight:
 
 
 def _save_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put dequantized values into a state dict, in host memory."""
+    """Replace a quantized weight in a state dict by its dequantized values, in host memory."""
     weight = module.weight
     if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
         state[f"{prefix}weight"] = weight.dequantize().cpu()

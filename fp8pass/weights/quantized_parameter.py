@@ -1,16 +1,16 @@
-"""Quantized weights, as they enter a graph: E4M3 data with a scale for each row (LLMQ 3.2).
+"""Weights that are already quantized when they enter a graph: E4M3 data, a scale for each row.
 
-The forward's GEMM in compiled code reads the FP8 data, which have the same bits as a BF16 weight
-that is quantized by row in the graph. The backward dequantizes them.
+In compiled code, the forward's GEMM reads the FP8 data. They have the same bits as if the graph
+quantized a BF16 weight by row (section 3.2 of the LLMQ paper). The backward dequantizes the data.
 
-Modules move quantized weights like other weights: to another device, to another dtype of their
-values, as copies and through pickles.
+Modules handle quantized weights like other weights: they can be moved to another device, converted
+to another dtype, copied and pickled.
 
-A weight with a `source` is exact: the source has its values, and the FP8 data are a cache of it.
-Outside of compiled graphs operators read the source. Operators that write to the weight write to
-the source, which is quantized again before the next use of the FP8 data. If the FP8 data are the
-only copy of a weight (`is_only_copy`), it can only be replaced as a whole, with values that are
-then quantized. The weights that FSDP2 gathers are new in each gather, and cannot be changed.
+A weight with a `source` is exact: the source has the values, and the FP8 data are a cache. Outside
+of compiled graphs, operators read the source. Operators that write to the weight write to the
+source, which is quantized again before the next use of the FP8 data. If the FP8 data are the only
+copy of a weight (`is_only_copy`), the weight can only be replaced as a whole, by values that are
+then quantized. FSDP2 gathers new quantized weights each time; these cannot be changed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ fp8 = torch.ops.fp8pass
 
 
 class QuantizedWeight(Tensor):
-    """A matrix [M, K] as E4M3 data and a scale for each row. Operators see its values.
+    """A matrix [M, K] as E4M3 data and a scale for each row. Eager operators read its values.
 
     Attributes:
-        source: the exact matrix [M, K] in host memory, if there is one. It may be written to.
-        is_only_copy: whether no other copy of the matrix exists.
+        source: the exact matrix [M, K] in host memory, or None. It may be written to.
+        is_only_copy: whether the FP8 data are the only copy of the matrix.
     """
 
     source: Tensor | None = None
@@ -48,10 +48,10 @@ class QuantizedWeight(Tensor):
 
     def __init__(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         self._fp8_data, self._scales = fp8_data, scales
-        self._version_of_source = -1  # when it was last quantized
+        self._version_of_source = -1  # version when the source was last quantized
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Omit the values, because compilers print weights without values."""
+        """Return a text without values, because compilers print fake weights, which have none."""
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @property
@@ -62,24 +62,24 @@ class QuantizedWeight(Tensor):
 
     @property
     def scales(self) -> Tensor:
-        """The scales of its rows, fp32 [M, 1]."""
+        """The scales of the matrix's rows, fp32 [M, 1]."""
         self._follow_source()
         return self._scales
 
     def _follow_source(self) -> None:
-        """Quantize the source again if it was written to."""
+        """Quantize the source again if it was written to since the last quantization."""
         if self.source is not None and self._version_of_source != compat.version_of(self.source):
             self.mark_quantized()
             self.requantize()
 
     def mark_quantized(self) -> None:
-        """Record that the FP8 data match the present version of the source."""
+        """Record that the FP8 data match the current version of the source."""
         assert self.source is not None
         self._version_of_source = compat.version_of(self.source)
 
     @property
     def data(self) -> Tensor:
-        """The weight without a gradient. Assigning to it changes the weight.
+        """The weight without a gradient. Assigning to `data` changes the weight.
 
         Raises:
             RuntimeError: the assigned tensor has another shape, or another dtype than the source.
@@ -99,29 +99,29 @@ class QuantizedWeight(Tensor):
             self.change(values)
 
     def __setitem__(self, index: Any, values: Any) -> None:
-        """Raise RuntimeError, because the part that indexing returns is a copy."""
+        """Raise RuntimeError: indexing returns a copy, so the assignment would be lost."""
         raise RuntimeError(_explain_refusal(aten.index_put_.default, self))
 
     def share_memory_(self) -> QuantizedWeight:
-        """Move FP8 data and scales to shared memory; the wrapper itself has no memory."""
+        """Move FP8 data and scales to shared memory. The wrapper tensor itself has no memory."""
         self.fp8_data.share_memory_()
         self.scales.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether processes share it."""
+        """Whether the FP8 data are in shared memory."""
         return self.fp8_data.is_shared()
 
     def exact(self) -> Tensor:
-        """Copy the source to the device of the weight; without a source, dequantize."""
+        """Return a copy of the source on the weight's device; without a source, dequantize."""
         if self.source is None:
             return self.dequantize()
         self.wait_for_source()
         return self.source.to(self.device, copy=True)
 
     def wait_for_source(self) -> None:
-        """Wait until the source can be read or written to on the CPU."""
-        if self.is_cuda:  # an optimizer may be copying to it
+        """Wait until the CPU can read or write the source."""
+        if self.is_cuda:  # an optimizer may still be copying to the source
             torch.cuda.synchronize(self.device)
 
     def dequantize(self) -> Tensor:
@@ -136,12 +136,12 @@ class QuantizedWeight(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Quantize a changed source before pickling, because pickles do not contain versions."""
+        """Quantize a changed source before pickling: pickles lack versions that show the change."""
         self._follow_source()
         return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
-        """Copy the source, too. The copy of a parameter is a parameter."""
+        """Copy the FP8 data and the source. The copy of a parameter is a parameter."""
         if id(self) not in memo:
             parts = copy.deepcopy((self.fp8_data, self.scales), memo)
             found = self.copy_with(*parts, self.dtype)
@@ -154,28 +154,28 @@ class QuantizedWeight(Tensor):
         return memo[id(self)]
 
     def change(self, values: Tensor) -> None:
-        """Replace the weight by `values`, which broadcast, of any dtype and on any device.
+        """Replace the weight by `values`, broadcast to its shape, of any dtype and on any device.
 
         Raises:
-            RuntimeError: the weight is a gathered copy.
+            RuntimeError: FSDP2 gathered the weight; only its shards can be changed.
         """
         if self.source is not None:
             values = values.exact() if isinstance(values, QuantizedWeight) else values
             self.wait_for_source()
             self.source.copy_(values)
-            self.requantize()  # within __torch_dispatch__ operators do not increment versions
+            self.requantize()  # in __torch_dispatch__, writes do not increment the source's version
         elif not self.is_only_copy:
             raise RuntimeError(_explain_refusal(aten.copy_.default, self))
         elif isinstance(values, QuantizedWeight):
             self.fp8_data.copy_(values.fp8_data)
             self.scales.copy_(values.scales)
         else:
-            # Rounded like weights in FP32 under autocast.
+            # Values are rounded to BF16, like FP32 weights under autocast.
             rows = values.to(self.device, torch.bfloat16)
             self.requantize(0, rows.expand(self.shape))
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
-        """Quantize the source, or `rows` [R, K] of it, which begin at row `first`."""
+        """Quantize the source, or write quantized `rows` [R, K] to the FP8 data at row `first`."""
         if rows is None:
             assert self.source is not None
             self.wait_for_source()
@@ -195,14 +195,14 @@ class QuantizedWeight(Tensor):
         return QuantizedWeight(inner["fp8_data"], inner["scales"], dtype)
 
     def _stable_hash_for_caching(self) -> str:
-        """Return the properties that compiled code depends on, for its cache."""
+        """Return the properties that compiled code depends on, as a part of its cache key."""
         return f"QuantizedWeight {tuple(self.shape)} {self.dtype} {self.requires_grad}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # FSDP2 and nn.Parameter make such views of a weight, which do not change it.
+        # FSDP2 and nn.Parameter create views of a whole weight. Such a view is the same weight.
         if func is aten.detach.default or (
             func is aten.as_strided.default and tuple(args[1]) == tuple(args[0].shape)
         ):
@@ -222,9 +222,9 @@ class QuantizedWeight(Tensor):
 
 
 class WeightView(Tensor):
-    """A read-only view of a `QuantizedWeight`, or of such a view.
+    """A read-only view of a `QuantizedWeight`, or of another `WeightView`.
 
-    It holds a copy of the values, so that writing to it would not change the weight.
+    A view contains a copy of the values, so writing to the view would not change the weight.
     """
 
     @staticmethod
@@ -238,7 +238,7 @@ class WeightView(Tensor):
         return repr(self.values_of_weight)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a plain tensor: scatter collectives read a view's memory without dispatch."""
+        """Return a plain tensor, because scatter collectives read its memory without dispatch."""
         return self.values_of_weight.contiguous(*args, **kwargs)
 
     @classmethod
@@ -258,17 +258,17 @@ class WeightView(Tensor):
 
 
 def _protect_views(func: Any, found: Any) -> Any:
-    """Return the result of an operator, as `WeightView` if the operator makes views."""
+    """Return the result of an operator, as `WeightView` if the operator returns views."""
     if not any(x.alias_info for x in compat.schema_of(func).returns):
         return found
     return compat.tree_map_only(Tensor, WeightView, found)
 
 
 def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]) -> Any:
-    """Run an operator that writes to weights on their exact values, and change the weights.
+    """Run an operator that writes to weights on copies of their values; then change the weights.
 
     Raises:
-        RuntimeError: a weight cannot be changed, or not by this operator.
+        RuntimeError: a weight cannot be changed, or this operator cannot change it.
     """
     if func is aten.copy_.default:
         written[0].change(args[1])
@@ -298,7 +298,7 @@ def _move(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
-    **_: Any,  # layouts; FP8 matrices have only one
+    **_: Any,  # arguments about layouts, because FP8 matrices have only one layout
 ) -> QuantizedWeight | None:
     """Return a copy on another device or with another dtype; None if the dtype is not a float."""
     dtype = dtype or weight.dtype
@@ -312,24 +312,24 @@ def _move(
     data, scales = (torch.empty_like(x, device=device) for x in parts)
     moved = QuantizedWeight(data, scales, dtype)
     weight.wait_for_source()
-    moved.source = weight.source.to(dtype, copy=True)  # a write to the copy is its own
+    moved.source = weight.source.to(dtype, copy=True)  # writes to a copy do not change the original
     return moved
 
 
 def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> list[Any]:
-    """Return the tensors of a kind that an operator writes to."""
+    """Return the tensors of class `kind` that an operator writes to."""
     schema = compat.schema_of(func)
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     written = [
         given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write
     ]
-    if func.namespace == "c10d" and schema.name.endswith("_"):  # schemas without alias annotations
+    if func.namespace == "c10d" and schema.name.endswith("_"):  # schema lacks alias annotations
         written = list(args[:1])
     return [x for x in compat.tree_leaves(written) if isinstance(x, kind)]
 
 
 def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
-    """Return the message of an error about an operator that cannot change a weight."""
+    """Return the error message for an operator that cannot change a weight."""
     if weight.source is not None:
         return (
             f"{func} cannot change a quantized weight, whose exact values are in host memory: run "
@@ -346,12 +346,12 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
 
 @dataclass(frozen=True)
 class RowBuffers:
-    """Memory for the FP8 data of some matrices [M, K], which may be written again and again.
+    """Memory for the FP8 data and scales of several matrices [M, K], which can be reused.
 
     Attributes:
         data: float8_e4m3fn [sum of M·K].
         scales: fp32 [sum of M].
-        parts: views for each matrix: data [M, K] and scales [M, 1].
+        parts: for each matrix, views of its data [M, K] and of its scales [M, 1].
     """
 
     data: Tensor
@@ -360,14 +360,14 @@ class RowBuffers:
 
 
 def allocate_buffers(shapes: Sequence[torch.Size], device: torch.device) -> RowBuffers:
-    """Allocate memory for the FP8 data of matrices of these shapes."""
+    """Allocate memory for the FP8 data and scales of matrices with these shapes."""
     elements, rows = sum(m * k for m, k in shapes), sum(m for m, _ in shapes)
     data = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
     return split_buffers(data, torch.empty(rows, dtype=torch.float32, device=device), shapes)
 
 
 def split_buffers(data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> RowBuffers:
-    """Split data [sum of M·K] and scales [sum of M] into matrices of these shapes."""
+    """Split data [sum of M·K] and scales [sum of M] into matrices with these shapes."""
     matrices = data.split([m * k for m, k in shapes])
     rows = scales.view(-1, 1).split([m for m, _ in shapes])
     views = (x.view(shape) for x, shape in zip(matrices, shapes, strict=True))
@@ -379,8 +379,8 @@ def quantize_rows(
 ) -> Sequence[tuple[Tensor, Tensor]]:
     """Round matrices [M, K] to `dtype`, and quantize each row; return FP8 data and scales.
 
-    The dialect's `quantize` returns the same bits. They are written to
-    `buffers`, if given.
+    The FP8 data have the same bits as the result of the dialect's `quantize`. Data and scales are
+    written to `buffers`, if given.
     """
     device = matrices[0].device
     buffers = buffers or allocate_buffers([x.shape for x in matrices], device)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_MASK, MANTISSA_MASK, SMALLEST_SCALE
 
-# NaN must reach the user: Triton's own reductions and comparisons drop it. Scales are defined in
-# `dialect/scaling.py`.
+# `largest` and `smallest` propagate NaN, because Triton's own reductions and comparisons drop it.
+# The functions of scales compute the same as `dialect/scaling.py`.
 _PRELUDE = """
 import triton
 import triton.language as tl
@@ -41,7 +41,7 @@ def truncated(x):
 
 """
 
-# Several elements share a byte: see `planes.py`.
+# Functions for emulated formats, whose elements may share a byte (`planes.py`).
 _PACKING = """
 @triton.jit
 def minifloat(code, BITS: tl.constexpr, SHIFT: tl.constexpr, factor):
@@ -95,13 +95,13 @@ _ASSEMBLY = """tl.inline_asm_elementwise(
 class Instructions:
     """An elementwise Triton function in inline assembly.
 
-    Triton's own functions handle denormals, come from a library, or unpack registers twice. They
-    execute two to twenty instructions where the hardware has one, and would limit kernels more than
-    memory does. The hardware's approximations have a relative error of 2^-22.
+    Triton's own functions handle denormals, call a library, or unpack registers twice. They execute
+    two to twenty instructions instead of one, which would make kernels slower than memory allows.
+    The hardware's approximations have a relative error of 2^-22.
 
     Attributes:
         instructions: the PTX.
-        interpreted: the same in Triton, for its interpreter, which has no inline assembly.
+        interpreted: equivalent Triton code, for Triton's interpreter, which has no inline assembly.
         parameters: the function's parameters.
         registers: constraints of the inline assembly: results, then parameters.
         dtype: dtype of the results.
@@ -132,7 +132,7 @@ def write_functions(functions: dict[str, Instructions]) -> str:
 _INSTRUCTIONS = {
     "exp2": Instructions("ex2.approx.ftz.f32 $0, $1;", "tl.exp2(x)"),
     "reciprocal": Instructions("rcp.approx.ftz.f32 $0, $1;", "1.0 / x"),
-    # Four values as E4M3 in a word: the hardware converts two values at a time.
+    # Packs four values into a word of E4M3. One hardware instruction converts two values.
     "word_of": Instructions(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
         " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
@@ -154,7 +154,7 @@ def sigmoid(x):
 
 
 def call_quotient_of(amax: str, format: str) -> str:
-    """Return a call of the Triton function `quotient_of`: `dialect.scaling.amax_quotient`."""
+    """Return the Triton call that computes `dialect.scaling.amax_quotient`."""
     return f"quotient_of({amax}, {1 / FORMATS[format].max!r})"
 
 

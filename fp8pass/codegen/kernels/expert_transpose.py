@@ -1,10 +1,11 @@
-"""`transpose_segments` as a Triton kernel: quantize, transpose and pad the tokens of experts.
+"""The Triton kernel of `transpose_segments`: quantize, transpose and pad the tokens of experts.
 
     codes[k, place] = x[rows[token], k] / scale[e]
                                             token = place - padded start of e + start of e
 
-A Triton program has a tile of places and loops over columns. It computes the expert of each place
-from the offsets, which stay on the GPU.
+Here `place` is a column of the result, and `e` its expert. A Triton program processes a tile of
+places and loops over the columns of `x`. The program computes the expert of each place from the
+offsets, because copying the offsets to the CPU would make the CPU wait for the GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _transpose_segments(
     row = token
     if rows is not None:
         row = tl.load(rows + token, held, other=0)
-        row = tl.where(row < 0, row + count, row)  # as an index counts from the end
+        row = tl.where(row < 0, row + count, row)  # negative indices count from the end
     number = tl.sum(tl.where(own, expert[None, :], 0), 1)
     inverse = tl.math.div_rn(1.0, tl.load(scales + number))
     for column in range(tl.program_id(1) * SPAN, tl.program_id(1) * SPAN + SPAN, COLUMNS):

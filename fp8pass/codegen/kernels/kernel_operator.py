@@ -1,8 +1,8 @@
 """Kernels as operators: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
 
-Called eagerly, they run Triton kernels generated for the programs on a GPU, and the references on a
-CPU. Inductor allocates the results and launches the kernels like its own. Programs are a string
-argument, so that graphs can be cached.
+In eager mode, an operator runs generated Triton kernels on a GPU, and the programs' references on a
+CPU. In compiled graphs, Inductor allocates the results and launches the kernels like its own.
+Programs are passed as a string, because graphs with string arguments can be cached.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fp8pass.codegen.kernels.launch import Launch, LaunchPart, plan_launches
 from fp8pass.codegen.program.ir import Program
 from fp8pass.codegen.program.program_batch import Batch
 
-# Prepares a program for a launch, given the sizes M and N of its matrix; M may be symbolic.
+# A function that prepares a program for a launch, given the sizes M (may be symbolic) and N.
 Prepare = Callable[[Program, Any, int], LaunchPart]
 
-# The function that prepares the programs of each kernel's operator.
+# The function that prepares programs, for the operator of each kernel.
 KERNELS: dict[Any, Prepare] = {}
 
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
-    """Define the operator that runs batches of programs, which `prepare` prepares for launches."""
+    """Define the operator of a kernel. `prepare` prepares each program of a batch for a launch."""
 
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
         batch = Batch.parse(programs)
@@ -58,7 +58,7 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
 
 
 def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
-    """Run the kernels of a batch on the device of its inputs, and write to `results`."""
+    """Run the kernels of a batch, which write their output to the tensors `results`."""
     operands = [x.contiguous() for x in inputs]
     parts = prepare_batch(prepare, batch, [x.shape for x in operands])
     for launch in plan_launches(part for part in parts if part.grid):

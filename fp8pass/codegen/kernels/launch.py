@@ -1,8 +1,7 @@
-"""Launches: one Triton kernel for several programs, whose grids are concatenated.
+"""Launch several programs as one Triton kernel, with concatenated grids.
 
-A launch takes the CPU ten to twenty microseconds. The GPU quantizes a weight of a layer with hidden
-size 2048 in five microseconds, so small layers wait for launches. Independent programs share one
-launch.
+A launch takes ten to twenty microseconds on the CPU. The GPU quantizes a weight of hidden size 2048
+in five microseconds, so with a launch for each program the GPU would wait for the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from typing import Any
 from fp8pass import compat
 from fp8pass.codegen.kernels.device_functions import shared_source
 
-# Most parts of a launch. Each part adds to the size of the compiled kernel, even if some are equal.
+# Maximum number of parts in a launch. Each part makes the compiled kernel larger, even if it equals
+# another part.
 MOST_PARTS = 8
 
 _FUNCTION = """
@@ -43,7 +43,7 @@ class Function:
         pointers: parameters for tensors, inputs and then results.
         sizes: run-time parameters.
         constants: compile-time parameters.
-        body: its source.
+        body: source of the function's body.
     """
 
     name: str
@@ -65,13 +65,13 @@ class LaunchPart:
     """One program in a launch.
 
     Attributes:
-        function: the Triton function that computes it.
+        function: the Triton function that computes the program.
         grid: number of Triton programs.
         sizes: run-time arguments.
         constants: compile-time arguments.
         num_warps: warps of a Triton program.
-        inputs: indices of the operator's inputs that it reads.
-        outputs: indices of the operator's results that it writes.
+        inputs: indices of the operator's inputs that the kernel reads.
+        outputs: indices of the operator's results that the kernel writes.
     """
 
     function: Function
@@ -92,8 +92,8 @@ class Launch:
         grid: number of Triton programs.
         sizes: run-time arguments.
         num_warps: warps of a Triton program.
-        inputs: indices of the operator's inputs that it reads.
-        outputs: indices of the operator's results that it writes.
+        inputs: indices of the operator's inputs that the kernel reads.
+        outputs: indices of the operator's results that the kernel writes.
     """
 
     kernel: Any
@@ -110,14 +110,14 @@ class Launch:
 
 
 def plan_launches(parts: Iterable[LaunchPart]) -> list[Launch]:
-    """Return as few launches as possible for the parts."""
+    """Group the parts into launches, and build the launches."""
     return [build_launch(group) for group in group_into_launches(parts)]
 
 
 def group_into_launches(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
     """Group parts into launches of at most `MOST_PARTS`, with the same number of warps.
 
-    Parts with the same function are adjacent, so that models with many layers have few kernels.
+    Parts are sorted by function. Repeated layers then have equal launches, which share a kernel.
     """
     by_warps: dict[int, list[LaunchPart]] = {}
     for part in sorted(parts, key=lambda part: (part.function.name, part.function.body)):
@@ -132,7 +132,7 @@ def group_into_launches(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
 def build_launch(parts: Sequence[LaunchPart]) -> Launch:
     """Build the launch of parts that have the same number of warps."""
     inputs = tuple(i for part in parts for i in part.inputs)
-    # Several programs may write to different columns of one result.
+    # Parts that write to different columns of one result share its parameter.
     outputs = tuple(dict.fromkeys(i for part in parts for i in part.outputs))
     ends = list(accumulate(part.grid for part in parts))
     sizes = {f"end_{i}": end for i, end in enumerate(ends[:-1])}
@@ -159,7 +159,7 @@ class Call:
     constants: tuple[tuple[str, Any], ...]
 
     def source(self, name: str, number: int, index: str) -> str:
-        """Return the call of the function `name` by part `number`, which starts at `index`."""
+        """Return the source of part `number`'s call of function `name` with program id `index`."""
         sizes = [f"{size}={size}_{number}" for size in self.function.sizes]
         constants = [f"{constant}={value!r}" for constant, value in self.constants]
         return f"{name}({', '.join((index, *self.pointers, *sizes, *constants))})"
@@ -198,7 +198,7 @@ def _write_kernel(name: str, calls: Sequence[Call], parameters: Sequence[str]) -
 
 
 def _write_condition(number: int, count: int) -> str:
-    """Return the condition of a call: the index lies in part `number` of `count`."""
+    """Return the condition of a call: whether the program id lies in part `number` of `count`."""
     if count == 1:
         return ""
     if number == count - 1:

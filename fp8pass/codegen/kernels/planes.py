@@ -1,8 +1,8 @@
-"""Packed elements in Triton source: where their bits are in memory, and their values.
+"""Write the Triton source that locates, decodes and encodes packed elements.
 
-An element has its bits in one or two planes (`Format.planes`). In a plane of w bits, a group of G
-elements has S = G · w / 8 bytes: byte i contains elements i, i + S, i + 2S, ... of the group, from
-its lowest bits to its highest, so that neighboring threads read neighboring bytes (`ops.quantize`).
+The bits of an element are in one or two planes (`Format.planes`). In a plane of w bits, a group of
+G elements has S = G · w / 8 bytes. Byte i contains elements i, i + S, i + 2S, ... of the group,
+element i in the lowest bits. Neighboring threads therefore read neighboring bytes (`ops.quantize`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from fp8pass.dialect.formats import FORMATS
 
 
 def locate_byte(column: str, size: int, width: int) -> str:
-    """Return the byte of a row that contains a column's element, in groups of `size`."""
+    """Return the index of the byte in a row that contains a column's element."""
     count = size * width // 8
     return f"{column} // {size} * {count} + {column} % {count}"
 
 
 def extract_bits(planes: Sequence[str], column: str, size: int, format: str) -> str:
-    """Return a column's element, as int32, from its byte in each plane.
+    """Return the bits of a column's element as int32, given the element's byte in each plane.
 
-    Higher bits of the result are undefined.
+    Bits above the format's width are undefined.
     """
     fields, offset = [], 0
     for byte, width in zip(planes, FORMATS[format].planes, strict=True):
@@ -35,7 +35,7 @@ def extract_bits(planes: Sequence[str], column: str, size: int, format: str) -> 
 
 
 def decode_bits(elements: str, format: str) -> str:
-    """Return the fp32 values of elements: fp16 numbers with another exponent bias."""
+    """Return the fp32 values of elements, which are fp16 numbers with another exponent bias."""
     fmt = FORMATS[format]
     factor = 2.0 ** (14 + fmt.min_exponent)
     return f"minifloat({elements}, {fmt.bits}, {10 - fmt.mantissa}, {factor!r})"

@@ -1,9 +1,10 @@
-"""The row kernel: programs with reductions over rows, each row read once.
+"""The row kernel: computes programs with reductions along rows.
 
-COAT 5.2, LLMQ 3. In the forward, operands of linear layers are norms, activations and weights, with
-a scale for each row. The kernel holds a row. It computes the norm's statistics, the scale, the
-quantized row, and the quantized groups that are saved for the backward. Inductor's reductions read
-the row for each of these, and groups need another kernel (`benchmarks/kernels.py`).
+In the forward, operands of linear layers are norms, activations and weights, with a scale for each
+row (section 5.2 of the COAT paper, section 3 of the LLMQ paper). The kernel reads a row once. From
+this row it computes the norm's statistics, the scale, the quantized row, and the quantized groups
+that are saved for the backward. Inductor's code reads the row again for each of these results, and
+needs another kernel for the groups (`benchmarks/kernels.py`).
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from fp8pass.codegen.kernels.supported import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS, TRITON_TYPES
 from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
 
-# Longer rows are read in a loop.
+# Most elements of a row that registers hold. Longer rows are read in a loop.
 LONGEST_HELD = 16384
-# Longer rows cannot be summed over, because the sums need registers, too.
+# Longest rows for which passes fuse sums over rows, because the sums need registers, too.
 LONGEST_SUMMED = 8192
-# Most elements that a thread holds. With more, too few threads fit on the GPU to hide latency
-# (`benchmarks/results/sweeps.json`).
+# Most elements that a thread holds, without and with sums over rows. With more elements, too few
+# threads fit on the GPU to hide latency (`benchmarks/results/sweeps.json`).
 HELD = 44
 HELD_SUMMED = 32
-# Elements of a chunk in a loop.
+# Elements of a chunk if the row is read in a loop.
 CHUNK = 4096
-# Fewest elements of any chunk.
+# Minimum number of elements in a chunk.
 SMALLEST_CHUNK = 128
 
 
-# The layouts and formats that this kernel stores.
+# The formats that this kernel can store in each layout.
 FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
     "rows": frozenset(TRITON_TYPES),
     "groups": GROUP_FORMATS,
@@ -42,7 +43,7 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
 
 
 def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
-    """Return a program's part of a launch, with the fastest chunks and warps on an H200.
+    """Return a program's part of a launch, with the chunk size and warps that suit an H200 best.
 
     Raises UnsupportedProgram if this kernel does not support a store.
     """
@@ -68,7 +69,7 @@ def _check(program: Program, columns: int) -> None:
 
 
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
-    """Return how a row is cut into chunks, with whole groups in each, and the number of warps."""
+    """Return how to cut a row into chunks of whole groups, and the number of warps."""
     if columns > LONGEST_HELD:
         return Shape(columns, CHUNK, held=False), 4
     held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)

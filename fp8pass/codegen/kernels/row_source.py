@@ -1,8 +1,8 @@
 """The Triton source of row kernels.
 
-A row is cut into chunks. Registers hold a row if it fits. A longer row is read in a loop over
-chunks, which is repeated for every stage of reductions. After the first loop, the row comes from
-the cache.
+A row is cut into chunks. If all chunks of a row fit into registers, the kernel reads the row once.
+A longer row is read in a loop over chunks, which is repeated for every stage of reductions. After
+the first loop, the row is in the cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ _LOADS = {
     "row": "tl.load({0} + row)",
     "scalar": "tl.load({0})",
 }
-# A scale is loaded once for a few neighboring elements, so that no thread loads it several times.
+# A scale is loaded once for the neighboring elements of a thread, which would otherwise load it
+# several times.
 _GROUP_SCALES = [
     "{v}_few = {start} + tl.arange(0, {chunk} // {few}) * {few}",
     "{v}_scales = tl.load({scales} + row * ({width} // {size}) + ({offset} + {v}_few) // {size}"
@@ -91,7 +92,7 @@ class Shape:
     Attributes:
         columns: elements of the row.
         chunk: elements of a chunk.
-        held: whether registers hold the row, rather than reading it in a loop.
+        held: whether registers hold the whole row; otherwise the kernel reads it in a loop.
     """
 
     columns: int
@@ -100,7 +101,7 @@ class Shape:
 
     @property
     def chunks(self) -> range:
-        """The chunks that the source has code for: all chunks of a held row, one for a loop."""
+        """Indices of the chunks that have their own code: all of a held row, one of a loop."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     def is_full(self, i: int) -> bool:
@@ -111,11 +112,12 @@ class Shape:
 
 
 class RowWriter:
-    """Writes the body of a function.
+    """Writes the body of a Triton function.
 
-    The body has stages. A reduction or a store belongs to the first stage after all reductions that
-    it depends on. Values that vary along a row have a name in each chunk. They are computed once if
-    the row is held, and recomputed in every stage that needs them if it is read in a loop.
+    The body has stages. A reduction or store belongs to the first stage after all reductions that
+    it depends on. A value that varies along a row has a name in each chunk. If registers hold the
+    row, such a value is computed once. If the row is read in a loop, the value is recomputed in
+    every stage that needs it.
     """
 
     def __init__(self, program: Program, shape: Shape) -> None:
@@ -133,7 +135,7 @@ class RowWriter:
         self.known: set[str] = set()
 
     def _name_results(self) -> dict[tuple[int, str], list[str]]:
-        """Return the pointer parameters of every store, by its number and layout."""
+        """Return the pointer parameters of every store, by the store's number and layout."""
         found: dict[tuple[int, str], list[str]] = {}
         count = 0
         for i, store in enumerate(self.program.stores):
@@ -167,7 +169,7 @@ class RowWriter:
     # --- the parts of a kernel ------------------------------------------------------------------
 
     def before(self) -> list[str]:
-        """Write the lines before all rows."""
+        """Return the lines that run once, before the first row."""
         self.lines = []
         if self.shape.held:
             for i in self.shape.chunks:
@@ -179,7 +181,7 @@ class RowWriter:
         return self.lines
 
     def body(self) -> list[str]:
-        """Write the lines for a row."""
+        """Return the lines that run for each row."""
         self.lines = [f"first = row * {self.shape.columns}"]
         if self.shape.held:  # all loads are issued before the kernel waits for the first
             self._read("full", "groups")
@@ -194,7 +196,7 @@ class RowWriter:
         return self.lines
 
     def after(self) -> list[str]:
-        """Write the lines after all rows: stores of sums."""
+        """Return the lines that run once, after the last row: stores of sums."""
         self.lines = []
         for number, pointer in self._sums():
             for i in self.shape.chunks:
@@ -237,7 +239,7 @@ class RowWriter:
                 self.lines.append(f"tl.store({pointer} + row, {value}.to(tl.{store.dtype}))")
 
     def _row_values(self, names: list[str]) -> list[str]:
-        """Return the unknown values that do not vary along a row and that `names` depend on."""
+        """Return the values that `names` depend on and that must be computed before the chunks."""
         found: list[str] = []
         seen, pending = set(self.known), list(reversed(names))
         while pending:
@@ -289,14 +291,14 @@ class RowWriter:
             self.lines.append(f"there_{i} = column_{i} < {self.shape.columns}")
 
     def _if_there(self, i: int, condition: str = "") -> str:
-        """Return the mask argument of a load or store; empty in a full chunk."""
+        """Return the mask argument of a load or store; a full chunk needs no mask."""
         return "" if self.shape.is_full(i) else f", {condition or f'there_{i}'}"
 
     def _only_there(self, value: str, i: int) -> str:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
 
     def name(self, value: str, i: int) -> str:
-        """Return the name of a value in a chunk: the same for all chunks unless it varies."""
+        """Return the name of a value in a chunk; a value that does not vary has only one name."""
         return f"{value}_{i}" if value in self.varying else value
 
     def _along(self, value: str, i: int) -> str:
@@ -306,7 +308,7 @@ class RowWriter:
         return name if varies else f"tl.full(({self.shape.chunk},), {name}, tl.float32)"
 
     def define(self, value: str, i: int) -> str:
-        """Compute a value in a chunk, with its operands, unless it is known. Return its name."""
+        """Write the lines that compute a value in a chunk, unless present. Return its name."""
         name = self.name(value, i)
         if name in self.known:
             return name
@@ -324,7 +326,7 @@ class RowWriter:
         return name
 
     def _read(self, *kinds: str) -> None:
-        """Load operands of these kinds in all chunks."""
+        """Write the loads of all operands of these kinds, in all chunks."""
         for i in self.shape.chunks:
             for load in self.program.loads:
                 if load.operand in kinds:
@@ -349,7 +351,7 @@ class RowWriter:
             self.lines += [line.format(scales=where[-1], **names) for line in _GROUP_SCALES]
 
     def _read_planes(self, load: Load, name: str, i: int) -> None:
-        """Load the byte of each plane that contains an element."""
+        """Load, for each element of a chunk, the byte in each plane that contains its bits."""
         for plane, width in enumerate(FORMATS[load.format].planes):
             byte = locate_byte(f"column_{i}", load.group_size, width)
             place = f"row * {self.shape.columns * width // 8} + {byte}"
@@ -430,7 +432,7 @@ class RowWriter:
             self.lines += [line.format(**names) for line in _STORE_PLANE]
 
 
-# The method that stores each layout in a chunk. `row` is stored after all chunks.
+# The method that stores a chunk in each layout. `_write_stage` writes the store of layout `row`.
 STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
     "rows": RowWriter._store_rows,
     "groups": RowWriter._store_groups,
@@ -440,7 +442,7 @@ STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
 
 
 def _first(load: Load) -> str:
-    """Return the offset of a row of a matrix."""
+    """Return the expression for the offset of a row in a loaded matrix."""
     return f"row * {load.width} + {load.offset}" if load.width else "first"
 
 

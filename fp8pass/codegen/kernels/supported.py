@@ -17,13 +17,13 @@ from fp8pass.graph.patterns import is_batched_transpose, quantization_of, skip_r
 
 fp8 = torch.ops.fp8pass
 
-# A kernel computes a matrix if its inputs have at most this many times the bytes of the matrix.
-# Otherwise it reads the matrix from memory.
+# A kernel computes a matrix itself if the inputs have at most this many times the bytes of the
+# matrix. Otherwise the kernel reads the matrix from memory.
 LARGEST_INPUTS = 2.0
 
 
 class UnsupportedProgram(ValueError):
-    """A kernel cannot run a well-formed program; the message has the reason.
+    """A kernel cannot run a well-formed program; the message contains the reason.
 
     Passes check this before they emit a program.
     """
@@ -35,7 +35,7 @@ class UnsupportedProgram(ValueError):
 def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]]) -> None:
     """Raise UnsupportedProgram unless a kernel supports all stores of a program.
 
-    `formats` has the quantized formats that the kernel can store in each layout.
+    `formats` contains the quantized formats that the kernel can store in each layout.
     """
     for store in program.stores:
         for layout in store.layouts:
@@ -52,7 +52,7 @@ def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]])
 
 
 def why_no_rows(data: fx.Node) -> str | None:
-    """Return why the row kernel cannot compute a quantized matrix, apart from its inputs."""
+    """Return why the row kernel cannot compute a quantized matrix; does not check its inputs."""
     block = quantization_of(data).block
     if block != ROW:
         return "one scale for all" if block == TENSOR else "scales vary along rows"
@@ -68,7 +68,7 @@ def _has_columns_for_rows(x: fx.Node) -> bool:
 
 
 def why_no_tiles(data: fx.Node) -> str | None:
-    """Return why the tile kernel cannot compute a quantized matrix, apart from its inputs."""
+    """Return why the tile kernel cannot compute a quantized matrix; does not check its inputs."""
     block = quantization_of(data).block
     if block != TENSOR:
         return "scales by row" if block == ROW else "scales vary along rows"
@@ -76,13 +76,13 @@ def why_no_tiles(data: fx.Node) -> str | None:
 
 
 def why_no_kernel(data: fx.Node) -> str | None:
-    """Return why no kernel computes a quantized matrix: its format, size or device."""
+    """Return why no kernel can compute a quantized matrix: its format, size or device."""
     format = quantization_of(data).format.name
     return why_not_a_matrix(data) if format in TRITON_TYPES else f"no kernel for {format}"
 
 
 def why_not_a_matrix(x: fx.Node) -> str | None:
-    """Return why no kernel computes a value: its size or device."""
+    """Return why no kernel can compute a value: its size or device."""
     val = tensor(x)
     if val.ndim < 2 or not isinstance(val.shape[-1], int) or val.shape[-1] == 1:
         return "not a matrix of fixed width"

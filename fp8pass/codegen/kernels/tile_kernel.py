@@ -1,11 +1,13 @@
-"""The tile kernel: programs without reductions, each tile read once and stored in both layouts.
+"""The tile kernel: computes programs without reductions, and can store the result in two layouts.
 
-COAT G.3. In the backward, one GEMM contracts an operand of a linear layer over its rows and another
-GEMM over its columns, but FP8 tensor cores support only one layout. Inductor's generated code for a
-transposed store reaches 50 to 70% of the bandwidth of a copy (`benchmarks/kernels.py`), this kernel
-85%. Neighboring Triton programs read neighboring tiles of the same rows. A thread packs elements of
-four rows into a word, so that the transposition in shared memory moves words rather than bytes. The
-pointwise body is generated from the graph, so that the kernel supports any activation.
+In the backward, one GEMM contracts an operand of a linear layer over its rows, and another GEMM
+contracts the operand over its columns. FP8 tensor cores support only one layout, so the kernel
+stores the operand a second time, transposed (section G.3 of the COAT paper). Inductor's generated
+code for a transposed store reaches 50 to 70% of the bandwidth of a copy (`benchmarks/kernels.py`);
+this kernel reaches 85%. Neighboring Triton programs read neighboring tiles of the same rows. Each
+thread packs elements of four rows into a word, because a transposition in shared memory moves words
+faster than bytes. The pointwise body is generated from the graph, so the kernel supports any
+activation.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTION_STEPS, Program
 from fp8pass.dialect.encoding import padded_size
 from fp8pass.graph.nodes import tensor
 
-# The layouts and formats that this kernel stores. Words are packed from E4M3 only.
+# The formats that this kernel can store in each layout. Transposed stores support E4M3 only.
 FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
     "rows": frozenset(TRITON_TYPES),
     "columns": frozenset({"e4m3"}),
@@ -34,10 +36,10 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
 
 
 def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
-    """Return a program's part of a launch, with the fastest tiles (`sweeps.json`).
+    """Return a program's part of a launch, with the tile size that was fastest in `sweeps.json`.
 
-    Tiles that are also stored in rows are smaller, because the data of all stores are held at once.
-    Raises UnsupportedProgram if this kernel does not support a store or a step.
+    A program that also stores rows has smaller tiles, because a thread holds the data of all stores
+    at once. Raises UnsupportedProgram if this kernel does not support a store or a step.
     """
     check_stores("tile", program, FORMATS_BY_LAYOUT)
     for step in program.steps:
@@ -67,7 +69,7 @@ tiles = define_kernel("tiles", prepare)
 
 
 def holds_amaxes(x: fx.Node) -> bool:
-    """Whether the operand of an `amax` consists of amaxes: one for each row or for each tile."""
+    """Whether the operand `x` of an `amax` already consists of amaxes of rows or tiles."""
     columns = tensor(x).shape[-1]
     if isinstance(columns, int) and columns == 1:
         return True

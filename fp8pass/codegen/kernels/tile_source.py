@@ -1,7 +1,7 @@
 """The Triton source of tile kernels.
 
-A tile is cut into n slices of rows. Slice i has the rows i, i + n, i + 2n, ..., so that one thread
-holds all elements of a word.
+A tile is cut into n slices. Slice i consists of the rows i, i + n, i + 2n, ..., so that one thread
+holds all elements of a word, which come from n consecutive rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8pass.dialect.formats import FORMATS
 # FP8 elements in a word.
 WORD = 4
 
-# Run-time and compile-time parameters.
+# Parameters of the kernel: sizes at run time, constants at compile time.
 SIZES = "M", "M_PADDED", "N"
 CONSTANTS = "M_TILE", "N_TILE", "FULL"
 
@@ -39,7 +39,7 @@ in_row = tl.arange(0, N_TILE)
 column = first_column + in_row
 column_there = FULL | (column < N)
 """
-# Offsets in a matrix may need 64 bits. Offsets in a tile do not.
+# Offsets in a matrix may need 64 bits. Offsets in a tile fit into 32 bits.
 _FIRST = "first = (row_tile * M_TILE).to(tl.int64) * N + first_column"
 _SLICE = """
 in_tile_{i} = {slices} * in_tile + {i}
@@ -63,13 +63,13 @@ _LOADS = {
 
 @dataclass(frozen=True)
 class TileWriter:
-    """Writes the function of a program. Names of values in slice i end in i."""
+    """Writes the Triton function of a program. The name of a value in slice i ends in i."""
 
     program: Program
 
     @cached_property
     def slices(self) -> int:
-        """Number of slices: the elements of a word, which come from consecutive rows."""
+        """Number of slices: `WORD` if the program stores columns, otherwise 1."""
         transposes = any("columns" in store.layouts for store in self.program.stores)
         return WORD if transposes else 1
 
@@ -93,7 +93,7 @@ class TileWriter:
         )
 
     def _places(self) -> Iterator[str]:
-        """Compute the offsets of the tile's elements in matrices."""
+        """Write the lines that compute where the tile's elements lie in matrices."""
         yield _TILE.format(slices=self.slices)
         yield _FIRST
         for i in range(self.slices):
@@ -117,7 +117,7 @@ class TileWriter:
         row = f"row_{i}.to(tl.int64) * ({load.width or 'N'} // {size})"
         first = f"{scales} + {row} + {load.offset // size}"
         return [
-            # If a tile lies within one group, each row has one scale.
+            # If a tile lies within one group, it has only one scale for each row.
             f"if {size} % N_TILE == 0:",
             f"    {name}_scale = tl.load({first} + first_column // {size}, row_there_{i},"
             " other=0.0).to(tl.float32)[:, None]",
@@ -128,7 +128,7 @@ class TileWriter:
         ]
 
     def _elements(self, load: Load, planes: list[str], i: int) -> str:
-        """Return the values of quantized elements, without their scale."""
+        """Return the values of quantized elements, not yet multiplied by their scale."""
         if not load.packed:
             return f"tl.load({planes[0]} + {_place(load, i)}, there_{i}, other=0.0).to(tl.float32)"
         row, size, bytes_ = f"row_{i}.to(tl.int64)[:, None]", load.group_size, []
@@ -155,14 +155,14 @@ class TileWriter:
 
     def _code(self, store: Store) -> Iterator[str]:
         for i in range(self.slices):
-            # Padding must be zero, whatever the steps compute from it.
+            # Padding must be zero, but the steps may compute another value from it.
             codes = f"{store.name}_{i}"
             if store.scale:
                 codes = divide_by_scale(codes, f"{store.scale}_{i}")
             yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
-        """Store amaxes. Such programs store nothing else, and have one slice."""
+        """Store amaxes of tiles. A program that stores amaxes stores nothing else: one slice."""
         magnitude = f"tl.where(there_0, tl.abs({store.name}_0), 0.0)"
         amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
         yield f"tl.store({pointer} + index, {amax})"
@@ -189,14 +189,14 @@ class TileWriter:
 
 
 def _place(load: Load, i: int) -> str:
-    """Return the offsets of a tile's elements in a matrix."""
+    """Return the expression for the offsets of a tile's elements in a matrix."""
     if not load.width:
         return f"first + full_{i}"
     first = f"(row_tile * M_TILE).to(tl.int64) * {load.width} + first_column + {load.offset}"
     return f"{first} + in_tile_{i}[:, None] * {load.width} + in_row[None, :]"
 
 
-# The method that stores each layout at a pointer.
+# The method that writes a store in each layout.
 STORES: dict[str, Callable[[TileWriter, Store, str], Iterator[str]]] = {
     "rows": TileWriter._store_rows,
     "columns": TileWriter._store_columns,

@@ -1,4 +1,4 @@
-"""Pieces of Triton source that both kernels share: operators, casts, names, pointers."""
+"""Pieces of Triton source that row and tile kernels share: operators, casts, names, pointers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8pass.graph.pointwise import triton_template
 
 # Triton types of FP8 formats.
 TRITON_TYPES = {"e4m3": "tl.float8e4nv"}
-# Formats of groups that kernels read and store.
+# Formats in which kernels can store groups.
 GROUP_FORMATS = frozenset({*TRITON_TYPES, *(f.name for f in FORMATS.values() if f.packed)})
 
 
@@ -32,7 +32,7 @@ def _write_argument(argument: str | float) -> str:
 
 
 def name_kernel(kind: str, program: Program) -> str:
-    """Return the name that profilers show: the kind of kernel and its operators."""
+    """Return the name that profilers show: the kind of kernel and the program's operators."""
     targets = [step.target.split(".")[1] for step in program.steps if "." in step.target]
     words = [kind, *dict.fromkeys(targets)]
     if program.takes_amaxes:
@@ -43,7 +43,7 @@ def name_kernel(kind: str, program: Program) -> str:
 
 
 def divide_by_scale(value: str, scale: str) -> str:
-    """Return a value divided by its scale. The cast that follows rounds, saturates, keeps NaN."""
+    """Return a value divided by its scale. The caller's cast rounds, saturates, preserves NaN."""
     return f"({value} * tl.div_rn(1.0, {scale}))"
 
 

@@ -18,14 +18,14 @@ from fp8pass.codegen.program.verify import verify
 from fp8pass.dialect.encoding import is_fp8
 from fp8pass.graph.nodes import aten, tensor
 
-# A program before it is built: the readers that collected its loads and steps, and its stores.
+# The parts of a program: the readers that collected its loads and steps, and its stores.
 Draft = tuple[Iterable[Reader], Iterable[Store]]
 
 
 def emit_kernel(target: Any, drafts: Iterable[Draft], *, like: fx.Node) -> list[fx.Node]:
-    """Add an operator that runs a program for each draft, before `like`.
+    """Build a program for each draft, and add an operator before `like` that runs the programs.
 
-    Returns the results in the order of the stores. Stores to one matrix have the same result.
+    Returns the results in the order of the stores. Stores to the same matrix have the same result.
     """
     programs, inputs = zip(
         *(_build_program(readers, stores) for readers, stores in drafts), strict=True
@@ -55,7 +55,7 @@ def emit_batch(
 def _build_program(
     readers: Iterable[Reader], stores: Iterable[Store]
 ) -> tuple[Program, list[fx.Node]]:
-    """Build the program of a draft. Return it and the nodes that it reads."""
+    """Build the program of a draft. Return the program and the nodes that it reads."""
     readers = list(readers)
     loads = {n: x for reader in readers for n, x in reader.loads.items()}
     steps: dict[fx.Node, list[Step]] = {}
@@ -75,7 +75,7 @@ def _build_program(
 def _merge_steps(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """Merge the steps of each node in `others` into the known steps of the node."""
+    """Return, for each node in `others`, its known steps, followed by its additional steps."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])
@@ -84,9 +84,9 @@ def _merge_steps(
 
 
 def _store_contiguous(node: fx.Node) -> fx.Node:
-    """Return a node as a contiguous tensor: itself, or its buffer if generated code computes it.
+    """Return a contiguous node with the same value: a buffer, if generated code computes `node`.
 
-    All users of the node read the buffer, so that it is computed once.
+    All users of the node read the buffer, so that the value is computed only once.
     """
     val = tensor(node)
     if node.op != "call_function" or val.ndim == 0 or is_fp8(val.dtype):
@@ -100,7 +100,7 @@ def _store_contiguous(node: fx.Node) -> fx.Node:
 
 
 def has_shape(node: fx.Node) -> bool:
-    """Whether a result can be viewed in the shape of `node`: at most one size is symbolic."""
+    """Whether a reshape can restore the shape of `node`, which needs at most one symbolic size."""
     return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
 
 

@@ -1,9 +1,9 @@
 """Programs: loads, steps and stores of a fused kernel that computes an [M, N] matrix.
 
-A `Program` is plain data, so that graphs and caches can contain it as a string. `reader.py` reads
-it from FX nodes, `reference.py` defines its results, and `codegen/kernels` writes Triton kernels
-that compute them. Values are fp32. As in Inductor's kernels, they are rounded only if they are
-stored.
+A `Program` is plain data, so that graphs and caches can contain it as a string. `reader.py` builds
+programs from FX nodes, `reference.py` defines their results, and `codegen/kernels` writes Triton
+kernels that compute these results. Values are fp32. As in Inductor's kernels, a value is rounded
+only if it is stored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 
-# How an operand is broadcast to the matrix: [], [N], [M, 1] or [M, N]. `groups` are several
-# tensors: data [M, N], or packed planes [M, N w / 8] of w bits, and the scales of groups along
-# rows, [M, N / G].
+# How an operand is broadcast to the matrix: from [], [N], [M, 1] or [M, N]. A `groups` operand
+# consists of several tensors: data [M, N], or packed planes [M, N w / 8] of w bits, and the scales
+# [M, N / G] of groups of G elements along rows.
 OPERANDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the tiles that the first stage of an amax reduces.
 AMAX_TILE = 64, 128
-# Number of partial sums over rows. Each sums different rows, so that the summation order is fixed.
+# Number of partial sums over rows. Partial sum i adds rows i, i + 1024, ..., in a fixed order.
 PARTIAL_SUMS = 1024
 # Steps that reduce along rows; their results are [M, 1].
 REDUCTION_STEPS = ("row_sum", "row_amax")
@@ -41,10 +41,10 @@ class NotAMatrix(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """Reads the value `name`, which is one of `OPERANDS`.
+    """Reads the value `name` from memory. `operand` is one of `OPERANDS`.
 
     Only `groups` have a `group_size` and a `format`. A matrix may be a *part* of a wider matrix in
-    memory: `columns` of its `width` columns, starting at `offset`.
+    memory: `columns` columns, starting at `offset`, of a matrix with `width` columns.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Load:
 
     @property
     def tensor_count(self) -> int:
-        """Number of tensors that are read."""
+        """Number of tensors that the load reads."""
         return len(FORMATS[self.format].planes) + 1 if self.format else 1
 
 
@@ -70,8 +70,8 @@ class Load:
 class Step:
     """`name = target(*args)`: an operator on values (their names) and constants.
 
-    The target is a pointwise aten operator, one of `REDUCTION_STEPS`, or `scale`, which has an amax
-    and a format.
+    The target is a pointwise aten operator, one of `REDUCTION_STEPS`, or `scale`, whose arguments
+    are an amax and a format.
     """
 
     name: str
@@ -112,13 +112,13 @@ class Store:
 
     @property
     def result_count(self) -> int:
-        """Number of tensors that are stored."""
+        """Number of tensors that the store writes."""
         return sum(map(self.tensor_count, self.layouts))
 
 
 @dataclass(frozen=True)
 class Program:
-    """Loads, then steps, then stores."""
+    """A program runs its loads, then its steps, then its stores."""
 
     loads: tuple[Load, ...]
     steps: tuple[Step, ...]
@@ -140,7 +140,7 @@ class Program:
         )
 
     def canonical(self) -> Program:
-        """Return the program with numbered values, so that repeated layers share a kernel."""
+        """Name the values v0, v1, ..., so that repeated layers have equal programs and kernels."""
         names = [x.name for x in self.loads] + [x.name for x in self.steps]
         new = {name: f"v{i}" for i, name in enumerate(names)}
         return Program(
@@ -151,12 +151,12 @@ class Program:
 
     @property
     def finishes_amax(self) -> bool:
-        """Whether only row values are stored, as for the second stage of an amax and its scales."""
+        """Whether the program stores only row values, like the second stage of an amax."""
         return all(store.layouts == ("row",) for store in self.stores)
 
     @property
     def takes_amaxes(self) -> bool:
-        """Whether amaxes of tiles are stored; such a program stores nothing else."""
+        """Whether the program stores amaxes of tiles; such a program stores nothing else."""
         return any("amax" in store.layouts for store in self.stores)
 
     @property
@@ -165,9 +165,9 @@ class Program:
         return sum(load.tensor_count for load in self.loads)
 
     def sizes(self, shapes: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-        """Return M and N, by the shape of the first matrix that the program reads."""
+        """Return M and N, given the shapes of the inputs."""
         matrices = ((i, x) for i, x in enumerate(self.loads) if x.operand in ("full", "groups"))
-        i, load = next(matrices)  # each load before it reads one tensor
+        i, load = next(matrices)  # load i reads input i: each earlier load reads one tensor
         *leading, columns = shapes[i]
         width = FORMATS[load.format].planes[0] if load.packed else 8
         return math.prod(leading), load.columns or columns * 8 // width

@@ -1,8 +1,8 @@
-"""Independent programs that one operator runs.
+"""Batches: independent programs that one operator runs.
 
-Programs may store data in different columns of one matrix, which saves the copy that concatenates
-them. This matrix is the operator's first result. The other results follow in the order of the
-programs and their stores.
+Programs may store data in different columns of one matrix, which saves a copy that would
+concatenate the data. This matrix is the operator's first result. The other results follow in the
+order of the programs and their stores.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Batch:
         return [found[number] for number in range(len(found))]
 
     def reference(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the results operator by operator."""
+        """Compute the results operator by operator, in plain PyTorch."""
         results = self.empty_outputs(inputs)
         for program, operands, numbers in self.split(inputs):
             stores = [store for store in program.stores for _ in range(store.result_count)]

@@ -1,4 +1,4 @@
-"""Read FX operators into a program, from a matrix back to tensors that are in memory."""
+"""Read the FX operators that compute a matrix into a program, back to tensors in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from fp8pass.graph.pointwise import triton_template
 
 fp8 = torch.ops.fp8pass
 
-# Offsets and widths of parts are multiples of this, so that threads load 16 bytes of any dtype.
+# Offsets and widths of parts are multiples of this many elements, so that threads can load 16 bytes
+# at once in any dtype.
 ALIGNED = 16
 
 # Operators that change the layout, shape or dtype of a value, but not the value.
@@ -39,20 +40,20 @@ Snapshot = tuple[dict[fx.Node, Load], dict[fx.Node, list[Step]], dict[fx.Node, s
 
 @dataclass
 class Reader:
-    """Collects the operators that compute one matrix, and the tensors that these read.
+    """Collects the operators that compute one matrix, and the tensors that the operators read.
 
     `read` adds a node and its operands, recursively. Nodes that no kernel can compute are loaded
     from memory. A node that cannot be broadcast to the matrix raises NotAMatrix.
 
     Attributes:
         matrix: the matrix that the kernel computes, [M, N].
-        by_row: whether the kernel holds whole rows. Such a kernel can reduce along rows. It can
-            also compute one residual sum and store it for other kernels that read the sum.
+        by_row: whether the kernel holds whole rows. Such a kernel can reduce along rows, and can
+            compute one residual sum and store the sum for other kernels.
         loads: the loads, by the node that is loaded.
         steps: the steps, by the node that they compute.
         names: the name of each node's value; casts and views have the name of their operand.
-        sum: the residual sum that the kernel computes. Other residual sums are loaded from memory;
-            otherwise each kernel would recompute the stream from its beginning.
+        sum: the residual sum that the kernel computes. Other residual sums are loaded from memory,
+            because each kernel would otherwise recompute the residual stream from its beginning.
     """
 
     matrix: fx.Node
@@ -64,12 +65,12 @@ class Reader:
 
     @property
     def large_loads(self) -> set[fx.Node]:
-        """The loaded nodes that are as large as the matrix."""
+        """The loaded nodes that have as many elements as the matrix."""
         return {n for n, load in self.loads.items() if load.operand in ("full", "groups")}
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the loaded tensors that are as large as the matrix."""
+        """Total bytes of the loaded tensors that are as large as the matrix."""
         return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
@@ -78,11 +79,11 @@ class Reader:
             self.load(node)
 
     def load(self, node: fx.Node) -> None:
-        """Load `node` from memory; raises NotAMatrix if a kernel cannot."""
+        """Load `node` from memory; raises NotAMatrix if a kernel cannot load it."""
         val = graph.value(node)
         if val is None or not val.is_floating_point():
             raise NotAMatrix
-        if val.device != tensor(self.matrix).device:  # numbers may be tensors on the CPU
+        if val.device != tensor(self.matrix).device:  # such as a number in a CPU tensor
             raise NotAMatrix
         load, part = Load(node.name, self.operand(node)), graph.match_column_slice(node)
         if load.operand == "full" and part is not None and _is_readable(part):
@@ -111,7 +112,7 @@ class Reader:
         raise NotAMatrix
 
     def _compute(self, node: fx.Node) -> bool:
-        """Add the operator that computes `node`. Return False, and add nothing, if unsupported."""
+        """Add the operator of `node`. Return False, and add nothing, if kernels lack support."""
         if node.op != "call_function":
             return False
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
@@ -125,7 +126,7 @@ class Reader:
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Add a node and its operands. Return False, and add nothing, if one cannot be read."""
+        """Add a node and its operands. Return False, and add nothing, if any is unreadable."""
         before = self.snapshot()
         if is_residual_sum(node):
             self.sum = node
@@ -173,7 +174,8 @@ class Reader:
             source = node.args[0]
             if not isinstance(source, fx.Node) or not all(map(_is_float, (node, source))):
                 return False
-            # A view may turn a column into a row: [N] into [N, 1], if M equals N.
+            # If M equals N, a view from [N] to [N, 1] turns a `column` into a `row`. Kernels cannot
+            # compute such views, because they broadcast each value in only one way.
             if not _preserves_operand(node, self.operand(source), self.operand(node)):
                 return False
             self.read(source)
@@ -189,7 +191,7 @@ class Reader:
         return True
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
-        """Return the step of a pointwise operator; no step if kernels do not support it."""
+        """Return the step of a pointwise operator; an empty list if kernels do not support it."""
         if node.target is fp8.dequantize.default:
             planes, scale_node = node.args[:2]
             data, scale = self._name(planes[0]), self._name(scale_node)  # type: ignore[index]
@@ -267,7 +269,7 @@ def _preserves_operand(node: fx.Node, source: str, result: str) -> bool:
 
 
 def _over_rows(node: fx.Node, columns: int) -> bool:
-    """Whether a reduction is over the last dimension, with `keepdim`, and as long as a row."""
+    """Whether a reduction is over a last dimension of size `columns`, with `keepdim`."""
     if len(node.args) < 2 or tensor(node.args[0]).shape[-1] != columns:  # type: ignore[arg-type]
         return False
     x, dims = node.args[:2]
@@ -277,7 +279,7 @@ def _over_rows(node: fx.Node, columns: int) -> bool:
 
 
 def is_in_memory(x: fx.Node) -> bool:
-    """Whether a matrix is an input, or computed by a library rather than by generated code."""
+    """Whether a matrix is a graph input, or a library rather than generated code computes it."""
     while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
         x = x.args[0]  # type: ignore[assignment]
     return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
@@ -293,7 +295,7 @@ def _select_columns(load: Load, part: ColumnSlice) -> Load:
 
 
 def _find_groups(x: fx.Node) -> fx.Node | None:
-    """Return the `dequantize` of groups that a matrix with the same rows is a view of, or None."""
+    """Return the `dequantize` node that `x` reshapes, if both have equally long rows, else None."""
     source = graph.skip_reshapes(x)
     if not is_dequantized_saved_value(source):
         return None
@@ -301,7 +303,7 @@ def _find_groups(x: fx.Node) -> fx.Node | None:
 
 
 def _bytes_of(node: fx.Node, load: Load) -> Any:
-    """Return the bytes that a load of a matrix reads, without the scales of groups."""
+    """Return the number of bytes that a load of a matrix reads, not counting scales of groups."""
     *data, last = tensors_of(node, load)
     whole = sum(map(graph.nbytes, data or [last]))
     return whole * load.columns // load.width if load.width else whole

@@ -22,7 +22,7 @@ from fp8pass.dialect.ops import dequantize, quantize, transpose
 from fp8pass.dialect.quantization import Quantization, group
 from fp8pass.dialect.scaling import operand_scale
 
-# Steps that are not aten operators, and `where`, because `aten.where` rejects numbers.
+# Functions for the steps that are not aten operators, and for `aten.where`, which rejects numbers.
 _OPERATORS: dict[str, Callable[..., Tensor]] = {
     "row_sum": lambda x: x.sum(-1, keepdim=True),
     "row_amax": lambda x: x.abs().amax(-1, keepdim=True),
@@ -32,7 +32,7 @@ _OPERATORS: dict[str, Callable[..., Tensor]] = {
 
 
 def find_operator(target: str) -> Any:
-    """Return torch.ops.aten.mul.Tensor for `aten.mul.Tensor`."""
+    """Return the operator with a name such as `aten.mul.Tensor`."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part)

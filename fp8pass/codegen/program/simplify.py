@@ -1,10 +1,11 @@
-"""Remove steps from programs: replace formulas of the sigmoid, compute every value only once.
+"""Shorten programs: call `sigmoid` instead of its formula, and compute every value only once.
 
     before   e = exp(-g);  a = g / (e + 1);  p = sigmoid(g);  x = pow(y, 1.0);  b = a * x
     after    p = sigmoid(g);  a = g * p;  b = a * y
 
-Instructions rather than memory limit the kernels of activations. PyTorch's decompositions write
-silu as a quotient in the forward and with a sigmoid in the backward.
+The speed of kernels for activations is limited by instructions rather than memory, so fewer steps
+make them faster. PyTorch decomposes silu into a quotient in the forward, but uses a sigmoid in the
+backward.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _match_logistic(name: object, steps: dict[str, Step]) -> str | None:
 
 
 def _find_unchanged(step: Step) -> str | None:
-    """Return the operand of a step that returns it unchanged; None for other steps."""
+    """Return the operand of a step that does not change its operand; None for other steps."""
     is_first_power = step.target == "aten.pow.Tensor_Scalar" and step.args[1] == 1
     return step.args[0] if is_first_power else None
 

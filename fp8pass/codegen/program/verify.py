@@ -1,6 +1,6 @@
-"""The rules of a well-formed program, checked before its operator is added to a graph.
+"""Check that a program is well formed, before its operator is added to a graph.
 
-The code that writes kernels relies on them: a malformed program would compute wrong results.
+The code that writes kernels does not check programs: a malformed one would compute wrong results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
 
-# The fields that each layout requires, apart from the columns in a wider matrix.
+# The fields that each layout requires. `width` and `offset` are checked separately.
 _FIELDS: dict[str, frozenset[str]] = {
     "rows": frozenset({"scale", "format"}),
     "columns": frozenset({"format"}),
@@ -27,9 +27,9 @@ _FIELDS: dict[str, frozenset[str]] = {
     "sums": frozenset(),
     "amax": frozenset(),
 }
-# Optional fields of layouts: values that are already divided by their scale need none.
+# Fields that a layout may have. `columns` need no scale if the values are already divided by it.
 _OPTIONAL: dict[str, frozenset[str]] = {"columns": frozenset({"scale"})}
-# Layouts of quantized matrices. One store may have both.
+# Layouts of quantized matrices. One store may have both layouts.
 _QUANTIZED = frozenset({"rows", "columns"})
 
 
@@ -46,12 +46,13 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     - Every value is defined once, before its uses.
     - The program reads a matrix. Every operand is one of `OPERANDS`. Parts lie within their matrix.
     - Kernels support every step. Reductions have one operand.
-    - There is a store. Stores have known layouts, and exactly the fields that the layouts require.
+    - The program stores a value. Stores have known layouts and all fields that these require.
     - Values stored as `row`, and the scales of quantized matrices, do not vary along a row.
-    - Amaxes of tiles are the only stores of a program, and a value is rounded to one dtype.
+    - A program that stores amaxes of tiles stores nothing else.
+    - A value that is stored as `full` several times has the same dtype each time.
 
-    If `inputs` are given, their number and sizes are checked, too: groups divide rows, and data
-    fits into the wider matrix that it is stored in.
+    If `inputs` are given, their number and sizes are checked, too: the group size divides the row
+    length, and data fit into the wider matrix that they are stored in.
     """
     defined: set[str] = set()
     varying: set[str] = set()
@@ -105,7 +106,7 @@ def _verify_part(load: Load) -> None:
 
 
 def _verify_step(step: Step, defined: set[str]) -> list[str]:
-    """Check a step. Return the names of its operands."""
+    """Check a step, and return the names of its operands."""
     arguments = step.args
     if step.target == "scale":
         _require(len(arguments) == 2, step, "needs an amax and a format")
@@ -171,7 +172,7 @@ def _verify_fields(store: Store) -> None:
 
 
 def _verify_together(program: Program) -> None:
-    """Check the rules for several stores of one program."""
+    """Check the rules that involve several stores of one program."""
     rounded: dict[str, str] = {}
     for store in program.stores:
         if program.takes_amaxes:
