@@ -364,7 +364,7 @@ class _Forgotten(DeletedGuardManagerWrapper):
     """Guards of a dropped version. It matches no living object, so it counts for no limit."""
 
     def __init__(self) -> None:
-        super().__init__("compiled by a tool, which has ended")
+        super().__init__("compiled by an fp8pass tool that has ended")
         self.id_matched_objs = {"self": ref(type(self))}
 
 

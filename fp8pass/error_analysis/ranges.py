@@ -27,7 +27,7 @@ from fp8pass.error_analysis.samples import HUGE, SCALES, Samples, evaluate
 from fp8pass.graph.symbols import Where
 
 MASK = -1e9  # infinity is found in the same way
-DIVISOR = "something divides by it, and values that share a scale may be rounded to zero"
+DIVISOR = "used as a divisor, and its small values may be rounded to zero"
 
 # Inputs are scaled by this factor. A product of up to four inputs grows by no more than `GROWTH`.
 FACTOR = 8.0

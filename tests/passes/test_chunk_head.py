@@ -214,7 +214,7 @@ def test_explain_tells():
     assert "Logits of lm_head, 24×160: in 2 chunks of tokens" in text
     text = str(fp8pass.explain(model, *batch()))
     assert "of all tokens at once" in text
-    assert "because there are too few tokens or features for chunks to pay" in text
+    assert "because the head has too few tokens or features to gain from chunks" in text
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])

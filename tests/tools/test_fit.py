@@ -116,7 +116,7 @@ class FakeStepWithWholeHead(FakeStep):
 )
 def test_candidates_that_cannot_help_are_not_tried(kind, chunks):
     """Budgets below an impossible budget, and chunks of a head that cannot be chunked."""
-    traced = kind(Head("head", "64×640", 1 << 20, 1, "there are too few tokens"))
+    traced = kind(Head("head", "64×640", 1 << 20, 1, "the head has too few tokens"))
     candidates = Candidates(traced, Parameters(make_on_meta()[0]), Config(), 1, GPUS["H200"])
     for config in candidates._list_configs(Config()):
         candidates._time(config)
@@ -339,7 +339,9 @@ def test_a_gpu_without_fp8_decides_the_plan():
     with hardware.planning_for(GPUS["A100"]):
         (plan, *_) = trace_step(model, ("blocks.0",), ids).plans(Config())
     assert not any(y.fp8 for y in plan.linears)
-    assert {y.reason for y in plan.linears} == {"A100 (sm80) has no FP8 tensor cores; needs sm89"}
+    assert {y.reason for y in plan.linears} == {
+        "A100 (sm80) has no FP8 tensor cores: FP8 needs sm89 or newer"
+    }
 
 
 def test_repr_is_one_short_line(fitted):
