@@ -283,14 +283,15 @@ def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dic
 def _why_not(parameter: GatheredParameter) -> str:
     weight: Any = parameter.module.weight
     if not isinstance(weight, DTensor) or weight.dtype not in SHARD_DTYPES:
-        return f"its weight is a {type(weight).__name__} of {dtype_text(weight.dtype)}"
+        kind = f"{type(weight).__name__} of {dtype_text(weight.dtype)}"
+        return f"its weight is a {kind}, not a DTensor of float32, bfloat16 or float16"
     if parameter.dtype is not torch.bfloat16:
         return (
-            f"it computes in {dtype_text(parameter.dtype)}, without fully_shard(..., "
-            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            f"it computes in {dtype_text(parameter.dtype)}: pass fully_shard "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
     if parameter.resharded_to_fewer_ranks:
-        return "reshard_after_forward is a number of ranks"
+        return "reshard_after_forward is a number of ranks: use True or False"
     return why_unsuitable_size(*weight.shape) or _why_not_in_rows(weight)
 
 
@@ -299,9 +300,9 @@ def _why_not_in_rows(weight: DTensor) -> str:
     *replicas, shard = weight.placements
     ranks, rows = weight.device_mesh.size(-1), weight.shape[0]
     if weight.device.type not in (weight.device_mesh.device_type, "meta"):
-        return f"it is on the {weight.device.type}"
+        return f"its weight is on the {weight.device.type}, not on the device of the mesh"
     if shard != Shard(0) or not all(p.is_replicate() for p in replicas):
-        return "tensor parallelism has sharded it already"
+        return "tensor parallelism has already sharded its weight"
     if ranks == 1:
-        return "one rank holds all of it"
+        return "one rank holds all of its weight"
     return f"{rows} rows are not divisible by {ranks} ranks" if rows % ranks else ""
