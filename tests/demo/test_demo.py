@@ -191,7 +191,7 @@ def test_missing_matplotlib_prints_how_to_install_it(
         (["--recipe", "coats"], "Did you mean 'coat'?"),
         (["--size", "tinny"], "Did you mean 'tiny'?"),
         (["--device", "cud"], "Did you mean 'cuda'?"),
-        (["--device", "cuda:99"], "no such GPU"),
+        (["--device", "cuda:99"], "--device cuda:99 does not exist"),
         (["--step", "3"], "Did you mean '--steps'?"),
         (["--steps", "1"], "at least 2 steps"),
         (["--steps", "many"], "at least 2 steps"),

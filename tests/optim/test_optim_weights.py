@@ -214,7 +214,9 @@ def test_state_dicts_have_the_weights(device):
 
 def test_weights_that_cannot_be_offloaded_are_refused():
     layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    with pytest.raises(ConfigError, match=r"0 and 1 more: it is in float32; call model.bfloat16\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"0 and 1 more: it is in float32; call model.bfloat16\(\)"
+    ):
         offload_weights(layers, "cpu")
     with pytest.raises(ConfigError, match=r"the device that the model trains on.*got 'gpu'"):
         offload_weights(nn.Linear(64, 64).bfloat16(), "gpu")
