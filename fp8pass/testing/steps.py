@@ -115,7 +115,7 @@ def count_saved(
         if not isinstance(x, nn.Parameter) and x.data_ptr() not in addresses:
             found[graph.dtype_text(x.dtype), graph.shape_text(x)] += 1
             assert x.untyped_storage().nbytes() <= max(x.numel() * x.element_size(), 1), (
-                f"{x.dtype} {tuple(x.shape)} keeps a larger tensor alive, which it is a view of"
+                f"{x.dtype} {tuple(x.shape)} is a view that keeps a larger tensor alive"
             )
         return x
 

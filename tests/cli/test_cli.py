@@ -409,7 +409,7 @@ def test_fit_of_a_hugging_face_config_allocates_nothing(run, tmp_path):
     ("words", "message"),
     [
         (("--gpu", "H20"), "Unknown gpu 'H20'"),
-        (("--blocks", "layers"), "names no module"),
+        (("--blocks", "layers"), "matches no module"),
         (("--accumulate", "0"), "accumulate must be a positive int"),
     ],
 )

@@ -63,7 +63,7 @@ from fp8pass.tools.cli import COMMANDS
         (["explain", "factories:number"], "TARGET returned (int). It must return a model"),
         (["explain", "factories:model"], "takes x, scale: missing a required argument: 'x'"),
         (["explain", "factories:model", "--input", "y=4x64"], "whose forward takes x, scale"),
-        (["demo", "--steps", "1"], "at least 2 steps"),
+        (["demo", "--steps", "1"], "must be at least 2"),
         (["demo", "--recipe", "coats"], "Did you mean 'coat'?"),
         (["env", "--jsn"], "Did you mean '--json'?"),
     ],

@@ -213,7 +213,7 @@ def test_explain_tells():
     text = str(fp8pass.explain(model, *batch(), config=Config(head_chunks=2)))
     assert "Logits of lm_head, 24×160: in 2 chunks of tokens" in text
     text = str(fp8pass.explain(model, *batch()))
-    assert "of all tokens at once" in text
+    assert "computed for all tokens at once" in text
     assert "because the head has too few tokens or features to gain from chunks" in text
 
 

@@ -346,7 +346,7 @@ def test_row_kernels_take_tokens_and_weights(graphs):
     # Tokens, hidden tokens, three weights; input and weight of the shared layer. Then gradients.
     assert counts(graphs)["rows"] == 7 + 3
     generated = [n for g in graphs for n in g.nodes if n.target is fp8.quantize.default]
-    turned = [n for n in generated if why_no_rows(n) == "its rows are columns in memory"]
+    turned = [n for n in generated if why_no_rows(n) == "it is transposed in memory"]
     assert len(turned) == 3
     torch._dynamo.reset()
     want = step(compiled(model, COAT_EAGER)[0], model, (x,))
