@@ -73,9 +73,9 @@ def slowdown_warning(plans: Sequence[Plan], device: torch.device | None) -> str:
     layers = [y for plan in plans for y in plan.linears if y.fp8]
     expected = f"saves only {saved:.2g} ms of" if saved > 0 else f"adds {-saved:.2g} ms to"
     return (
-        f"FP8 still saves memory, but a roofline estimates that it {expected} the {bf16:.3g} ms "
-        f"that {len(layers)} linear layers take in BF16 on {name}, because they are too "
-        f"small{_example_of(layers)}, or have too few rows. See 'Small models' in docs/recipes.md."
+        f"A roofline estimates that FP8 {expected} the {bf16:.3g} ms that {len(layers)} linear "
+        f"layers take in BF16 on {name}, because the layers are too small{_example_of(layers)}, or "
+        "have too few rows. FP8 still saves memory: see 'Small models' in docs/recipes.md."
     )
 
 

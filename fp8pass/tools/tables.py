@@ -65,7 +65,7 @@ def make_saved_table(title: str, plan: Plan) -> Table:
 
 def _make_host_table(title: str, offload: Offload) -> Table:
     """Make the table of offloaded tensors, with predicted times."""
-    columns = "×", "MiB", "made at ms", "used ms later", "link ms"
+    columns = "×", "MiB", "computed at ms", "used after ms", "copy ms"
     table = make_table(f"{title}: saved in host memory", "module and tensor", *columns)
     for path, count, c, _ in folding.fold_copies(offload.copies):
         later = offload.forward_s - c.computed_s + c.used_s

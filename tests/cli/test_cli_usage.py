@@ -54,7 +54,7 @@ from fp8pass.tools.cli import COMMANDS
         (["explain", "no.json"], "No file no.json"),
         (["explain", "."], "No config.json in the folder ."),
         (["explain", "no.py:build"], "No file 'no.py'"),
-        (["explain", "factories.py"], "Give factories.py:NAME"),
+        (["explain", "factories.py"], "write factories.py:NAME"),
         (["explain", "factory:model"], "Unknown module 'factory'. Did you mean 'factories'?"),
         (["explain", "not/a.module:model"], "is not a module"),
         (["explain", "factories:modle"], "Did you mean 'model'? factories has "),

@@ -197,7 +197,7 @@ def test_missing_matplotlib_prints_how_to_install_it(
         (["--steps", "many"], "must be at least 2"),
         (["--seed", "x"], "invalid int value"),
         (["--data", "/no/such/place"], "no such file or folder"),
-        (["--data", "{tmp}/short.txt"], "too little"),
+        (["--data", "{tmp}/short.txt"], "too few for sequences"),
         (["--out", "{tmp}/short.txt"], "File exists"),
     ],
 )

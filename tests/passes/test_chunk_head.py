@@ -211,7 +211,7 @@ def test_the_rule():
 def test_explain_tells():
     model = Model()
     text = str(fp8pass.explain(model, *batch(), config=Config(head_chunks=2)))
-    assert "Logits of lm_head, 24×160: in 2 chunks of tokens" in text
+    assert "Logits of lm_head, 24×160: computed in 2 chunks of tokens" in text
     text = str(fp8pass.explain(model, *batch()))
     assert "computed for all tokens at once" in text
     assert "because the head has too few tokens or features to gain from chunks" in text

@@ -198,7 +198,7 @@ def _whole_because(loss):
         (lambda logits, y: (plain(logits / logits.std(), y),), "needs all tokens"),
         (lambda logits, y: (plain(logits, y).exp(),), "needs all tokens"),
         (lambda logits, y: (by_hand(logits, y).square(),), "mix tokens"),
-        (lambda logits, y: (plain(logits, y), by_hand(logits, y)), "several results"),
+        (lambda logits, y: (plain(logits, y), by_hand(logits, y)), "several losses"),
         (
             lambda logits, y: (
                 F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none"),

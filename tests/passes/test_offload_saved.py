@@ -405,7 +405,7 @@ def test_explain_reports_where_tensors_are(tmp_path):
     plan = data["graphs"][0]
     assert "saved in host memory" in text
     assert "MiB on host" in text
-    assert "On the host:" in text
+    assert "Saved in host memory:" in text
     assert plan["host_bytes"] == sum(c["bytes"] for c in plan["offload"]["copies"]) > 0
     assert any(p["host_bytes"] for p in plan["frontier"])
     explanation.save(tmp_path / "report.html")

@@ -280,7 +280,7 @@ def test_a_forgotten_step_warns_once(caplog):
     train(monitored(model, monitor), model, batches(5).float())
     (message,) = warnings_of(caplog)
     assert "sample of step 0 has not ended" in message
-    assert "call monitor.step() after each optimizer step" in message
+    assert "Call monitor.step() after each optimizer step" in message
 
 
 def test_micro_batches_and_perturbed_weights_count_as_one_step(caplog):

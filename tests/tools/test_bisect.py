@@ -186,7 +186,7 @@ def test_a_saved_tensor_is_found(config):
     assert names(found) == [("saved", "1.up")]
     assert found.culprits[0].module == "1.up"
     assert not found.spread
-    assert "raise most" in str(found)
+    assert "increase the argument most" in str(found)
     # The suggested options remove the error.
     fixed = fp8pass.bisect(model, loss, X, config=replace(config, **found.suggested), most=1)
     assert fixed.error == found.remaining < 0.8 * found.error

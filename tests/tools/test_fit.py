@@ -225,7 +225,7 @@ def test_configuration_and_loss_of_the_model():
         ({"gpu": 16}, "For GiB write gpu='16GiB'"),
         ({"host": "much"}, r"host must be a size such as '24GiB'"),
         ({"accumulate": 0}, "accumulate must be a positive int"),
-        ({"blocks": "block"}, r"blocks='block' matches no module. .*Did you mean 'blocks'"),
+        ({"blocks": "block"}, r"blocks='block' matches no module .*Did you mean 'blocks'"),
     ],
 )
 def test_wrong_options_are_refused(changes, message):

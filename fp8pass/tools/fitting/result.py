@@ -196,7 +196,7 @@ class Fit(Result):
     def _make_memory_table(self) -> Table:
         """Make the table of the memory at the peak of a step."""
         shown, table = self.shown, Table(show_footer=True)
-        table.add_column("", footer="in all")
+        table.add_column("", footer="total")
         sizes = {"GPU": (shown.gpu_bytes, self.gpu.memory), "host": (shown.host_bytes, self.host)}
         for title, (used, available) in sizes.items():
             footer = f"{bytes_text(used)} of {bytes_text(available)}"
