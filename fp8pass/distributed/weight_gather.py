@@ -283,8 +283,7 @@ def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dic
 def _why_not(parameter: GatheredParameter) -> str:
     weight: Any = parameter.module.weight
     if not isinstance(weight, DTensor) or weight.dtype not in SHARD_DTYPES:
-        kind = f"{type(weight).__name__} of {dtype_text(weight.dtype)}"
-        return f"its weight is a {kind}, not a DTensor of float32, bfloat16 or float16"
+        return f"its weight is a {type(weight).__name__} of {dtype_text(weight.dtype)}"
     if parameter.dtype is not torch.bfloat16:
         return (
             f"it computes in {dtype_text(parameter.dtype)}: pass fully_shard "
