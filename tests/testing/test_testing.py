@@ -118,7 +118,7 @@ def test_a_wrong_plan_is_found(monkeypatch):
     module = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     assert_plan_is_true(module, batch())
     monkeypatch.setattr(checks, "count_planned", one_less)
-    with pytest.raises(AssertionError, match=r"saved but not planned \{\('"):
+    with pytest.raises(AssertionError, match=r"saved but not in the plan: \{\('"):
         assert_plan_is_true(module, batch())
 
 
