@@ -227,7 +227,8 @@ def _check_can_compile(
     if config.offload and compat.uses_cuda_graphs(patches):
         raise ConfigError(
             "offload=True is incompatible with CUDA graphs, which own their memory across replays: "
-            "remove either offload=True or mode='reduce-overhead' (triton.cudagraphs)."
+            "remove offload=True, or the option that turns CUDA graphs on, "
+            "mode='reduce-overhead' or triton.cudagraphs."
         )
 
 
@@ -235,8 +236,8 @@ def _check_has_memory(example_inputs: Sequence[Any]) -> None:
     """Raise ConfigError if a graph would train on the meta device, where tensors have no data."""
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
         raise ConfigError(
-            "Tensors are on the meta device, where nothing can be trained. Give a model memory "
-            "with model.to_empty(device='cuda'), or plan for it with fp8pass.fit."
+            "The model or its inputs are on the meta device and have no memory. Allocate memory "
+            "with model.to_empty(device='cuda'), or plan the training with fp8pass.fit."
         )
 
 
@@ -249,8 +250,8 @@ def _check_cpp_compiler() -> None:
     if not compat.has_cpp_compiler():
         raise RuntimeError(
             "No working C++ compiler was found, which PyTorch's Inductor needs on a CPU. Install "
-            "one (apt install g++), name it in the environment variable CXX, or run op by op, with "
-            "options={'compiler': 'eager'}."
+            "one (apt install g++), set the environment variable CXX to its path, or run without "
+            "Inductor: options={'compiler': 'eager'}."
         )
 
 
@@ -279,7 +280,7 @@ def _check_types(options: Mapping[str, Any]) -> None:
         wanted = compat.type_of_option(name)
         if wanted is not None and not isinstance(value, wanted):
             raise ConfigError(
-                f"{name} must be a {wanted.__name__}, as in torch._inductor.config, got {value!r}."
+                f"The Inductor option {name} must be a {wanted.__name__}, got {value!r}."
             )
 
 
@@ -292,7 +293,8 @@ def _warn_about_checkpointing(hooks: Sequence[Hooks]) -> None:
 def _warn_about_activation_quantization(options: Mapping[str, Any]) -> None:
     if compat.activation_quantization_is_on(options):
         warnings.warn(
-            "fp8pass: activation_quantization_aten_pass is on: PyTorch would quantize what fp8pass "
-            "has already planned. Remove it from post_grad_fusion_options.",
+            "fp8pass: activation_quantization_aten_pass is on, so PyTorch would quantize saved "
+            "tensors whose formats fp8pass has already chosen. Remove the pass from "
+            "post_grad_fusion_options.",
             stacklevel=2,
         )

@@ -204,7 +204,7 @@ class Config:
         if args:
             recipe = args[0] if args[0] in RECIPES else "coat"
             raise ConfigError(
-                f"Config takes options by name, got {args[0]!r}. For a recipe write "
+                f"Config takes only keyword arguments, got {args[0]!r}. To choose a recipe, write "
                 f"Config.recipe({recipe!r})."
             )
         if "recipe" in options:
@@ -244,9 +244,8 @@ class Config:
             _check_known(field)
         if (simulated := overrides.get("simulate")) is not None and name != "exact":
             raise ConfigError(
-                f"simulate={simulated!r} excludes recipe {name!r}: with a simulated format nothing "
-                "runs in FP8 and nothing is saved in low bits. Leave the recipe out, or use recipe "
-                "'exact'."
+                f"simulate={simulated!r} excludes recipe {name!r}, because simulation does not use "
+                "FP8 or low bits. Leave the recipe out, or use recipe 'exact'."
             )
         return cls(**{**RECIPES[name], **overrides})
 
@@ -337,8 +336,8 @@ def split_options(
         else:
             raise ConfigError(
                 unknown("option", key, ("recipe", *FIELDS), also=known)
-                + f" Options of fp8pass: {', '.join(('recipe', *FIELDS))}. Options of "
-                "torch._inductor.config are passed to Inductor."
+                + f" Options are: {', '.join(('recipe', *FIELDS))}, "
+                "and those of torch._inductor.config."
             )
     return configured(ours), theirs
 
@@ -354,8 +353,8 @@ def checked_config(config: Any, argument: str = "config") -> Config:
     if not isinstance(config, Config):
         recipe = config if isinstance(config, str) and config in RECIPES else "coat"
         raise TypeError(
-            f"{argument} must be a fp8pass.Config, got {type(config).__name__}. For a recipe by "
-            f"name: {argument}=fp8pass.Config.recipe({recipe!r})."
+            f"{argument} must be a fp8pass.Config, got {type(config).__name__}. To choose a "
+            f"recipe, write {argument}=fp8pass.Config.recipe({recipe!r})."
         )
     return config
 
@@ -371,7 +370,7 @@ def configured(options: Mapping[str, Any]) -> Config:
 
 
 def parse_bytes(
-    text: str, what: str = f"memory_budget must be a share up to {LARGEST_SHARE} (a number), or"
+    text: str, what: str = f"memory_budget must be a share, a number up to {LARGEST_SHARE}, or"
 ) -> float:
     """Return the number of bytes of a size such as `24GiB`, `512 MiB` or `1.5GB`.
 
@@ -462,8 +461,8 @@ def _is_function(given: object) -> bool:
 def _checked_gemms(field: str, gemms: Any) -> tuple[str, ...]:
     """Return the GEMMs of an option, in the order of `GEMMS`."""
     if not isinstance(gemms, (tuple, list)) or not all(gemms):
-        fix = f": {field}=({gemms!r},)" if gemms in GEMMS else ""
-        raise ConfigError(f"{field} must be a tuple out of {GEMMS}, got {gemms!r}{fix}.")
+        fix = f". Write {field}=({gemms!r},)" if gemms in GEMMS else ""
+        raise ConfigError(f"{field} must be a tuple with some of {GEMMS}, got {gemms!r}{fix}.")
     for gemm in gemms:
         check_choice(field, gemm, GEMMS)
     return tuple(g for g in GEMMS if g in gemms)
@@ -477,8 +476,8 @@ def _checked_calibration(field: str, given: Iterable[Any]) -> tuple[ValueMoments
     except (TypeError, ValueError, OverflowError):
         pass
     raise ConfigError(
-        f"{field} must be a tuple of (tensor name, mean, standard deviation), with finite numbers: "
-        f"pass what fp8pass.calibrate returns. Got {str(given)[:60]!r}."
+        f"{field} must be a tuple of (tensor name, mean, standard deviation) with finite numbers, "
+        f"got {str(given)[:60]!r}. Pass the return value of fp8pass.calibrate."
     )
 
 
@@ -495,8 +494,8 @@ def _checked_budget(field: str, budget: Any) -> Any:
         )
     if isinstance(budget, float) and budget > LARGEST_SHARE:
         raise ConfigError(
-            f"{field}={budget!r}: a float is a share, up to {LARGEST_SHARE}; for bytes give an "
-            "int or a size such as '24GiB'."
+            f"{field}={budget!r} is too large: a float is a share, up to {LARGEST_SHARE}. For "
+            "bytes give an int, or a size such as '24GiB'."
         )
     return budget
 
@@ -533,8 +532,9 @@ def _is_added_pass(given: Any) -> bool:
 def _checked_passes(field: str, passes: Any) -> tuple[AddedPass, ...]:
     if not isinstance(passes, (tuple, list)) or not all(map(_is_added_pass, passes)):
         raise ConfigError(
-            f"{field} must be a tuple of functions with positions, such as (('after', "
-            f"'quantize_linears', my_pass),) or (('before', ...),), got {passes!r}."
+            f"{field} must be a tuple of (position, name of a pass, function), such as "
+            f"(('after', 'quantize_linears', my_pass),), got {passes!r}. The position is 'before' "
+            "or 'after'."
         )
     return tuple((when, name, function) for when, name, function in passes)
 
@@ -547,9 +547,9 @@ CHECKS: dict[str, Check] = {
     "forward_scales": _one_of(Scales),
     "fast_accumulation": _checked_gemms,
     "longest_fast": _must_be(
-        "a whole number, the length of a contraction, such as 4096",
+        "a whole number (the longest contraction with fast accumulation), such as 4096",
         lambda x: _is_whole(x) and x >= 0,
-        hint=" For precise accumulation everywhere: fast_accumulation=().",
+        hint=" To accumulate precisely in all GEMMs, set fast_accumulation=().",
     ),
     "save_format": _one_of(SaveFormat),
     "attention_output": _one_of(AttentionOutput),
@@ -572,7 +572,7 @@ CHECKS: dict[str, Check] = {
     ),
     "quantize_lm_head": _switch,
     "head_chunks": _must_be(
-        "a whole number of at least 1 (all tokens at once), or None to choose it by size",
+        "a whole number of at least 1 (all tokens in one chunk), or None to choose by size",
         lambda x: x is None or (_is_whole(x) and x >= 1),
     ),
     "simulate": _checked_simulation,
@@ -584,14 +584,14 @@ CHECKS: dict[str, Check] = {
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: c.attention_output != "exact" and c.save_format in ("none", "exact"),
-        "attention_output={attention_output!r} saves a tensor in low bits, which "
-        "save_format={save_format!r} excludes. Use a save_format of 8 bits or less.",
+        "attention_output={attention_output!r} saves a tensor in low bits, but "
+        "save_format={save_format!r} does not allow low bits. Use a save_format of 8 bits or less.",
     ),
     (
         lambda c: (c.forward_format == "exact") != (c.gradient_format == "exact"),
-        "forward_format={forward_format!r} and gradient_format={gradient_format!r}: one matrix "
-        "product cannot mix FP8 and high precision. Give an FP8 format for both, such as 'e4m3', "
-        "or 'exact' for both.",
+        "forward_format={forward_format!r} and gradient_format={gradient_format!r} mix FP8 and "
+        "high precision in one matrix product, which GEMMs do not support. Set both to FP8 "
+        "formats, such as 'e4m3', or both to 'exact'.",
     ),
     (
         lambda c: c.forward_format == c.gradient_format == "e5m2",
@@ -607,8 +607,8 @@ def _check_with_simulation(options: Mapping[str, Any]) -> None:
         given = options.get(field, allowed[0])
         if given not in allowed:
             raise ConfigError(
-                f"simulate={options['simulate']!r} excludes {field}={given!r}: with a simulated "
-                f"format nothing runs in FP8 and nothing is saved in low bits. Leave {field} out."
+                f"simulate={options['simulate']!r} excludes {field}={given!r}, because simulation "
+                f"does not use FP8 or low bits. Leave {field} out."
             )
 
 

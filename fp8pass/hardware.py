@@ -47,11 +47,12 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
     if _is_reference(device):
         return None
     if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
-        return f"no FP8 GEMMs on {device.type} devices yet; needs an NVIDIA GPU or the CPU"
+        return f"FP8 GEMMs need an NVIDIA GPU or a CPU, not a {device.type} device"
     capability = capability_of(device)
     if capability < FP8_CAPABILITY:
         name = _name_of(device)
-        return f"{name} (sm{capability[0]}{capability[1]}) has no FP8 tensor cores; needs sm89"
+        compute = f"sm{capability[0]}{capability[1]}"
+        return f"{name} ({compute}) has no FP8 tensor cores: FP8 needs sm89 or newer"
     return None
 
 
@@ -86,7 +87,7 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
     major, minor = capability_of(device)
     if major != GROUPED_CAPABILITY:
         name = _name_of(device)
-        return f"{name} (sm{major}{minor}): PyTorch has FP8 GEMMs of experts for sm90 only"
+        return f"{name} (sm{major}{minor}): FP8 GEMMs of experts need sm90"
     return None
 
 

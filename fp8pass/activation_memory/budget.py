@@ -383,6 +383,6 @@ class BudgetProblem:
 
 def _unsolved(wanted: str) -> str:
     return (
-        f"No plan for {wanted} was found in {TIME_LIMIT_S:.0f} s. Compile the model's blocks one "
-        "by one, which makes smaller graphs, or raise memory_budget."
+        f"No plan for {wanted} was found in {TIME_LIMIT_S:.0f} s. Raise memory_budget, or compile "
+        "the model's blocks one by one, because a smaller graph needs less time."
     )

@@ -77,8 +77,8 @@ class Planner:
         offload = "" if self.transfer else ", or save values in host memory with offload=True"
         return (
             f"memory_budget of {bytes_text(budget)} cannot be met: this graph saves at least "
-            f"{bytes_text(least, up=True)}{self._name_largest()}. Raise memory_budget to {enough} "
-            f"or more{smaller}{offload}."
+            f"{bytes_text(least, up=True)} ({self._name_largest()}). Raise memory_budget to "
+            f"{enough} or more{smaller}{offload}."
         )
 
     def _name_largest(self) -> str:
@@ -87,7 +87,7 @@ class Planner:
         sizes = {node: saved_bytes({node: d}, facts) for node, d in plan.items()}
         node = max(sizes, key=lambda node: sizes[node])
         of = f" of {path}" if (path := graph.module_path(node)) else ""
-        return f", the largest value being {node.name}{of}, {bytes_text(sizes[node])}"
+        return f"the largest tensor is {node.name}{of}, {bytes_text(sizes[node])}"
 
     def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
         """Return plans from the smallest budget that can be met up to the plan of the cuts.

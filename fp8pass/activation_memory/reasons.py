@@ -14,22 +14,22 @@ class SavedReason(str, Enum):
     # Needed exactly.
     GRADIENT = "a gradient"
     KEEP_EXACT = "matches keep_exact pattern {pattern!r}"
-    NEEDED_FOR = "values computed from it must be exact: {reason}"
-    EXACT_VALUES_FOLLOW = "exact values are recomputed from it"
+    NEEDED_FOR = "values computed from this tensor must be exact: {reason}"
+    EXACT_VALUES_FOLLOW = "exact values are recomputed from this tensor"
     # Cannot be saved in low bits.
     NO_LOW_BITS = "save_format='none'"
     INPUT = "an input that needs no gradient, such as a table, a mask or data"
-    QUANTIZED = "already quantized, for a linear layer"
+    QUANTIZED = "already quantized for a linear layer"
     DISCRETE = "integers and masks are saved as they are"
     CHUNKED_HEAD = "a gradient that the forward computes in the chunked output head"
     OPERATOR = "{operator} is not computed from activations"
     CONSTANT = "computed only from parameters and data"
     NO_GROUPS = "its last dimension does not split into equal groups of 16 or more"
-    AMPLIFIED = "may amplify errors {bound}, too much for any format"
+    AMPLIFIED = "may amplify errors {bound}, which is too much for every format"
     # Saved in low bits.
     ALLOWED = "amplifies errors at most {bound:.1f}×"
-    SIGNS = ", and its small values count, which {format} rounds to zero"
-    RECOMPUTED_USES = ", and {bound:.1f}× in values recomputed from it"
+    SIGNS = ", and gradients depend on its small values, which {format} rounds to zero"
+    RECOMPUTED_USES = ", and {bound:.1f}× in values recomputed from this tensor"
     ATTENTION_OUTPUT = (
         "attention_output={format!r}: attention amplifies errors about {expected:.1f}×"
     )

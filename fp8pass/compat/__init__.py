@@ -29,8 +29,8 @@ def check_version(version: str) -> None:
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if not _MINIMUM <= release < _BELOW:
         raise ImportError(
-            f"fp8pass supports PyTorch {SUPPORTED}, this is {version}. "
-            f"Install one that works: pip install 'torch{SUPPORTED}'"
+            f"fp8pass supports PyTorch {SUPPORTED}, but version {version} is installed. "
+            f"Install a supported version: pip install 'torch{SUPPORTED}'"
         )
 
 

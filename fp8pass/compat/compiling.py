@@ -367,7 +367,7 @@ class _Forgotten(DeletedGuardManagerWrapper):
     """Guards of a dropped version. They match no object, so no limit counts the version."""
 
     def __init__(self) -> None:
-        super().__init__("compiled by a tool, which has ended")
+        super().__init__("compiled by an fp8pass tool that has ended")
         self.id_matched_objs = {"self": ref(type(self))}
 
 

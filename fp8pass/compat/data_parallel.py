@@ -116,8 +116,8 @@ class GradientBuffer(Tensor):
         sizes = tuple(-(-shape[0] // ranks) * shape[1:].numel() for shape in self.shapes)
         if sum(sizes) * ranks != self.numel():
             raise RuntimeError(
-                "compress does not recognize how this version of FSDP2 collects gradients. Use "
-                "compress(model, gradients='none')."
+                "compress does not support the gradient buffers of this FSDP2 version. Send "
+                "gradients in high precision: compress(model, gradients='none')."
             )
         return sizes
 

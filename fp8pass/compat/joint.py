@@ -52,8 +52,8 @@ def extract_forward_backward(
         extra["saved_opaque_nodes"] = saved_objects
     elif saved_objects:
         raise AssertionError(
-            f"The backward needs {saved_objects}, but this PyTorch saves only tensors and sizes. "
-            "Please report it to fp8pass, with the output of fp8pass env."
+            f"The backward needs the objects {saved_objects}, but this PyTorch version saves only "
+            "tensors and sizes. Please report this to fp8pass, with the output of fp8pass env."
         )
     forward, backward = partitioners._extract_fwd_bwd_modules(
         gm, saved, saved_sym_nodes=saved_symbols, num_fwd_outputs=num_fwd_outputs, **extra

@@ -65,8 +65,8 @@ def check_compiler(device: torch.device) -> None:
     """
     if device.type == "cpu" and not compat.has_cpp_compiler():
         raise Failure(
-            "torch.compile found no C++ compiler, which it needs on a CPU: install one "
-            "(apt install g++), or set CXX to its path."
+            "torch.compile needs a C++ compiler on a CPU, and found none. Install one "
+            "(apt install g++), or set CXX to the path of a compiler."
         )
 
 

@@ -72,8 +72,8 @@ class Data:
         held_out = len(text) // HELD_OUT_SHARE
         if held_out <= size.seq:
             raise UsageError(
-                f"Found {len(text):,} bytes of text, too little for sequences of {size.seq}: "
-                f"give at least {HELD_OUT_SHARE * (size.seq + 1):,} with --data PATH."
+                f"Found {len(text):,} bytes of text, too few for sequences of {size.seq} bytes: "
+                f"pass at least {HELD_OUT_SHARE * (size.seq + 1):,} bytes with --data PATH."
             )
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         return cls(tokens[:-held_out], tokens[-held_out:])

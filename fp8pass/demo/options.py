@@ -22,13 +22,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--recipe", default="coat", help=f"recipe of fp8pass: {', '.join(RECIPES)}")
     add("--device", type=check_device, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add(
-        "--size", type=_size, help=f"size of the model: {', '.join(SIZES)} (default: by the device)"
+        "--size",
+        type=_size,
+        help=f"size of the model: {', '.join(SIZES)} (default: depends on the device)",
     )
 
 
 def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
-        message = f"at least 2 steps are needed, as the first one compiles; got {text!r}"
+        message = f"must be at least 2, because the first step compiles, got {text!r}"
         raise argparse.ArgumentTypeError(message)
     return int(text)
 

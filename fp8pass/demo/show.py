@@ -66,8 +66,8 @@ def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
     loss, by_chance = (x.held_out_loss / stock.held_out_loss - 1 for x in (ours, other_seed))
     compared = "no more" if abs(loss) <= abs(by_chance) else "more"
     yield (
-        f"Loss: fp8pass changes it by {loss:+.1%}, {compared} than another seed of torch.compile "
-        f"({by_chance:+.1%})."
+        f"Loss: fp8pass changes the loss by {loss:+.1%}, {compared} than another seed of "
+        f"torch.compile ({by_chance:+.1%})."
     )
     speed = ours.tokens_per_second / stock.tokens_per_second
     yield f"Speed: {speed:.2f}× the tokens/s of torch.compile.{explain_speed(device)}"
@@ -76,7 +76,7 @@ def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
 def explain_speed(device: torch.device) -> str:
     """Return a sentence that explains the speed on `device`, or ''."""
     if device.type == "cpu":
-        return " A CPU emulates FP8 in FP32, so this ratio says nothing about a GPU."
+        return " A CPU emulates FP8 in FP32, so this ratio does not predict the speed on a GPU."
     reason = hardware.why_no_fp8_gemm(device)
     return f" Linear layers stayed in BF16: {reason}." if reason else ""
 
@@ -87,7 +87,7 @@ def write_plot(runs: list[Run], folder: Path) -> str:
     try:
         plot_losses(runs, path)
     except ImportError:
-        return "No loss curves: matplotlib is missing. Install it: pip install 'fp8pass[demo]'"
+        return "No loss curves, because matplotlib is missing: pip install 'fp8pass[demo]'"
     return f"Loss curves: {path}"
 
 
@@ -110,7 +110,7 @@ def plot_losses(runs: list[Run], path: Path) -> None:
     for run, color, style in zip(runs, ("C0", "C1", "C7"), ("-", "--", ":"), strict=True):
         curves.plot(running_mean(run.losses, window), style, color=color, label=run.variant)
     curves.set(ylabel=f"train loss, nats per byte (mean of {window} steps)")
-    curves.set_title("The first two have the same initial weights and the same batches")
+    curves.set_title("The first two runs have the same initial weights and the same batches")
     curves.legend()
     added = [b - a for a, b in zip(stock.losses, ours.losses, strict=True)]
     difference.axhline(0, color="C0", linewidth=0.8)

@@ -162,8 +162,8 @@ def simulated_format(name: str) -> Format:
     in_range = _is_within(exponent, EXPONENT_BITS) and _is_within(mantissa, MANTISSA_BITS)
     if not match or not in_range:
         raise ValueError(
-            f"{name!r} is no format such as 'e4m3': e and 1 to 8 exponent bits, m and 0 to 23 "
-            "mantissa bits"
+            f"{name!r} is not a format. A format has 1 to 8 exponent bits and 0 to 23 mantissa "
+            "bits, such as 'e4m3'."
         )
     if name in FORMATS:
         return FORMATS[name]

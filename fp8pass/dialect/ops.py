@@ -92,7 +92,7 @@ def _operator(
     reduces=True,
 )
 def amax(x: Tensor, block: str) -> Tensor:
-    """Return the largest magnitude in each block of `x`, fp32.
+    """Return the largest magnitude in each block of `x`, fp32 (Group Scaling, section 5.2 of COAT).
 
     The result has shape [] for the block `tensor`, [M, 1] for `row` in a matrix [M, K], and
     [..., K / G] for `1×G`. It is NaN where a block contains NaN.
@@ -106,7 +106,7 @@ def _quantization_of(block: str) -> Quantization:
 
 @_operator(lambda amax, text: torch.empty_like(amax, dtype=parse(text).scale_dtype))
 def scale(amax: Tensor, quantization: str) -> Tensor:
-    """Return the scales that map the `amax` of each block to the format's largest value."""
+    """Return scales that map each `amax` to the format's largest value (LLMQ, section 3)."""
     return parse(quantization).scale(amax)
 
 

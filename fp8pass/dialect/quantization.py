@@ -123,7 +123,7 @@ class Quantization:
         return self.split(x.contiguous()).abs().amax(dim=dims).float()
 
     def scale(self, amax: Tensor) -> Tensor:
-        """Return the scales that map the magnitudes `amax` to the format's largest value."""
+        """Return scales that map `amax` to the largest value of the format (LLMQ, section 3)."""
         if self.format.lossless:
             return torch.ones_like(amax, dtype=self.scale_dtype)
         round_scale = round_up_to_power_of_two if self.is_for_operands else truncate_to_bf16
@@ -156,10 +156,12 @@ def parse(text: str) -> Quantization:
     match = re.fullmatch(r"(\w+) (tensor|row|\d+×\d+)(?: (\w+))?", text)
     format, block, scales = match.groups("") if match else ("", "", "")
     if format not in FORMATS or (scales and scales not in SCALE_FORMS):
-        raise ValueError(f"{text!r} is no quantization such as 'e4m3 row' or 'e4m3 1×32 e8m0'")
+        raise ValueError(f"{text!r} is not a quantization, such as 'e4m3 row' or 'e4m3 1×32 e8m0'")
     found = Quantization(FORMATS[format], parse_block(block), scales)
     if found.format.packed and (found.block[0] != 1 or not found.is_in_groups):
-        raise ValueError(f"{text!r}: {format} is packed in groups, such as '{format} 1×128'")
+        raise ValueError(
+            f"{text!r}: {format} needs a scale for each group, such as '{format} 1×128'"
+        )
     return found
 
 

@@ -89,7 +89,10 @@ def compress(
             already has another reduction of gradients; or ranks pass different arguments.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"compress takes a distributed module, got {type(model).__name__}.")
+        raise ConfigError(
+            "compress takes a distributed module (DistributedDataParallel, fully_shard or "
+            f"replicate), got {type(model).__name__}."
+        )
     kinds = (DistributedDataParallel, Replicated, FSDPModule)
     reducers: dict[str, Any] = {p: m for p, m in model.named_modules() if isinstance(m, kinds)}
     if not reducers:
@@ -108,7 +111,7 @@ def compress(
         raise
     _check_ranks_agree(groups, f"gradients={gradients!r}, weights={weights!r}, skip={skip!r}")
     if alone:
-        log.info("compress: there is one rank, so nothing is sent.")
+        log.info("compress has no effect, because there is only one rank.")
         return Compression()
     of_gradients, of_weights = Traffic(), Traffic()
     modules = tuple(reducers) if gradients != "none" else ()
@@ -124,7 +127,7 @@ def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool)
     """Raise ConfigError if these modules cannot send gradients, or weights, in FP8."""
     if done := [path for path, module in reducers.items() if module in _COMPRESSED]:
         raise ConfigError(
-            f"{done[0] or 'The model'} is compressed already: call compress once, with the "
+            f"{done[0] or 'The model'} is compressed already: call compress only once, with the "
             "outermost module."
         )
     for path, module in reducers.items():
@@ -155,7 +158,7 @@ def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> N
 @contextmanager
 def _warn_after_waiting() -> Iterator[None]:
     """Warn once if the context lasts PATIENCE_S: PyTorch's own timeout takes minutes."""
-    text = "compress has waited %d s for other ranks. Every rank has to call it."
+    text = "compress has waited %d s for other ranks: call it on every rank."
     timer = threading.Timer(PATIENCE_S, log.warning, (text, PATIENCE_S))
     timer.daemon = True
     timer.start()
@@ -188,10 +191,10 @@ def _why_nothing_reduces(model: nn.Module) -> str:
             "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead."
         )
     return (
-        f"No module of this {type(model).__name__} reduces gradients over ranks: apply "
-        "DistributedDataParallel or torch.distributed.fsdp.fully_shard before compress. If the "
-        "model is wrapped already, give compress the wrapper (Trainer's model_wrapped, Lightning's "
-        "trainer.model, the result of accelerate's prepare)."
+        f"No module of this {type(model).__name__} reduces gradients over ranks. Apply "
+        "DistributedDataParallel or torch.distributed.fsdp.fully_shard first, and pass the result "
+        "to compress (with a Trainer its model_wrapped, with Lightning trainer.model, with "
+        "accelerate the result of prepare)."
     )
 
 
@@ -201,7 +204,7 @@ def _why_not(module: nn.Module) -> str | None:
         return "the model has run already: call compress before its first forward."
     if isinstance(module, FSDPModule) and not any(map(_is_scattered, module.parameters())):
         return (
-            "no parameter is sharded, because the mesh replicates it (replicate of FSDP2) or has "
+            "no parameter is sharded, because the mesh only replicates (replicate of FSDP2) or has "
             "one rank in its sharded dimension. Use DistributedDataParallel for replicas."
         )
     if any(getattr(each, "sparse", False) for each in module.modules()):
@@ -227,9 +230,10 @@ def _replace_reduction(path: str, module: nn.Module, sums: GradientSums) -> None
             module.set_custom_reduce_scatter(scatter)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"Gradients of {path or 'the model'} cannot be compressed: PyTorch refused ({error}). "
-            "Remove other reductions (register_comm_hook, DDP's mixed_precision), and call "
-            "fully_shard for the parameters of each device mesh separately."
+            f"Gradients of {path or 'the model'} cannot be compressed, because PyTorch raised an "
+            f"error ({error}). Remove other reductions (register_comm_hook, DDP's "
+            "mixed_precision), and call fully_shard for the parameters of each device mesh "
+            "separately."
         ) from error
 
 
@@ -261,7 +265,10 @@ class FSDPReduceScatter:
         sizes, terms = input_tensor.compute_sizes(group.size()), input_tensor.plain()
         factor = find_factor(op, group.size())
         if factor is None:
-            raise RuntimeError(f"Compressed gradients are summed or averaged, not reduced by {op}.")
+            raise RuntimeError(
+                f"Compressed gradients cannot be reduced by {op}. Use a sum or a mean, or "
+                "compress(model, gradients='none')."
+            )
         self.sums.reduce_scatter(output_tensor, terms, sizes, group, factor)
 
 

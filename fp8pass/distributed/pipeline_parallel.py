@@ -64,9 +64,9 @@ def pipeline_configs(
     base = Config(save_format="e2m1") if base is None else checked_config(base, "base")
     if base.memory_budget is None and base.save_format in ("none", SAVED_FORMATS[-1].name):
         raise ConfigError(
-            f"save_format={base.save_format!r} leaves no format with more bits to stages that hold "
-            "few micro-batches. Use a smaller one, base=Config(save_format='e2m1', ...), or a "
-            "memory_budget ('24GiB', 0.6), with which stages that hold many recompute more."
+            f"save_format={base.save_format!r} is the largest format, so that stages with few "
+            "micro-batches cannot save in more bits than other stages. Pass a smaller format, "
+            "base=Config(save_format='e2m1', ...), or a memory_budget, such as '24GiB' or 0.6."
         )
     order = _read_order(schedule, stages, ranks, microbatches)
     held = [_find_peak(actions) for actions in order]
@@ -136,13 +136,14 @@ def _read_order(
     order = compat.pipeline_actions(schedule)
     if not order:
         raise ConfigError(
-            f"{schedule!r} has no table of each rank's actions (pipeline_order). Pass a schedule "
-            "of torch.distributed.pipelining, its class, or its name, such as '1F1B'."
+            f"{schedule!r} is not a pipeline schedule, or has no table of actions "
+            "(pipeline_order). Pass a schedule of torch.distributed.pipelining, its class, or its "
+            "name, such as '1F1B'."
         )
     if not planned and has_numbers:
         raise ConfigError(
-            f"{type(schedule).__name__} has its own stages, ranks and microbatches: leave them "
-            "out. Only the name or the class of a schedule needs them."
+            f"{type(schedule).__name__} has its own stages, ranks and microbatches: leave out "
+            "these arguments. They are for the name or the class of a schedule."
         )
     return order
 
@@ -172,13 +173,13 @@ def _plan(schedule: type, numbers: dict[str, int | None]) -> object:
     try:
         return compat.planned_schedule(schedule, stages, ranks, microbatches)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{schedule.__name__} cannot have {described}: {error}") from error
+        raise ConfigError(f"{schedule.__name__} does not support {described}: {error}") from error
 
 
 def _check_count(name: str, number: int | None) -> int:
     if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
         return number
     raise ConfigError(
-        f"{name}={number!r}: the name or the class of a schedule needs the number of {name}, at "
-        "least 1. A schedule itself needs no numbers."
+        f"{name}={number!r} must be a whole number, at least 1, if schedule is a name or a class. "
+        "A schedule object needs no numbers."
     )

@@ -289,11 +289,11 @@ def _why_not(parameter: GatheredParameter) -> str:
         return f"its weight is a {type(weight).__name__} of {dtype_text(weight.dtype)}"
     if parameter.dtype is not torch.bfloat16:
         return (
-            f"it computes in {dtype_text(parameter.dtype)}, without fully_shard(..., "
-            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            f"it computes in {dtype_text(parameter.dtype)}: pass fully_shard "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
     if parameter.resharded_to_fewer_ranks:
-        return "reshard_after_forward is a number of ranks"
+        return "reshard_after_forward is a number of ranks: use True or False"
     return why_unsuitable_size(*weight.shape) or _why_not_in_rows(weight)
 
 
@@ -302,9 +302,9 @@ def _why_not_in_rows(weight: DTensor) -> str:
     *replicas, shard = weight.placements
     ranks, rows = weight.device_mesh.size(-1), weight.shape[0]
     if weight.device.type not in (weight.device_mesh.device_type, "meta"):
-        return f"it is on the {weight.device.type}"
+        return f"its weight is on the {weight.device.type}, not on the device of the mesh"
     if shard != Shard(0) or not all(p.is_replicate() for p in replicas):
-        return "tensor parallelism has sharded it already"
+        return "tensor parallelism has already sharded its weight"
     if ranks == 1:
-        return "one rank holds all of it"
+        return "one rank holds all of its weight"
     return f"{rows} rows are not divisible by {ranks} ranks" if rows % ranks else ""

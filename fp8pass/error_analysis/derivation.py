@@ -63,7 +63,7 @@ class Amplification:
         return max(rounded, flushed) <= tolerance
 
 
-MASKED = "a mask may have made it huge in places, and a group shares one scale"
+MASKED = "a mask may have set some of its elements to huge values, and each group shares one scale"
 
 UNITY = Amplification(1.0, 1.0)
 
@@ -157,7 +157,7 @@ class Derivation:
         check_cost(self.expressions, self.outputs)
         self.grows = grows_exponentially(self.expressions, self.samples, self.outputs)
         if self.grows and not moments.keys() >= set(self.expressions.values):
-            raise Underivable("an exponential in it may be of any size")
+            raise Underivable("its formula contains an exponential that may have any size")
 
     @cached_property
     def outputs(self) -> list[Symbol]:
@@ -186,7 +186,7 @@ class Derivation:
         weights, masked = map(self._symbols, (self._facts.weights, self._facts.outliers))
         outliers = find_outliers(found, self.samples, weights, set(masked))
         reasons = dict.fromkeys(find_divisors(found, self.samples), DIVISOR)
-        reasons |= dict.fromkeys(found.statistics, "one number for many values")
+        reasons |= dict.fromkeys(found.statistics, "one number that is computed from many values")
         reasons |= dict.fromkeys(outliers, MASKED)
         of_nodes = [(i, n, symbols[n]) for i, n in enumerate(nodes) if n in symbols]
         return RegionRule(

@@ -52,11 +52,11 @@ LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
 
-ADDED_TO_GRADIENT = "the backward adds it to a gradient, and the sum may be used nonlinearly"
-BY_CHOICE = "a layer that stays in high precision by choice reads it"
-IN_A_DISTANCE = "a distance is computed from its square and its products, which nearly cancel"
-OF_THE_HEAD = "the forward computes it from the logits, for the gradients of an output head"
-FEW_TOKENS = "attention over few tokens, where gradients of scores cancel and errors do not"
+ADDED_TO_GRADIENT = "the backward adds this tensor to a gradient and may use the sum nonlinearly"
+BY_CHOICE = "read by a layer that the options keep in high precision"
+IN_A_DISTANCE = "used in a distance, where its squares and products nearly cancel"
+OF_THE_HEAD = "computed from the logits in the forward, for the gradients of an output head"
+FEW_TOKENS = "attention over few tokens: gradients of the scores nearly cancel, but errors do not"
 
 Use = Amplification | str  # the amplification of a use, or the reason why the value must be exact
 
@@ -277,7 +277,7 @@ class Rules:
                 yield self._use_output(user) if is_output else self._use_operand(user)
         elif is_backward and kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW):
             name = operator_name(user)
-            yield f"no rule bounds errors in the operator {name} of the backward, which reads it"
+            yield f"no rule bounds errors in the operator {name}, which reads this in the backward"
 
     def _is_by_choice(self, user: fx.Node) -> bool:
         """Whether `user` belongs to a layer that stays in high precision by choice."""
@@ -286,7 +286,7 @@ class Rules:
     def _use_operand(self, user: fx.Node) -> Use:
         """Return the rule for an operand of attention, from the sizes of the first operand."""
         if user.target in FLEX_ATTENTION:
-            return "no rule bounds FlexAttention, whose scores may be changed by any function"
+            return "no rule bounds errors in FlexAttention, whose score_mod may be any function"
         sizes = _read_attention_sizes(user)
         bound = bound_amplification(*sizes)
         if bound * E4M3.half_step > self.error_tolerance:

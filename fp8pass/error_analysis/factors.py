@@ -247,6 +247,6 @@ def check_cost(expressions: Expressions, outputs: Iterable[Symbol]) -> None:
 def _too_large(expressions: Expressions) -> Underivable:
     statistics = sum(isinstance(d, Statistic) for d in expressions.definitions)
     return Underivable(
-        f"{len(expressions.definitions)} operators with {statistics} reductions, and no GEMM "
-        "between, take too long to find a rule for"
+        "finding an error rule would take too long: "
+        f"{len(expressions.definitions)} operators with {statistics} reductions and no GEMM between"
     )

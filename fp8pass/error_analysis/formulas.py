@@ -279,7 +279,7 @@ def _summarize(region: Region, facts: InputFacts, reason: str) -> RuleSummary:
     except Underivable as error:
         return replace(nothing, reason=str(error))
     if not one:
-        return replace(nothing, reason="no gradient leaves it")
+        return replace(nothing, reason="no gradient leaves this part of the graph")
     worst = max(one, key=lambda s: one[s])
     bound = _write_bound(derivation, worst)
     return replace(nothing, case_1=one[worst], case_2=max(two.values()), bound=bound)

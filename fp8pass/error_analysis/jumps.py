@@ -73,7 +73,7 @@ def find_jumps(
             else:
                 parts.add(str(comparison.symbol))
     if parts:
-        raise Underivable(f"a comparison in {min(parts)} jumps")
+        raise Underivable(f"{min(parts)} jumps at the threshold of a comparison")
     return signs, exact
 
 

@@ -27,7 +27,7 @@ from fp8pass.error_analysis.samples import HUGE, SCALES, Samples, evaluate
 from fp8pass.graph.symbols import Where
 
 MASK = -1e9  # also stands for infinite masks
-DIVISOR = "something divides by it, and values that share a scale may be rounded to zero"
+DIVISOR = "used as a divisor, and its small values may be rounded to zero"
 
 # The search for exponentials scales inputs by this factor. A product of up to four inputs grows by
 # no more than `GROWTH`, so faster growth counts as exponential.

@@ -33,7 +33,7 @@ from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import ADDITIONS
 
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
-SCANNED = "its gradients are summed over positions, where the smallest may count most"
+SCANNED = "its gradients are summed over positions, and the smallest may determine the sum"
 
 SMALL = 32  # elements; parameters with fewer are small
 WIDE = 16  # elements; shorter rows are not stored in groups that share a scale

@@ -289,11 +289,11 @@ def _flaw(
         return ""
     if weight in origins.computed:
         operator = graph.operator_name(weight)
-        return f"its weight is computed by {operator} from fewer parameters than it has elements"
+        return f"{operator} computes its weight from parameters that have fewer elements"
     # A matrix that is a product of parameters is a low-rank or orthogonal weight. A batch of such
     # products is not a weight but learned queries, which attend to the data.
     is_matrix = gemm.target in (aten.mm.default, aten.addmm.default)
-    return "its weight is computed by a product of parameters" if is_matrix else None
+    return "its weight is a product of parameters" if is_matrix else None
 
 
 def gemm_operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:

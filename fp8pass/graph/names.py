@@ -69,8 +69,8 @@ def warn_about_idle_patterns(
             hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Names here: {names[:8]}."
             warnings.warn(
                 f"fp8pass: {option} pattern {pattern!r} matches no {what} of this graph. {hint} "
-                "Paths start at the compiled module. If each block is compiled by itself, paths do "
-                "not contain the block's name: compile the blocks in question with another Config.",
+                "Paths start at the compiled module: to select a block that is compiled by itself, "
+                "compile it with its own Config.",
                 stacklevel=2,
             )
 

@@ -141,7 +141,7 @@ class RowGraph:
             for dims in range(1, len(shape) + 1):
                 if compat.statically_known_true(math.prod(shape[:dims]) == count):
                     return RowLayout(dims, shifted)
-        raise NotRowwise(f"{describe(node)} needs all tokens")
+        raise NotRowwise(f"{describe(node)} needs all tokens at once")
 
     def _split(self, node: fx.Node) -> tuple[RowLayout, tuple[Any, ...], tuple[int, ...]]:
         """Return a value's layout, its leading sizes and its other sizes, which must be static."""
@@ -156,14 +156,14 @@ class RowGraph:
         layout = self.layout(x)
         dim = dim % tensor(x).ndim
         if dim < layout.dims:
-            raise NotRowwise(f"the result of {describe(x)} is read across tokens")
+            raise NotRowwise(f"an operator combines tokens of the result of {describe(x)}")
         return int(dim - layout.dims + 1)
 
     def _require_same_rows(self, x: Any, other: Any) -> None:
         dims = self.layout(x).dims
         shapes = (tensor(n).shape[:dims] for n in (x, other))
         if not _same_shape(*shapes):
-            raise NotRowwise(f"{describe(other)} has tokens in other places than {describe(x)}")
+            raise NotRowwise(f"{describe(other)} and {describe(x)} order tokens differently")
 
     # Operands.
 
@@ -189,7 +189,7 @@ class RowGraph:
             if written not in self._shared:
                 same = self.layout(operand).shifted == layout.shifted
                 if not same or tensor(written).ndim != 1 + len(rest):
-                    raise NotRowwise(f"{describe(node)} moves tokens to other places")
+                    raise NotRowwise(f"{describe(node)} moves tokens to other positions")
             return written
         self._require_outside(operand)
         shape = tuple(tensor(operand).shape)
@@ -203,7 +203,7 @@ class RowGraph:
 
     def _require_outside(self, operand: fx.Node) -> None:
         if operand in self._part:
-            raise NotRowwise(f"{describe(operand)} needs all tokens")
+            raise NotRowwise(f"{describe(operand)} needs all tokens at once")
 
     # Inputs.
 

@@ -87,7 +87,7 @@ class ChunkWriter(RowGraph):
 
     def _creation(self, node: fx.Node) -> fx.Node:
         if node.target is not aten.full.default:
-            raise NotRowwise(f"{describe(node)} creates a value for all tokens")
+            raise NotRowwise(f"{describe(node)} creates one tensor for all tokens")
         *_, rest = self._split(node)
         with compat.fake_mode_of(tensor(node)):
             created = self._emit(node.target, list(rest), *node.args[1:], like=node, **node.kwargs)
@@ -96,7 +96,7 @@ class ChunkWriter(RowGraph):
 
     def _random(self, node: fx.Node) -> fx.Node:
         # One seed would give every chunk the same numbers.
-        raise NotRowwise(f"{describe(node)} draws the numbers of all tokens at once")
+        raise NotRowwise(f"{describe(node)} draws random numbers for all tokens at once")
 
     def _reshape(self, node: fx.Node) -> fx.Node:
         layout, _, rest = self._split(node)
@@ -123,7 +123,7 @@ class ChunkWriter(RowGraph):
             rest = (dim - layout.dims + 1, *node.args[2:])
             return self._emit(node.target, self._row_operand(x), *rest, like=node)
         if node.args[4:] or layout.shifted:
-            raise NotRowwise(f"{describe(node)} selects tokens other than by one shift")
+            raise NotRowwise(f"{describe(node)} selects tokens in another way than one shift")
         lead = tuple(tensor(x).shape[: layout.dims])  # type: ignore[arg-type]
         self._set_shift(lead, dim, *node.args[2:4])
         *_, rest = self._split(node)
@@ -205,7 +205,7 @@ class ChunkWriter(RowGraph):
                 node.target, self._row_operand(x), dim, *rest, like=node, **node.kwargs
             )
         if lead != list(range(layout.dims)) or node.target not in SUM_OPERATORS or layout.shifted:
-            raise NotRowwise(f"{describe(node)} needs all tokens")
+            raise NotRowwise(f"{describe(node)} needs all tokens at once")
         self.sums.add(node)
         dims = [0, *(d for d in own if d > 0)]
         total = self._emit(
@@ -233,7 +233,7 @@ class ChunkWriter(RowGraph):
         if not flipped or bias:
             raise NotRowwise(f"{describe(node)} multiplies tokens with tokens")
         if self.layout(base).shifted or self.layout(b).shifted:
-            raise NotRowwise(f"{describe(node)} adds up tokens that are shifted")
+            raise NotRowwise(f"{describe(node)} sums over shifted tokens")
         self.sums.add(node)
         left = self._emit(aten.permute.default, self._row_operand(base), [1, 0], like=node)
         return self._emit(node.target, left, self._row_operand(b), like=node)

@@ -169,7 +169,7 @@ def _check_quantize(
     yield from _check_scale_shape(scale, how, _shape(x))
     planes = len(how.format.planes)
     if plane >= planes:
-        yield f"asks for plane {plane} of {planes}"
+        yield f"reads plane {plane}, but the format has {planes}"
 
 
 def _check_dequantize(

@@ -143,21 +143,21 @@ def quotient(numerator: Expr, denominator: Expr) -> Expr:
     """Divide by a constant, or by an expression that is known to be positive."""
     if denominator.is_number or denominator.is_positive:
         return numerator / denominator
-    raise Underivable(f"division by {denominator}, which may vanish")
+    raise Underivable(f"division by {denominator}, which may be zero")
 
 
 def square_root(x: Expr, sign: int = 1) -> Expr:
     """Return x^½ of a nonnegative expression, or x^-½ of a positive expression if `sign` is -1."""
     if x.is_positive or (sign > 0 and x.is_nonnegative):
         return x ** sympy.Rational(sign, 2)
-    raise Underivable(f"a root of {x}, which may vanish")
+    raise Underivable(f"a root of {x}, which may be zero")
 
 
 def logarithm(x: Expr) -> Expr:
     """Return the logarithm of an expression that is known to be positive."""
     if x.is_positive:
         return sympy.log(x)
-    raise Underivable(f"a logarithm of {x}, which may vanish")
+    raise Underivable(f"a logarithm of {x}, which may be zero")
 
 
 def power(base: Operand, exponent: float | Operand) -> Expr:

@@ -58,7 +58,10 @@ def run(arguments: Sequence[str]) -> None:
         raise SystemExit(USAGE)
     chosen = os.environ.get(VARIABLE, "no")
     if chosen.upper() not in ("NO", NAME):
-        raise SystemExit(f"{VARIABLE} is {chosen}: leave out --dynamo_backend, or this module.")
+        raise SystemExit(
+            f"{VARIABLE} selects the backend {chosen}, not {NAME.lower()}. Leave out "
+            "--dynamo_backend, or run the script without fp8pass.integrations.accelerate."
+        )
     os.environ[VARIABLE] = NAME
     sys.argv = rest
     if is_module:

@@ -56,8 +56,9 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
     chosen = [n for n, m in linears.items() if m is not head and is_served_in_fp8(n, m, config)]
     if not chosen:
         raise ConfigError(
-            f"No layer of {type(plain).__name__} can be exported in FP8. It needs an nn.Linear "
-            "that is not an output head, in skip or narrow, and has sizes in multiples of 16."
+            f"No layer of {type(plain).__name__} can be exported in FP8. Exported layers are "
+            "nn.Linear with sizes in multiples of 16, except output heads, layers in skip and "
+            "narrow layers."
         )
     values = plain.state_dict()
     for name in chosen:
@@ -77,14 +78,14 @@ def _check_pretrained(model: nn.Module) -> PreTrainedModel:
     plain = compat.original_of(model)
     if not isinstance(plain, PreTrainedModel):
         raise ConfigError(
-            f"export takes a PreTrainedModel of transformers, got {type(plain).__name__}. Pass "
-            "model.merge_and_unload() of a PEFT model, and the .module inside of a wrapper."
+            f"export takes a PreTrainedModel of transformers, got {type(plain).__name__}. For a "
+            "PEFT model, pass model.merge_and_unload(); for a wrapped model, pass its .module."
         )
     experts = next((n for n, p in plain.named_parameters() if "experts" in n and p.ndim == 3), "")
     if experts:  # loaders expect a separate layer for each expert
         raise ConfigError(
-            f"{experts} has the weights of several experts, which export does not support yet. "
-            "Serve the model in 16 bits (save_pretrained)."
+            f"export does not support stacked weights of experts, such as {experts}. Save the "
+            "model in 16 bits with save_pretrained."
         )
     return plain
 
@@ -106,8 +107,9 @@ def quantize_rows(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if hasattr(weight, "device_mesh"):
         raise ConfigError(
-            f"{name} is sharded. Gather get_model_state_dict(..., options=StateDictOptions("
-            "full_state_dict=True)), load it into an unsharded model on one rank, and export that."
+            f"{name} is sharded. Load the full state dict, get_model_state_dict(..., options="
+            "StateDictOptions(full_state_dict=True)), into an unsharded model on one rank, and "
+            "export that model."
         )
     if weight.dtype is torch.float32:
         weight = weight.bfloat16()

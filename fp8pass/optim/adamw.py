@@ -141,7 +141,9 @@ class AdamW(torch.optim.Optimizer):
         for name in sorted(map(str, set(param_group) - {"params", *options})):
             nearest = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
             if nearest and len(name) > 4:  # a short name such as `eps2` may be the user's own
-                raise ConfigError(f"A parameter group has {name!r}: did you mean {nearest[0]!r}?")
+                raise ConfigError(
+                    f"Unknown option {name!r} of a parameter group. Did you mean {nearest[0]!r}?"
+                )
         if "preset" in param_group:
             param_group = preset_options(param_group["preset"], param_group)
             del param_group["preset"]
@@ -396,7 +398,7 @@ def _check_can_be_updated(parameter: Tensor) -> None:
         )
     if isinstance(parameter, QuantizedWeight) and parameter.source is None:
         raise RuntimeError(
-            f"A weight of shape {tuple(parameter.shape)} exists only in FP8, where most updates "
-            "are too small to change it. Name its layer in skip= of quantize_frozen, or freeze "
-            "it with requires_grad_(False)."
+            f"A trainable weight of shape {tuple(parameter.shape)} exists only in FP8, which is "
+            "too coarse for most updates. Name its layer in skip= of quantize_frozen, or freeze "
+            "the weight with requires_grad_(False)."
         )

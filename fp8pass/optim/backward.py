@@ -114,8 +114,8 @@ def step_in_backward(
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
             "step_in_backward takes an fp8pass.optim.AdamW, got "
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}: make an "
-            "fp8pass.optim.AdamW of the same parameters."
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}. Create an "
+            "fp8pass.optim.AdamW with the same parameters."
         )
     _check_no_wrapper(model)
     if torch.distributed.is_available():
@@ -127,15 +127,15 @@ def step_in_backward(
     trained = (name for name, p in model.named_parameters() if p.requires_grad)
     if missing := [name for name in trained if name not in updated]:
         raise ConfigError(
-            f"The optimizer lacks parameters of the model: {', '.join(missing[:3])}. Give it "
-            "model.parameters(), or freeze them with requires_grad_(False)."
+            f"The optimizer lacks parameters of the model: {', '.join(missing[:3])}. Create it "
+            "with model.parameters(), or freeze the missing parameters with requires_grad_(False)."
         )
     # Compare by identity, because == would compare elements.
     attached_ids = _attached_ids()
     if names := [name for name, p in updated.items() if id(p) in attached_ids]:
         raise ConfigError(
             f"Parameters of the model are already attached to an optimizer: {', '.join(names[:3])}."
-            " Call detach() of the object that step_in_backward returned first."
+            " First call detach() on the return value of step_in_backward."
         )
     sums: dict[Tensor, GradientSum] = {}
     if accumulate > 1:
@@ -222,9 +222,9 @@ class BackwardHooks:
         self._gradient_divisor()
         if getattr(optimizer, "grad_scale", None) is not None:
             raise ConfigError(
-                "torch.amp.GradScaler cannot unscale gradients that step_in_backward has used in "
-                "the backward. Train in BF16 without a GradScaler, or call optimizer.step() "
-                "instead of step_in_backward."
+                "torch.amp.GradScaler unscales gradients after the backward, but step_in_backward "
+                "has used them by then. Train in BF16 without a GradScaler, or call "
+                "optimizer.step() instead of step_in_backward."
             )
 
     def take_gradient(self, take: Callable[[AdamW, Tensor], bool], parameter: Tensor) -> None:
@@ -236,8 +236,8 @@ class BackwardHooks:
         optimizer = self.optimizer()
         if optimizer is None:
             raise RuntimeError(
-                "A parameter outlived its module and the optimizer that was attached to it: keep "
-                "the optimizer, or detach it first."
+                "A parameter got a gradient after its module and its optimizer were deleted. Keep "
+                "the optimizer, or first call detach() on the return value of step_in_backward."
             )
         try:
             number = compat.running_backward()
@@ -263,9 +263,9 @@ class BackwardHooks:
         """Check the setup of a new backward, drop sums of frozen layers, and count parameters."""
         if compat.compiles_backward():
             raise ConfigError(
-                "step_in_backward updates at the end of a backward, which compiled autograd does "
-                "not report. Switch torch._dynamo.config.compiled_autograd off, or call "
-                "optimizer.step() instead."
+                "step_in_backward does not support compiled autograd. Set "
+                "torch._dynamo.config.compiled_autograd = False, or call optimizer.step() instead "
+                "of step_in_backward."
             )
         for reference, sum_ in self.sums:
             parameter = reference()
@@ -287,10 +287,10 @@ class BackwardHooks:
         for _, sum_ in self.sums:
             sum_.clear()
         log.warning(
-            "A backward failed after %d of %d gradients: it updated %d parameters, and left the "
-            "others unchanged.%s Training can continue. To undo the updates, load a checkpoint.",
+            "A backward failed after %d of %d gradients and updated only %d parameters. Training "
+            "can continue; to undo these updates, load a checkpoint.%s",
             *(backward.gradients, backward.parameters, backward.updates),
-            " All sums of gradients restart with the next backward." if self.sums else "",
+            " All accumulated gradients were dropped." if self.sums else "",
         )
 
     def _count_trained(self) -> int:
@@ -300,17 +300,18 @@ class BackwardHooks:
             return 0
         if not self.sharded and _is_sharded(model):
             raise ConfigError(
-                "fully_shard has replaced parameters to which an optimizer was attached: apply it "
-                "before the optimizer is made."
+                "fully_shard has replaced parameters that step_in_backward updates. Apply "
+                "fully_shard before the optimizer is created."
             )
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         # During a backward FSDP2 replaces its parameters by other tensors with the same names.
         known, ids = self.names, self.ids
         if missing := [name for name, p in trained if name not in known and id(p) not in ids]:
             raise ConfigError(
-                f"The attached optimizer does not update these parameters: {', '.join(missing[:3])}"
-                ". Call detach(), add them with add_param_group, and call step_in_backward "
-                "again; or freeze them with requires_grad_(False)."
+                "The attached optimizer does not update these parameters: "
+                f"{', '.join(missing[:3])}. Call detach(), add the parameters with "
+                "add_param_group, and call step_in_backward again; or freeze the parameters with "
+                "requires_grad_(False)."
             )
         return len(trained)
 
@@ -329,10 +330,9 @@ class BackwardHooks:
         rows = compat.pipeline_actions(schedule)
         if any(action.kind in IN_TWO_PARTS for row in rows for action in row):
             raise ConfigError(
-                f"{type(schedule).__name__} computes weight gradients separately. PyTorch then "
-                "does not call the hooks that step_in_backward needs. Call optimizer.step() "
-                "instead of step_in_backward, or use a schedule with whole backwards, such as "
-                "1F1B or Interleaved1F1B."
+                f"{type(schedule).__name__} computes weight gradients separately, so PyTorch does "
+                "not call the hooks that step_in_backward needs. Use another schedule, such as "
+                "1F1B or Interleaved1F1B, or call optimizer.step() instead of step_in_backward."
             )
         self._schedule = ref(schedule)
 
@@ -402,8 +402,9 @@ def _has_any(parameters: Iterable[Tensor], ids: set[int]) -> bool:
 
 def _wrapper_error(wrapper: nn.Module) -> ConfigError:
     return ConfigError(
-        f"{type(wrapper).__name__} reduces gradients over ranks after step_in_backward has used "
-        "them. Call optimizer.step() instead, or shard the model with fully_shard."
+        f"{type(wrapper).__name__} reduces gradients over ranks only after step_in_backward has "
+        "used them. Shard the model with fully_shard, or call optimizer.step() instead of "
+        "step_in_backward."
     )
 
 

@@ -94,8 +94,8 @@ class SavedState:
             if group_count(elements, 1 << exponent) == groups:
                 return 1 << exponent
         raise ConfigError(
-            f"The checkpoint is incomplete: it has {groups} scales for the {elements} elements of "
-            "a state."
+            f"The checkpoint is incomplete: it has {groups} scales for a state of {elements} "
+            "elements. Save the whole optimizer.state_dict()."
         )
 
 
@@ -112,8 +112,8 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     if any(group.get("amsgrad") for group in saved_groups):
         raise ConfigError(
-            "The checkpoint was made with amsgrad=True, which fp8pass.optim.AdamW does not "
-            "support: continue with torch.optim.AdamW, or start with new states."
+            "The checkpoint is from an optimizer with amsgrad=True, which fp8pass.optim.AdamW does "
+            "not support. Continue with torch.optim.AdamW, or start without the checkpoint."
         )
     states, merged = dict(state_dict["state"]), []
     for saved, group in zip(saved_groups, groups, strict=False):
@@ -160,8 +160,8 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
     for name in ("step", *MOMENTS):
         if found.get(name) is None and name not in values:
             raise ConfigError(
-                f"The checkpoint is of another optimizer: it has no {name} for a parameter, but "
-                f"{', '.join(values)}. Load one of fp8pass.optim.AdamW or torch.optim.AdamW."
+                f"The checkpoint is from another optimizer: a parameter has {', '.join(values)}, "
+                f"but no {name}. Load a checkpoint of fp8pass.optim.AdamW or torch.optim.AdamW."
             )
     step = torch.as_tensor(values["step"], dtype=torch.float32)
     state: State = {"step": step.to(parameter.device, copy=True)}
@@ -172,9 +172,9 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
             continue
         if saved.data.shape != parameter.shape:
             raise ConfigError(
-                f"The state {name} has shape {tuple(saved.data.shape)} for a parameter of shape "
-                f"{tuple(parameter.shape)}: give the optimizer its parameters in the order of the "
-                "saved optimizer."
+                f"The checkpoint's {name} has shape {tuple(saved.data.shape)}, but the parameter "
+                f"has shape {tuple(parameter.shape)}. Create the optimizer with the parameters in "
+                "the same order as before saving."
             )
         distributed = isinstance(saved.data, DTensor)
         if saved.is_stored_as(format, size) and distributed == isinstance(parameter, DTensor):
@@ -213,7 +213,7 @@ def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState 
     others = [key for key in keys if key != state_key(name, own)]
     if len(others) > 1:
         raise ConfigError(
-            f"The checkpoint has {' and '.join(others)} for one parameter: load what "
+            f"The checkpoint has both {' and '.join(others)} for one parameter. Load what "
             "optimizer.state_dict() returned."
         )
     return _read_state(name, (others or keys)[0], values) if keys else None
@@ -240,7 +240,10 @@ def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
         raise ConfigError(f"The checkpoint cannot be loaded. {name}: {error}") from None
     parts = [state_key(name, format, part) for part in format.parts]
     if missing := [x for x in parts if x not in values]:
-        raise ConfigError(f"The checkpoint is incomplete: it has {key} without {missing[0]}.")
+        raise ConfigError(
+            f"The checkpoint is incomplete: it has {key} without {missing[0]}. Load what "
+            "optimizer.state_dict() returned."
+        )
     return SavedState(data, format, tuple(values[x] for x in parts))
 
 

@@ -90,7 +90,7 @@ def check_host_memory(groups: Iterable[Mapping[str, Any]]) -> None:
     needed, found = sum(state_bytes(g, local(p)) for g, p in offloaded), available()
     if found is not None and needed > found:
         raise ConfigError(
-            f"The optimizer's states take {needed / 2**30:.1f} GiB of host memory, of which "
+            f"The optimizer's states need {needed / 2**30:.1f} GiB of host memory, but only "
             f"{found / 2**30:.1f} GiB are available. Choose smaller states (preset, first_moment, "
             "second_moment, weights), or offload the states of fewer parameter groups."
         )
@@ -276,8 +276,8 @@ def offload_weights(
         device = torch.empty(0, device=device).device  # adds an index, as in cuda:0
     except (AssertionError, RuntimeError, TypeError) as error:
         raise ConfigError(
-            "offload_weights takes the device that the model trains on, such as 'cuda', after the "
-            f"model, got {device!r}: {str(error).splitlines()[0]}"
+            "The second argument of offload_weights must be the device that the model trains on, "
+            f"such as 'cuda', got {device!r}: {str(error).splitlines()[0]}"
         ) from None
     layers = layers_to_code(model, checked_patterns("skip", skip))
     arena, moved = Arena(device), []
@@ -303,22 +303,22 @@ def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, 
     """
     choice = choose_layers(model, skip, _why_not_offloaded)
     for path, why in choice.reasons.items():
-        log.info("offload_weights does not offload the weight of %s: %s.", path, why)
+        log.info("offload_weights moves the weight of %s to the device: %s.", path, why)
     if not choice.layers:
         listed = "; ".join(common_reasons(choice.reasons))
         raise ConfigError(
-            "No weight of the model can be in host memory with FP8 data on the device: "
-            f"{listed or 'it has no linear layer'}."
+            "offload_weights cannot offload any weight: "
+            f"{listed or 'the model has no linear layer'}."
         )
     return choice.layers
 
 
 def _why_not_offloaded(weight: Tensor) -> str:
     if weight.dtype is not torch.bfloat16:
-        return f"it is in {graph.dtype_text(weight.dtype)}; model.bfloat16() comes first"
+        return f"it is in {graph.dtype_text(weight.dtype)}; call model.bfloat16() first"
     if math.lcm(CHUNK, weight.shape[-1]) > LARGEST_PIECE:
         return f"its rows of {weight.shape[-1]} elements do not fit into staging buffers"
-    return "it is small" if weight.numel() < SMALLEST else ""
+    return "it is too small" if weight.numel() < SMALLEST else ""
 
 
 @torch.no_grad()

@@ -142,8 +142,8 @@ def warn_about_ignored(**options: object) -> None:
     """Warn about ignored options, which select an implementation of `torch.optim.AdamW`."""
     for name in (name for name, value in options.items() if value):
         warnings.warn(
-            f"fp8pass: fp8pass.optim.AdamW ignores {name}=True, because each device has one "
-            f"implementation, which is fused and capturable on CUDA. Leave out {name}.",
+            f"fp8pass: fp8pass.optim.AdamW ignores {name}=True, because it has one implementation "
+            f"for each device, which is fused and capturable on CUDA. Leave out {name}.",
             stacklevel=3,
         )
 
@@ -174,7 +174,9 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
     Storage.of(group)
     if not isinstance(offload, tuple):
-        raise ConfigError(f'offload takes names, such as offload=("states",), got {offload!r}.')
+        raise ConfigError(
+            f'offload must be a tuple of names, such as offload=("states",), got {offload!r}.'
+        )
     for name in offload:
         check_choice("offload", name, OFFLOAD)
     if not isinstance(seed, int) or isinstance(seed, bool):
@@ -183,12 +185,12 @@ def check_group(group: Mapping[str, Any]) -> None:
         if parameter.dtype in PARAMETER_DTYPES:
             continue
         dtype = graph.dtype_text(parameter.dtype)
-        text = f"A parameter of shape {tuple(parameter.shape)} is {dtype}: "
+        text = f"A parameter of shape {tuple(parameter.shape)} has dtype {dtype}: "
         if parameter.dtype.is_complex:
-            raise ConfigError(f"{text}give the optimizer torch.view_as_real(parameter) instead.")
+            raise ConfigError(f"{text}pass torch.view_as_real(parameter) to the optimizer instead.")
         raise ConfigError(
-            f"{text}fp8pass.optim.AdamW takes float32, bfloat16 and float16. Leave it to another "
-            "optimizer, such as torch.optim.AdamW."
+            f"{text}fp8pass.optim.AdamW takes float32, bfloat16 and float16. Pass this parameter "
+            "to another optimizer, such as torch.optim.AdamW."
         )
 
 

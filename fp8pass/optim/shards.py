@@ -100,7 +100,8 @@ def local_gradient(parameter: Tensor) -> Tensor:
     if not isinstance(gradient, DTensor):
         raise RuntimeError(
             f"A parameter of shape {tuple(parameter.shape)} is a DTensor, but its gradient is a "
-            "plain tensor, which may be a shard or a sum. Assign the gradient as a DTensor."
+            "plain tensor. Assign a DTensor to the gradient, because a plain tensor may be a shard "
+            "or a partial sum."
         )
     return gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
 

@@ -138,10 +138,9 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 def warn_about_checkpointing() -> None:
     """Log once per process that checkpointed regions save nothing in low bits."""
     log.warning(
-        "torch.utils.checkpoint is on (gradient_checkpointing of Trainers): the backward "
-        "recomputes its regions, so that fp8pass saves nothing of them in low bits. Without it "
-        "fp8pass saves less than PyTorch, and memory_budget recomputes only what the budget "
-        "requires. fp8pass.explain(model, ...) shows the memory. This is logged once."
+        "torch.utils.checkpoint is on (gradient_checkpointing of Trainers), so fp8pass saves no "
+        "tensors of the checkpointed regions in low bits. To save memory in less time, turn "
+        "checkpointing off and set memory_budget: fp8pass.explain(model, ...) compares the memory."
     )
 
 
@@ -160,8 +159,8 @@ def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[
     for entry in ENTRIES.values():
         if entry.required and entry.run.__name__ in disabled:
             raise ConfigError(
-                f"FP8PASS_DISABLE_PASSES names {entry.run.__name__!r}, which cannot be disabled: "
-                "no graph compiles without it."
+                f"FP8PASS_DISABLE_PASSES names {entry.run.__name__!r}, without which no graph "
+                "compiles. Remove it from the list."
             )
     return [p for p in insert_passes(passes, added) if p.__name__ not in disabled]
 

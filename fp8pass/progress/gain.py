@@ -73,16 +73,11 @@ def slowdown_warning(plans: Sequence[Plan], device: torch.device | None) -> str:
         return ""
     bf16, saved = 1e3 * gain.bf16, 1e3 * gain.saved
     layers = [y for plan in plans for y in plan.linears if y.fp8]
-    expected = (
-        f"save {saved:.2g} of the {bf16:.3g} ms"
-        if saved > 0
-        else f"take {-saved:.2g} ms more than the {bf16:.3g} ms"
-    )
+    expected = f"saves only {saved:.2g} ms of" if saved > 0 else f"adds {-saved:.2g} ms to"
     return (
-        f"FP8 is expected to {expected} of a forward and backward that {len(layers)} linear layers "
-        f"take in BF16 on {name}, by a roofline: they are too small{_example_of(layers)}, or have "
-        "too few rows, to make up for the cost of quantization. FP8 still saves memory, but a step "
-        "may be as fast or faster without it: see 'Small models' in docs/recipes.md."
+        f"A roofline estimates that FP8 {expected} the {bf16:.3g} ms that {len(layers)} linear "
+        f"layers take in BF16 on {name}, because the layers are too small{_example_of(layers)}, or "
+        "have too few rows. FP8 still saves memory: see 'Small models' in docs/recipes.md."
     )
 
 

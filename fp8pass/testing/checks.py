@@ -117,7 +117,7 @@ def assert_plan_is_true(module: nn.Module, *args: Any, config: Config | None = N
         for _ in range(graph.runs_kept):
             planned += count_planned(graph.plan)
     more, less = dict(saved - planned), dict(planned - saved)
-    assert saved == planned, f"saved but not planned {more}, planned but not saved {less}"
+    assert saved == planned, f"saved but not in the plan: {more}, in the plan but not saved: {less}"
 
 
 def stock_eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

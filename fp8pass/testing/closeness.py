@@ -98,7 +98,7 @@ class Verdict:
             self.worst = max(self.worst, off / accepted)
             if off > accepted:
                 self.complaints.append(
-                    f"{name} is off by {off:.3g}, accepted is {accepted:.3g}"
+                    f"{name} has error {off:.3g}, above the accepted {accepted:.3g}"
                     f" (plain {rounding:.2g}, noise {noise:.2g})"
                 )
             return

@@ -68,7 +68,7 @@ def step(
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and values. NaN equals NaN, and -0 equals 0."""
+    """Whether two tensors have the same dtype, shape and values. NaN equals NaN, -0 equals 0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     present = ~a.isnan()
@@ -117,7 +117,7 @@ def count_saved(
         if not isinstance(x, nn.Parameter) and x.data_ptr() not in addresses:
             found[graph.dtype_text(x.dtype), graph.shape_text(x)] += 1
             assert x.untyped_storage().nbytes() <= max(x.numel() * x.element_size(), 1), (
-                f"{x.dtype} {tuple(x.shape)} keeps a larger tensor alive, which it is a view of"
+                f"{x.dtype} {tuple(x.shape)} is a view that keeps a larger tensor alive"
             )
         return x
 

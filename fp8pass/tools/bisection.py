@@ -121,8 +121,8 @@ class Bisection(Result):
 
     def _parts(self) -> Iterator[Any]:
         if self.culprits:
-            columns = "kind", "error before", "with it exact"
-            table = make_table("what the gradient error comes from", "name", *columns)
+            columns = "kind", "error before", "error if exact"
+            table = make_table("causes of the gradient error", "name", *columns)
             for c in self.culprits:
                 errors = f"{c.error_before:.3g}", f"{c.error_after:.3g}"
                 table.add_row(make_name(c.name), c.kind, *errors)
@@ -135,20 +135,20 @@ class Bisection(Result):
             return
         yield (
             f"Relative error of the gradients: {self.error:.3g}, with {self.units} linear layers "
-            f"and saved tensors in low bits. Took {self.probes} compilations."
+            f"and saved tensors in low bits. The search took {self.probes} compilations."
         )
         if self.remaining and self.spread:
-            other = "other single unit" if self.culprits else "single unit"
-            yield f"No {other} stands out: many units cause the error."
+            other = "other layer" if self.culprits else "layer"
+            yield f"No {other} or saved tensor stands out: many of them cause the error."
         elif self.remaining:
-            yield "There may be more culprits: raise most."
+            yield "There may be more culprits: increase the argument most."
         if self.culprits:
             if self.parts:
                 yield (
                     f"Names are relative to the compiled parts {format_paths(self.parts)}. "
                     "Identical parts share one entry."
                 )
-            yield f"To make them exact, add to options: {self.suggested!r}"
+            yield f"To make the culprits exact, add these options: {self.suggested!r}"
 
 
 def bisect(
@@ -286,7 +286,9 @@ class Trials:
             self.exact = self._compute_gradients(Backend(Config.recipe("exact", compiler="eager")))
         found = [x for x in self.exact if x is not None]
         if not found:
-            raise ValueError("There is nothing to compare: no parameter gets a gradient.")
+            raise ValueError(
+                "No parameter gets a gradient, so there is nothing to compare: set requires_grad."
+            )
         if not all(bool(whole(x).isfinite().all()) for x in found):
             raise ValueError(
                 "Gradients are not finite in recipe 'exact' either, so fp8pass is not the cause. "

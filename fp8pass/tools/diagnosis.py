@@ -134,7 +134,7 @@ class Diagnosis(Result):
             made.add_row(make_name(y.module), tensor, *numbers, "!" if y.far_above else "")
         yield made
         if self.suspicious:
-            yield "!: far above the predicted error."
+            yield "! marks errors far above the predicted error."
         if self.suggested_skip:
             yield f"To leave these layers in high precision: skip={self.suggested_skip!r}"
 

@@ -50,13 +50,13 @@ class Explanation(ExplanationData):
 
         if diagnosis is not None and not isinstance(diagnosis, Diagnosis):
             raise TypeError(
-                "diagnosis must be what fp8pass.diagnose returned, got "
-                f"{type(diagnosis).__name__}. Another explanation goes to beside=."
+                "diagnosis must be a return value of fp8pass.diagnose, got "
+                f"{type(diagnosis).__name__}. Pass another explanation as beside=."
             )
         if beside is not None and not isinstance(beside, Explanation):
             raise TypeError(
-                "beside must be what fp8pass.explain returned, got "
-                f"{type(beside).__name__}: beside=fp8pass.explain(model, ..., config=...)."
+                "beside must be a return value of fp8pass.explain, got "
+                f"{type(beside).__name__}. Write beside=fp8pass.explain(model, ..., config=...)."
             )
         write_report(self, Path(path), diagnosis, beside)
 

@@ -86,8 +86,8 @@ class ExplanationData(Result):
         stock, saved = (x / 2**20 for x in (self.stock_bytes, self.saved_bytes))
         graphs = f"{len(self.graphs)} graph{'s' * (len(self.graphs) != 1)}"
         return (
-            f"{self.model}, {graphs}, {rewritten} of {len(linears)} linear layers "
-            f"rewritten, {saved:.3g} MiB saved instead of {stock:.3g} MiB; print it for tables"
+            f"{self.model}, {graphs}, {rewritten} of {len(linears)} linear layers rewritten, "
+            f"{saved:.3g} MiB saved instead of {stock:.3g} MiB; print the explanation to see tables"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def find_configuration(model: nn.Module) -> Config:
     parts = {c for part in model.modules() if (c := _read_configuration(part)) is not None}
     if len(parts) > 1:
         raise ValueError(
-            "Parts of the model were compiled with different configurations. Pass one of them, "
-            "config=fp8pass.Config(...), or pass a part instead of the model."
+            "Parts of the model were compiled with different configurations. Pass one "
+            "configuration, config=fp8pass.Config(...), or pass a part instead of the model."
         )
     return parts.pop() if parts else Config()
 
@@ -79,7 +79,8 @@ def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Collectio
     for name in sorted(set(given) - named):
         if name in (*FIELDS, "recipe", "options"):
             raise TypeError(
-                f"{tool.__name__} takes options as config=fp8pass.Config.recipe(...), got {name}=."
+                f"{tool.__name__} got the option {name}=. Pass options as "
+                "config=fp8pass.Config.recipe(...)."
             )
         if nearest := difflib.get_close_matches(name, own, n=1, cutoff=0.85):
             raise TypeError(
@@ -105,7 +106,7 @@ def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any
     if not callable(loss_fn):
         raise TypeError(
             "loss_fn must be a function of the model and the batch, such as lambda m, b: "
-            f"m(**b).loss, got {type(loss_fn).__name__}. Pass it before the batch."
+            f"m(**b).loss, got {type(loss_fn).__name__}. Pass loss_fn before the batch."
         )
     try:
         inspect.signature(loss_fn).bind(program, batch)
@@ -262,8 +263,8 @@ def restore_state(module: nn.Module) -> Iterator[None]:
     without = [name for name, p in module.named_parameters() if p.is_meta]
     if without:
         raise ValueError(
-            f"{len(without)} parameters, {without[0]} first, are on the meta device and have no "
-            "memory. Materialize the model with model.to_empty(device='cpu'); if it is too large, "
+            f"{len(without)} parameters, such as {without[0]}, are on the meta device and have no "
+            "memory. Allocate memory with model.to_empty(device='cpu'); if the model is too large, "
             "use fewer layers, because equal layers get the same plan."
         )
     modules = [(m, dict(m._buffers)) for m in module.modules()]
@@ -303,8 +304,8 @@ def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     """
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            "Gradients cannot be computed under torch.inference_mode(). Exit it first; "
-            "torch.no_grad() is fine."
+            "Gradients cannot be computed under torch.inference_mode(). Leave inference mode "
+            "first; torch.no_grad() is fine."
         )
     leaves = [*module.parameters(), *find_leaves(batch)]
     gradients = [x.grad for x in leaves]

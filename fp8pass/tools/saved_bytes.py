@@ -34,8 +34,8 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
 
     def unpack(_: None) -> Tensor:
         raise RuntimeError(
-            "The model runs a backward within its forward. explain counts saved tensors without "
-            "saving them: pass it a forward without a backward."
+            "The model runs a backward within its forward, which explain does not support. Pass a "
+            "model that runs only the forward."
         )
 
     try:
@@ -45,7 +45,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
         if "saved tensor hooks" not in str(error):
             raise
         raise RuntimeError(
-            "explain cannot count the saved tensors of a model whose forward calls torch.func. The "
-            "model trains anyway, and fp8pass logs the saved bytes at the second step."
+            "explain cannot count the saved tensors of a model whose forward calls torch.func. "
+            "Train the model instead: fp8pass logs the saved bytes at the second step."
         ) from error
     return sum(count for storage, count in saved.items() if storage not in own)

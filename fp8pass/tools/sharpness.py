@@ -76,8 +76,8 @@ def sharpness(
         raise ConfigError(f"epsilon must be a positive number, got {epsilon!r}.")
     if torch.is_inference_mode_enabled():
         raise ConfigError(
-            "Sharpness needs a gradient, which torch.inference_mode() does not allow. Exit it "
-            "first; torch.no_grad() is fine."
+            "sharpness needs a gradient, which torch.inference_mode() does not allow. Leave "
+            "inference mode first; torch.no_grad() is fine."
         )
     landscape = Landscape(model, loss_fn, batch)
     start = landscape.loss(landscape.logits)
@@ -85,7 +85,8 @@ def sharpness(
         return start
     if start <= -1:
         raise ConfigError(
-            f"Sharpness divides by 1 + loss, but loss_fn returned {start:g}. {_HOW_TO}"
+            f"sharpness divides by 1 + loss, so the loss must be above -1, but it is {start:g}. "
+            f"{_HOW_TO}"
         )
     half_widths = epsilon * (landscape.logits.abs() + 1)
     largest = (_search_box if search else _compute_corner)(landscape, half_widths)

@@ -65,7 +65,7 @@ def make_saved_table(title: str, plan: Plan) -> Table:
 
 def _make_host_table(title: str, offload: Offload) -> Table:
     """Make the table of offloaded tensors, with predicted times."""
-    columns = "×", "MiB", "made at ms", "used ms later", "link ms"
+    columns = "×", "MiB", "computed at ms", "used after ms", "copy ms"
     table = make_table(f"{title}: saved in host memory", "module and tensor", *columns)
     for path, count, c, _ in folding.fold_copies(offload.copies):
         later = offload.forward_s - c.computed_s + c.used_s
@@ -78,7 +78,7 @@ def _make_host_table(title: str, offload: Offload) -> Table:
 
 def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
     """Make the table of collectives, the most bytes first, with the reasons for high precision."""
-    columns = "×", "half", "collective", "MiB"
+    columns = "×", "graph", "collective", "MiB"
     table = make_table(f"{title}: sent to other ranks", "module, tensor and reason", *columns)
     for path, count, c, _ in folding.fold_collectives(collectives):
         name = make_name(path, f"{c.dtype} {c.shape}", c.reason and f"not quantized: {c.reason}")
@@ -198,9 +198,9 @@ def format_remarks(explanation: ExplanationData) -> str:
         text += f" {format_mib(-outside)} MiB are saved by several graphs and counted once."
     if explanation.graphs and all(g.plan.inference for g in explanation.graphs):
         text += (
-            "\nThe graphs save nothing, because none has a backward, as in evaluation. To see "
-            "training, call explain outside of torch.inference_mode() and torch.no_grad(), with a "
-            "model that has a parameter that requires a gradient."
+            "\nThe graphs save nothing, because none of them has a backward. To explain a training "
+            "step, call explain outside of torch.inference_mode() and torch.no_grad(), with a "
+            "model that has a trainable parameter."
         )
     text += _describe_checkpointing(explanation)
     runs = [(g.plan, run) for g in explanation.graphs for run in g.runs]
@@ -221,16 +221,16 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
         least = sum(c.least_without or 0 for c in inside)
         text += (
             f"\ntorch.utils.checkpoint makes the backward recompute {products} matrix products and "
-            "everything between them; none of it is saved in low bits. These graphs save "
-            f"{format_mib(saved)} MiB. Without it they would save {format_mib(without)} MiB, or, "
-            f"with a memory_budget, any amount down to {bytes_text(least, up=True)}, and "
-            "recompute the rest."
+            "the operators between them, so fp8pass saves nothing there in low bits. These graphs "
+            f"save {format_mib(saved)} MiB. Without checkpointing they would save "
+            f"{format_mib(without)} MiB, and a memory_budget can reduce this to "
+            f"{bytes_text(least, up=True)}."
         )
     if around:
         text += (
-            f"\ntorch.utils.checkpoint reruns {around} compiled graphs in the backward. It frees "
-            "their saved tensors after the forward, in low bits or not, and saves their inputs "
-            "instead, which are not counted here. Without it a memory_budget limits saved tensors."
+            f"\ntorch.utils.checkpoint reruns {around} compiled graphs in the backward. It saves "
+            "only their inputs, which are not counted here. To limit saved tensors without "
+            "checkpointing, set memory_budget."
         )
     return text
 
@@ -238,8 +238,8 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
 def _describe_heads(plans: Sequence[Plan]) -> str:
     """Describe each output head that is in a graph with its loss, in one line."""
     lines = dict.fromkeys(
-        f"\nLogits of {head.module or 'the output head'}, {head.shape}: "
-        + (f"in {head.chunks} chunks of tokens" if head.chunks > 1 else "of all tokens at once")
+        f"\nLogits of {head.module or 'the output head'}, {head.shape}: computed "
+        + (f"in {head.chunks} chunks of tokens" if head.chunks > 1 else "for all tokens at once")
         + f", {format_mib(head.bytes)} MiB{', because ' * bool(head.reason)}{head.reason}."
         for plan in plans
         for head in plan.heads
@@ -253,10 +253,10 @@ def _describe_offload(plans: Sequence[Plan]) -> str:
         return ""
     link, wait = (1e3 * sum(x) for x in ([o.copy_s for o in found], [o.wait_s for o in found]))
     return (
-        f"\nOn the host: {format_mib(sum(o.bytes for o in found))} MiB. Copies take {link:.3g} ms "
-        f"per step at {found[0].bandwidth / 1e9:.3g} GB/s; {wait:.3g} ms of them are exposed. "
-        f"Copies in flight take at most {format_mib(max(o.in_flight_bytes for o in found))} MiB of "
-        "the GPU."
+        f"\nSaved in host memory: {format_mib(sum(o.bytes for o in found))} MiB. Copies take "
+        f"{link:.3g} ms per step at {found[0].bandwidth / 1e9:.3g} GB/s; {wait:.3g} ms of them are "
+        "exposed. Copies in flight take at most "
+        f"{format_mib(max(o.in_flight_bytes for o in found))} MiB of the GPU."
     )
 
 

@@ -91,9 +91,9 @@ class QuantizedWeight(Tensor):
         other_dtype = self.source is not None and values.dtype != self.dtype
         if values.shape != self.shape or other_dtype:
             raise RuntimeError(
-                f"A tensor {tuple(values.shape)} of {values.dtype} cannot be the data of a "
-                f"quantized weight {tuple(self.shape)} of {self.dtype}: convert the tensor, or "
-                "write to the weight with copy_."
+                f"The data of a quantized weight {tuple(self.shape)} of {self.dtype} cannot be a "
+                f"tensor {tuple(values.shape)} of {values.dtype}. Convert the tensor, or write to "
+                "the weight with copy_."
             )
         if values is not self:
             self.change(values)
@@ -248,8 +248,9 @@ class WeightView(Tensor):
         kwargs = kwargs or {}
         if written := _find_written(func, args, kwargs, WeightView):
             raise RuntimeError(
-                f"{func} would change a part or a view {tuple(written[0].shape)} of a quantized "
-                "weight, and be lost: write to all of the weight, with weight.copy_(values)."
+                f"{func} writes to a part or a view {tuple(written[0].shape)} of a quantized "
+                "weight, which does not change the weight. Write to the whole weight with "
+                "weight.copy_(values)."
             )
         args, kwargs = compat.tree_map_only(
             WeightView, lambda x: x.values_of_weight, (args, kwargs)
@@ -332,16 +333,19 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
     """Return the error message for an operator that cannot change a weight."""
     if weight.source is not None:
         return (
-            f"{func} cannot change a quantized weight, whose exact values are in host memory: run "
-            "it on a copy, weight.clone(), and write that back with weight.copy_(values)."
+            f"{func} cannot change a quantized weight in place, because its exact values are in "
+            "host memory. Apply the operator to a copy, weight.clone(), and write the result back "
+            "with weight.copy_(values)."
         )
-    fix = "Change the shard that it was gathered from, or name its layer in skip= of compress."
+    fix = "Change the shard of the weight instead, or name the layer in skip= of compress."
     if weight.is_only_copy:
         fix = (
-            "To merge an adapter (merge_and_unload), merge before fp8pass.quantize_frozen; to "
-            "train the layer, name it in skip=; to replace its values, use load_state_dict."
+            "Merge adapters (merge_and_unload) before fp8pass.quantize_frozen, name layers to "
+            "train in skip=, and replace values with load_state_dict."
         )
-    return f"{func} cannot change a quantized weight, whose exact values no longer exist. {fix}"
+    return (
+        f"{func} cannot change a quantized weight, because its exact values no longer exist. {fix}"
+    )
 
 
 @dataclass(frozen=True)

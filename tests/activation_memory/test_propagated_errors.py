@@ -37,5 +37,5 @@ def test_uses_of_a_recomputed_sum_count():
     expected = attention.estimate_amplification(TOKENS, HEAD_DIM)
     assert saved.expected_error == pytest.approx(expected * E4M3.relative_error)
     bound = attention.bound_amplification(TOKENS, HEAD_DIM)
-    text = f"amplifies errors at most 1.0×, and {bound:.1f}× in values recomputed from it"
+    text = f"amplifies errors at most 1.0×, and {bound:.1f}× in values recomputed from this tensor"
     assert saved.reason == text

@@ -359,12 +359,12 @@ REFUSED: dict[tuple[str, str], Refused] = {
     ),
     ("step_in_backward", "DDP"): Refused(
         "fp8pass",
-        "DistributedDataParallel reduces gradients over ranks after",
+        "DistributedDataParallel reduces gradients over ranks only after",
         "DDP reduces gradients after the backward has updated the weights",
     ),
     **{
         ("weights in host memory", name): Refused(
-            "fp8pass", r"it is in float32; model\.bfloat16\(\) comes first", "it needs BF16 weights"
+            "fp8pass", r"it is in float32; call model\.bfloat16\(\) first", "it needs BF16 weights"
         )
         for name in ("BF16 autocast", "FP16 autocast, GradScaler")
     },

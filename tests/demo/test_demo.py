@@ -139,7 +139,7 @@ def make_run(variant: str, loss: float, peak_bytes: int | None = None) -> Run:
 def test_the_loss_is_compared_with_another_seed(loss: float, expected: str) -> None:
     runs = [make_run("stock", 2.0), make_run("fp8pass", loss), make_run("seed 1", 1.98)]
     _, about_loss, _ = list_conclusions(runs, CPU)
-    assert f"fp8pass changes it by {expected}" in about_loss
+    assert f"fp8pass changes the loss by {expected}" in about_loss
     assert "(-1.0%)" in about_loss
 
 
@@ -191,13 +191,13 @@ def test_missing_matplotlib_prints_how_to_install_it(
         (["--recipe", "coats"], "Did you mean 'coat'?"),
         (["--size", "tinny"], "Did you mean 'tiny'?"),
         (["--device", "cud"], "Did you mean 'cuda'?"),
-        (["--device", "cuda:99"], "no such GPU"),
+        (["--device", "cuda:99"], "--device cuda:99 does not exist"),
         (["--step", "3"], "Did you mean '--steps'?"),
-        (["--steps", "1"], "at least 2 steps"),
-        (["--steps", "many"], "at least 2 steps"),
+        (["--steps", "1"], "must be at least 2"),
+        (["--steps", "many"], "must be at least 2"),
         (["--seed", "x"], "invalid int value"),
         (["--data", "/no/such/place"], "no such file or folder"),
-        (["--data", "{tmp}/short.txt"], "too little"),
+        (["--data", "{tmp}/short.txt"], "too few for sequences"),
         (["--out", "{tmp}/short.txt"], "File exists"),
     ],
 )

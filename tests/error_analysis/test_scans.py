@@ -76,7 +76,7 @@ def test_gradients_of_recurrences_are_right(function, save_format):
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [(gated, "summed over positions"), (lambda m, x: x.logcumsumexp(0), "adds it to a gradient")],
+    [(gated, "summed over positions"), (lambda m, x: x.logcumsumexp(0), "to a gradient")],
 )
 def test_the_plan_contains_the_reason(function, reason):
     assert any(reason in saved.reason for saved in plan_of(function, "e2m1").saved)

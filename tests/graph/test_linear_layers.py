@@ -68,8 +68,8 @@ WEIGHTS = {
 }
 
 # Weights that are not, each with the expected reason.
-PRODUCT = "its weight is computed by a product of parameters"
-FEWER = "its weight is computed by aten.mul.Tensor from fewer parameters than it has elements"
+PRODUCT = "its weight is a product of parameters"
+FEWER = "aten.mul.Tensor computes its weight from parameters that have fewer elements"
 NO_WEIGHTS = {
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(64, 64)), PRODUCT),
     "low rank": (lambda: Computed(lambda a, b, _: a @ b, (64, 4), (4, 64)), PRODUCT),

@@ -185,7 +185,7 @@ def test_planes_of_another_tensor(unpacking):
 def test_unknown_format(joint):
     node = joint.calls(fp8.dequantize.default)[0]
     node.update_arg(2, "e9m9")
-    rejected(joint, node, "'e9m9' is no quantization")
+    rejected(joint, node, "'e9m9' is not a quantization")
 
 
 def test_missing_value(joint):

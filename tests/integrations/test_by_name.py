@@ -169,7 +169,7 @@ def test_accelerate_launch_runs_a_script_with_fp8pass(tmp_path):
     [
         ([], {}, "usage: python -m fp8pass.integrations.accelerate"),
         (["-m"], {}, "usage: "),
-        (["train.py"], {integration.VARIABLE: "INDUCTOR"}, "is INDUCTOR: leave out"),
+        (["train.py"], {integration.VARIABLE: "INDUCTOR"}, "the backend INDUCTOR, not fp8pass"),
     ],
 )
 def test_wrong_command_lines_are_refused(arguments, environment, message, monkeypatch):

@@ -141,7 +141,7 @@ def test_models_that_cannot_be_exported_are_refused(trained, tmp_path):
         fp8pass.export(gpt2(), tmp_path)  # it has Conv1D layers
     mixture = llama()
     mixture.mlp = nn.ParameterDict({"experts": nn.Parameter(torch.zeros(2, 16, 16))})
-    with pytest.raises(fp8pass.ConfigError, match=r"mlp\.experts has the weights of several"):
+    with pytest.raises(fp8pass.ConfigError, match=r"experts, such as \S*mlp\.experts"):
         fp8pass.export(mixture, tmp_path)
     with pytest.raises(fp8pass.ConfigError, match="No layer of LlamaForCausalLM"):
         fp8pass.export(trained, tmp_path, config=fp8pass.Config(skip="model"))

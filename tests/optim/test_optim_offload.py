@@ -193,14 +193,17 @@ def test_a_gradient_that_is_not_finite_is_skipped():
 
 
 def test_wrong_options():
-    for wrong, message in (("states", "offload takes names"), (("stats",), "Did you mean")):
+    for wrong, message in (
+        ("states", "offload must be a tuple of names"),
+        (("stats",), "Did you mean"),
+    ):
         with pytest.raises(ConfigError, match=message):
             AdamW(parameters(), offload=wrong)
 
 
 def test_a_host_that_is_too_small(monkeypatch):
     monkeypatch.setattr("fp8pass.optim.offload.available", lambda: 4096)
-    with pytest.raises(ConfigError, match=r"GiB of host memory, of which 0.0 GiB"):
+    with pytest.raises(ConfigError, match=r"GiB of host memory, but only 0.0 GiB"):
         AdamW(parameters(((64, 64),)), offload=STATES)
 
 

@@ -68,7 +68,7 @@ def test_a_group_has_a_preset_of_its_own():
     assert optimizer.state[params[0]]["exp_avg_sq:fp16"].dtype is torch.float16
     with pytest.raises(fp8pass.ConfigError, match="Did you mean 'fp8-lm'"):
         optimizer.add_param_group({"params": parameters(((3,),)), "preset": "fp8lm"})
-    with pytest.raises(fp8pass.ConfigError, match="did you mean 'first_moment'"):
+    with pytest.raises(fp8pass.ConfigError, match="Did you mean 'first_moment'"):
         optimizer.add_param_group({"params": parameters(((3,),)), "first_momnet": "fp32"})
     assert len(optimizer.param_groups) == 3
     optimizer.add_param_group({"params": parameters(((3,),)), "weight_decay_multiplier": 2})
@@ -208,7 +208,10 @@ def test_training_with_hugging_face(tmp_path):
         ({"state_rounding": True}, "Unknown state_rounding True"),
         ({"group_size": 100}, "power of two from 16"),
         ({"seed": 0.5}, "seed must be an int"),
-        ({"offload": True}, 'offload takes names, such as offload=\\("states",\\), got True'),
+        (
+            {"offload": True},
+            'tuple of names, such as offload=\\("states",\\), got True',
+        ),
     ],
 )
 def test_wrong_options_say_what_to_do(options, message):
@@ -220,8 +223,8 @@ def test_wrong_options_say_what_to_do(options, message):
     ("dtype", "message"),
     [
         (torch.complex64, "view_as_real"),
-        (torch.float64, "is float64.*Leave it to another"),
-        (torch.float8_e4m3fn, "is float8_e4m3fn"),
+        (torch.float64, "dtype float64.*to another"),
+        (torch.float8_e4m3fn, "has dtype float8_e4m3fn"),
     ],
 )
 def test_parameters_that_cannot_be_optimized(dtype, message):

@@ -98,7 +98,7 @@ def test_an_unknown_position_names_the_nearest():
     ],
 )
 def test_invalid_passes_are_refused(passes):
-    with pytest.raises(ConfigError, match="must be a tuple of functions with positions, such as"):
+    with pytest.raises(ConfigError, match=r"a tuple of \(position, name of a pass, function\)"):
         Config(passes=passes)
 
 

@@ -211,10 +211,10 @@ def test_the_rule():
 def test_explain_tells():
     model = Model()
     text = str(fp8pass.explain(model, *batch(), config=Config(head_chunks=2)))
-    assert "Logits of lm_head, 24×160: in 2 chunks of tokens" in text
+    assert "Logits of lm_head, 24×160: computed in 2 chunks of tokens" in text
     text = str(fp8pass.explain(model, *batch()))
-    assert "of all tokens at once" in text
-    assert "because there are too few tokens or features for chunks to pay" in text
+    assert "computed for all tokens at once" in text
+    assert "because the head has too few tokens or features to gain from chunks" in text
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])

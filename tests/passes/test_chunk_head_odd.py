@@ -192,18 +192,18 @@ def _whole_because(loss):
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (lambda logits, y: (plain(logits, y), logits), "its logits are returned"),
-        (lambda logits, y: (plain(logits, y), (logits * 2).exp()), "its logits are returned"),
+        (lambda logits, y: (plain(logits, y), logits), "the model returns the logits"),
+        (lambda logits, y: (plain(logits, y), (logits * 2).exp()), "the model returns the logits"),
         (lambda logits, y: (plain(logits, y), logits.cumsum(0).mean()), "mix tokens"),
         (lambda logits, y: (plain(logits / logits.std(), y),), "needs all tokens"),
         (lambda logits, y: (plain(logits, y).exp(),), "needs all tokens"),
         (lambda logits, y: (by_hand(logits, y).square(),), "mix tokens"),
-        (lambda logits, y: (plain(logits, y), by_hand(logits, y)), "several results"),
+        (lambda logits, y: (plain(logits, y), by_hand(logits, y)), "several losses"),
         (
             lambda logits, y: (
                 F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none"),
             ),
-            "single tokens",
+            "one loss for each token",
         ),
     ],
     ids=[
@@ -226,7 +226,7 @@ def test_dropout_of_logits_leaves_their_head_whole(caplog):
     program(*batch()).backward()
     (head,) = spy.plan.heads
     assert head.chunks == 1
-    assert "draws the numbers of all tokens at once" in head.reason
+    assert "draws random numbers for all tokens at once" in head.reason
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 

@@ -207,9 +207,9 @@ def sum_of(layer: nn.Linear, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("read", "dim", "recipe", "reason"),
     [
-        (sum_of, 1, "coat", "the operator aten.sum reads it, too"),
-        (None, 2, "coat", "rows lie on more than one rank"),
-        (lambda layer, x: x.sin(), 1, "coat", "no linear layer in FP8 reads it"),
+        (sum_of, 1, "coat", "aten.sum reads it in high precision"),
+        (None, 2, "coat", "its rows are split over ranks"),
+        (lambda layer, x: x.sin(), 1, "coat", "no linear layer in FP8 reads this tensor"),
         (None, 1, "exact", "formats are exact, so nothing is rounded"),
     ],
 )
@@ -232,7 +232,7 @@ def test_explain_says_why(mesh):
     assert gather.bytes == 2 * 2 * ROWS * WIDTH
     assert (scatter.op, scatter.half) == ("reduce_scatter_tensor", "backward")
     text = " ".join(str(explanation).split())  # the text is wrapped
-    assert "aten.sum reads it, too" in text
+    assert "aten.sum reads it in high precision" in text
     assert "sums are not rounded" in text
     assert json.loads(explanation.to_json())["graphs"][0]["collectives"][0]["bytes"] == gather.bytes
 
@@ -272,7 +272,7 @@ def test_inductor_finds_the_gemm_that_reads_a_gather():
 @pytest.mark.long
 def test_dynamic_shapes(mesh):
     """Only if views of FP8 data would need them as arguments."""
-    for dim, sizes, wanted in ((0, (ROWS,), [""] * 3), (1, (2, ROWS), ["its sizes vary"])):
+    for dim, sizes, wanted in ((0, (ROWS,), [""] * 3), (1, (2, ROWS), ["its sizes are dynamic"])):
         joint = planned(Gathered(mesh, dim), activation(*sizes), dynamic=True)
         assert reasons(joint) == wanted
 

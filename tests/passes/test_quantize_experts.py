@@ -239,13 +239,13 @@ def test_skipped():
 @pytest.mark.parametrize("sizes", [(24, 48), (32, 40)])
 def test_sizes_that_tensor_cores_do_not_take(sizes):
     reason = reason_of(Upwards(*sizes), rows(50, sizes[0]), ends(7, 0, 43))
-    assert "both sizes of each must be multiples of 16" in reason
+    assert "both sizes of each matrix must be multiples of 16" in reason
 
 
 @pytest.mark.parametrize("option", ["forward_format", "gradient_format"])
 def test_other_formats(option):
     reason = reason_of(Upwards(), rows(), ends(7, 0, 43), config=Config(**{option: "e5m2"}))
-    assert reason == "PyTorch has FP8 GEMMs of experts for e4m3 only"
+    assert reason == "PyTorch's FP8 GEMMs of experts take only e4m3"
 
 
 def test_recipe_exact():
@@ -346,7 +346,7 @@ def test_row_kernels_take_tokens_and_weights(graphs):
     # Tokens, hidden tokens, three weights; input and weight of the shared layer. Then gradients.
     assert counts(graphs)["rows"] == 7 + 3
     generated = [n for g in graphs for n in g.nodes if n.target is fp8.quantize.default]
-    turned = [n for n in generated if why_no_rows(n) == "its rows are columns in memory"]
+    turned = [n for n in generated if why_no_rows(n) == "it is transposed in memory"]
     assert len(turned) == 3
     torch._dynamo.reset()
     want = step(compiled(model, COAT_EAGER)[0], model, (x,))

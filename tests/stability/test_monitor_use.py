@@ -279,8 +279,8 @@ def test_a_forgotten_step_warns_once(caplog):
     model, monitor = MLP(), Monitor()
     train(monitored(model, monitor), model, batches(5).float())
     (message,) = warnings_of(caplog)
-    assert "step 0 is still being sampled" in message
-    assert "call monitor.step() after each optimizer step" in message
+    assert "sample of step 0 has not ended" in message
+    assert "Call monitor.step() after each optimizer step" in message
 
 
 def test_micro_batches_and_perturbed_weights_count_as_one_step(caplog):

@@ -82,7 +82,9 @@ def test_the_first_that_fits_is_taken(fitted):
 def test_nothing_fits(fitted):
     assert not fitted.fits
     least = min(c.gpu_bytes for c, _ in fitted.tried) / MIB
-    with pytest.raises(ConfigError, match=rf"The least is {least:.0f} MiB .* too much for the GPU"):
+    with pytest.raises(
+        ConfigError, match=rf"smallest way to train takes {least:.0f} MiB .* too much for the GPU"
+    ):
         _ = fitted.lines
     assert fitted.why_not in " ".join(str(fitted).split())
     assert json.loads(fitted.to_json())["fits"] is False
@@ -116,7 +118,7 @@ class FakeStepWithWholeHead(FakeStep):
 )
 def test_candidates_that_cannot_help_are_not_tried(kind, chunks):
     """Budgets below an impossible budget, and chunks of a head that cannot be chunked."""
-    traced = kind(Head("head", "64×640", 1 << 20, 1, "there are too few tokens"))
+    traced = kind(Head("head", "64×640", 1 << 20, 1, "the head has too few tokens"))
     candidates = Candidates(traced, Parameters(make_on_meta()[0]), Config(), 1, GPUS["H200"])
     for config in candidates._list_configs(Config()):
         candidates._time(config)
@@ -131,8 +133,8 @@ def test_one_note_explains_why_budgets_are_left_out(monkeypatch):
     monkeypatch.setattr(BudgetProblem, "least", lambda self: 1e9)
     model, ids = make_on_meta(layers=8)
     found = fit(model, ids, gpu="H200, 1MiB", host="8GiB")
-    (note,) = (note for note in found.notes if "budgets are left out, 0.8 first" in note)
-    assert "With few of the 8 layers of blocks, memory_budget of" in note
+    (note,) = (note for note in found.notes if "budgets, such as 0.8, cannot be met" in note)
+    assert "With only some of the 8 layers of blocks: memory_budget of" in note
     assert all(candidate.setup.config.memory_budget is None for candidate, _ in found.tried)
 
 
@@ -159,7 +161,7 @@ def test_a_host_that_is_too_small_for_the_process_is_reported():
     model, ids = make_on_meta()
     found = fit(model, ids, gpu="H200", host="2GiB", blocks="blocks")
     assert len(found.tried) == 1
-    assert "a host of 2 GiB: Python, PyTorch and the driver take 4 GiB of it" in found.why_not
+    assert "a host of 2 GiB: Python, PyTorch and the driver alone take 4 GiB." in found.why_not
 
 
 def test_offloading_over_a_slow_link_takes_time():
@@ -180,7 +182,7 @@ def test_the_time_of_copies_is_reported():
     slow = fp8pass.Gpu("slow", 690 * MIB, 1e15, 1e15, 1e15, 1e12, link=1e6)
     found = fit(model, ids, gpu=slow, host="8GiB", accumulate=4, blocks="blocks")
     if found.shown.setup.offload:
-        assert any("cannot be hidden" in note for note in found.notes)
+        assert any("of them are exposed" in note for note in found.notes)
 
 
 # --- unchanged models and invalid arguments -------------------------------------------------------
@@ -220,10 +222,10 @@ def test_configuration_and_loss_of_the_model():
     [
         ({"gpu": "RTX 409"}, r"Unknown gpu 'RTX 409'. Did you mean 'RTX 4090'"),
         ({"gpu": "16GiB, 8GiB"}, "a name, a size or both"),
-        ({"gpu": 16}, "would be bytes: write '16GiB'"),
+        ({"gpu": 16}, "For GiB write gpu='16GiB'"),
         ({"host": "much"}, r"host must be a size such as '24GiB'"),
         ({"accumulate": 0}, "accumulate must be a positive int"),
-        ({"blocks": "block"}, r"blocks='block' names no module. .*Did you mean 'blocks'"),
+        ({"blocks": "block"}, r"blocks='block' matches no module .*Did you mean 'blocks'"),
     ],
 )
 def test_wrong_options_are_refused(changes, message):
@@ -235,7 +237,7 @@ def test_wrong_options_are_refused(changes, message):
 def test_a_model_without_a_loss_is_refused():
     with torch.device("meta"):
         model, x = MLP((64, 128, 64)), torch.empty(32, 64)
-    with pytest.raises(ValueError, match=r"instead of a loss. Pass fit a loss function"):
+    with pytest.raises(ValueError, match=r"instead of a loss. Pass a loss function to fit"):
         fit(model, x, gpu="16GiB", host="8GiB")
 
 
@@ -269,10 +271,10 @@ class Positives(MLP):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([nn.Identity(), Positive()], r"but aten.nonzero.default in parts.1 reads them"),
+        ([nn.Identity(), Positive()], r"but aten.nonzero.default in parts.1 reads values"),
         (
             [],
-            r"but aten._local_scalar_dense.default in Positives or its loss reads them, as .item\(",
+            r"but aten._local_scalar_dense.default in Positives or its loss reads values, ",
         ),
     ],
 )
@@ -339,7 +341,9 @@ def test_a_gpu_without_fp8_decides_the_plan():
     with hardware.planning_for(GPUS["A100"]):
         (plan, *_) = trace_step(model, ("blocks.0",), ids).plans(Config())
     assert not any(y.fp8 for y in plan.linears)
-    assert {y.reason for y in plan.linears} == {"A100 (sm80) has no FP8 tensor cores; needs sm89"}
+    assert {y.reason for y in plan.linears} == {
+        "A100 (sm80) has no FP8 tensor cores: FP8 needs sm89 or newer"
+    }
 
 
 def test_repr_is_one_short_line(fitted):

@@ -206,7 +206,7 @@ def test_other_wrong_arguments_are_refused():
         sharpness(Tiny(), last_loss, batch_of(), epsilon=0)
     with pytest.raises(ConfigError, match="search must be True or False, got 'no'"):
         sharpness(Tiny(), last_loss, batch_of(), search="no")
-    with pytest.raises(ConfigError, match="divides by 1 \\+ loss, but loss_fn returned -1"):
+    with pytest.raises(ConfigError, match="divides by 1 \\+ loss, so the loss must be above -1"):
         sharpness(Tiny(), lambda m, b: last_loss(m, b) * 0 - 1, batch_of())
     with pytest.raises(ConfigError, match="instead of logits"):
         sharpness(lambda ids: torch.tensor(1.0), last_loss, batch_of())

@@ -79,8 +79,8 @@ def test_another_model_is_refused(in_8_bits):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beside": Config()}, "beside must be what fp8pass.explain returned, got Config"),
-        ({"diagnosis": "a.html"}, "diagnosis must be what fp8pass.diagnose returned, got str"),
+        ({"beside": Config()}, "beside must be a return value of fp8pass.explain, got Config"),
+        ({"diagnosis": "a.html"}, "diagnosis must be a return value of fp8pass.diagnose, got str"),
     ],
 )
 def test_other_arguments_are_refused(in_8_bits, tmp_path, options, message):

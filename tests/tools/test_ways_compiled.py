@@ -159,7 +159,7 @@ def test_moments_of_blocks_have_names_within_blocks():
         ({"config": "agoq"}, r"Config.recipe\('agoq'\)"),
         ({"config": {"recipe": "agoq"}}, r"got dict.*Config.recipe\('coat'\)"),
         ({"loss_fn": lambda output: output.sum()}, "take the model and the batch.*too many"),
-        ({"loss_fn": (X,)}, "got tuple. Pass it before the batch"),
+        ({"loss_fn": (X,)}, "got tuple. Pass loss_fn before the batch"),
         ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it returned \(4, 64\)"),
     ],
 )
@@ -190,8 +190,8 @@ class Skipping(MLP):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": "agoq"}, "takes options as config="),
-        ({"memory_budget": 0.5}, "takes options as config="),
+        ({"recipe": "agoq"}, "Pass options as config="),
+        ({"memory_budget": 0.5}, "Pass options as config="),
         ({"cnfig": Config()}, "Did you mean 'config'"),
     ],
 )

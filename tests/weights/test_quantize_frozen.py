@@ -100,9 +100,9 @@ def test_frozen_linear_layers_are_quantized(device, caplog):
     assert torch.equal(model.up.base.weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
     (said,) = caplog.messages
     assert said == (
-        "quantize_frozen: 3 of 5 frozen linear layers in FP8, 16.8 KiB instead of 32 KiB; odd "
-        "stays: weight 24×64: both sizes must be multiples of 16; lm_head stays: it is an output "
-        "head, or skipped"
+        "quantize_frozen: 3 of 5 frozen linear layers in FP8, 16.8 KiB instead of 32 KiB; odd in "
+        "high precision: weight 24×64: both sizes must be multiples of 16; lm_head in high "
+        "precision: it is an output head, or skipped"
     )
 
 
@@ -112,7 +112,10 @@ def test_narrow_layers_are_not_quantized(caplog):
     with caplog.at_level(logging.INFO, "fp8pass"):
         fp8pass.quantize_frozen(model.bfloat16().requires_grad_(False))
     assert stored(model).keys() == {"2.weight"}
-    assert "0 stays: weight 64×1024: too narrow to gain by FP8; 1 stays: " in caplog.text
+    assert (
+        "0 in high precision: weight 64×1024: too narrow to gain by FP8; 1 in high precision: "
+        in caplog.text
+    )
 
 
 def test_names_contain_no_wrappers(caplog):
@@ -121,7 +124,7 @@ def test_names_contain_no_wrappers(caplog):
     with caplog.at_level(logging.INFO, "fp8pass"):
         fp8pass.quantize_frozen(model, skip="0.down")
     assert stored(model).keys() == {"0._orig_mod.up.base.weight"}
-    assert "; 0.down.base stays: " in caplog.text
+    assert "; 0.down.base in high precision: " in caplog.text
 
 
 def test_another_call_quantizes_more_layers():
@@ -381,7 +384,7 @@ def test_writes_update_the_fp8_data_or_are_refused(rows, columns, dtype, change,
         else:
             write = layer.weight.__setitem__ if change == "part =" else layer.weight.data.lerp_
             with pytest.raises(
-                RuntimeError, match=r"exact values no longer exist.*merge before.*load_state_dict"
+                RuntimeError, match=r"exact values no longer exist.*Merge adapters.*load_state_dict"
             ):
                 write(slice(1, 3) if change == "part =" else values.to(dtype), 0.5)
             assert torch.equal(view.fp8_data.view(torch.uint8), before.view(torch.uint8))

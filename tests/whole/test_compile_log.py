@@ -210,7 +210,7 @@ def test_a_line_can_end_with_a_remark(logged_lines):
     train(torch.compile(MLP((WIDTH, 128, WIDTH)), backend="fp8pass", options=options))
     ((_, line),) = logged_lines()
     assert ALL_OF_TWO in line
-    assert line.endswith("; offload=True has no effect without memory_budget")
+    assert line.endswith("; offload=True has no effect: set memory_budget, too")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -99,7 +99,7 @@ def test_saved_outputs_stay_exact_with_a_reason(backward_on_cpu):
     outputs = [s for s in spy.plan.saved if "flex_attention" in s.op]
     assert len(outputs) == 4  # output and log-sums of two blocks
     assert {s.saved_as for s in outputs} == {"exact"}
-    assert all("FlexAttention, whose scores may be changed" in s.reason for s in outputs)
+    assert all("FlexAttention, whose score_mod may be any" in s.reason for s in outputs)
 
 
 @pytest.mark.long

@@ -55,9 +55,9 @@ def why_no_rows(data: fx.Node) -> str | None:
     """Return why the row kernel cannot compute a quantized matrix; does not check its inputs."""
     block = quantization_of(data).block
     if block != ROW:
-        return "one scale for all" if block == TENSOR else "scales vary along rows"
+        return "one scale for the whole matrix" if block == TENSOR else "scales vary along rows"
     if _has_columns_for_rows(data.args[0]):  # type: ignore[arg-type]
-        return "its rows are columns in memory"
+        return "it is transposed in memory"
     return why_no_kernel(data)
 
 
@@ -71,8 +71,8 @@ def why_no_tiles(data: fx.Node) -> str | None:
     """Return why the tile kernel cannot compute a quantized matrix; does not check its inputs."""
     block = quantization_of(data).block
     if block != TENSOR:
-        return "scales by row" if block == ROW else "scales vary along rows"
-    return why_no_kernel(data) or (None if transposes(data) else "not needed transposed")
+        return "one scale for each row" if block == ROW else "scales vary along rows"
+    return why_no_kernel(data) or (None if transposes(data) else "its transpose is not needed")
 
 
 def why_no_kernel(data: fx.Node) -> str | None:

@@ -72,7 +72,7 @@ def _chunk_first(
         return {head: _describe_whole(head, "the number of tokens depends on data")}
     count = head_chunks or choose_chunks(compat.size_hint(rows), compat.size_hint(hidden))
     if count == 1 or rows < 2 * count:  # adds a guard if the number of tokens is symbolic
-        why = "there are too few tokens or features for chunks to pay"
+        why = "the head has too few tokens or features to gain from chunks"
         return {head: _describe_whole(head, why, can_chunk=True)}
     try:
         part = find_part(head)
@@ -123,7 +123,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
         pending = list(_between(head.graph, part) - part)
         part |= set(pending)
     if any(node.op == "output" for node in part):
-        raise NotRowwise("its logits are returned: return the loss alone")
+        raise NotRowwise("the model returns the logits: return only the loss")
     return sorted(part)
 
 
@@ -185,7 +185,9 @@ class Chunking:
         rows = [n for n in results if n not in self.writer.sums]
         _require_narrow(rows, graph.numel(tensor(self.head)) // 2)
         if len(self.tangents) > 1:
-            raise NotRowwise("its loss is in several results of the graph: return their sum")
+            raise NotRowwise(
+                "the model returns several losses of the same logits: return their sum"
+            )
         self._replace_sizes()
         call = self._emit_call(rows, sums)
         for i, node in enumerate((*rows, *sums)):
@@ -235,11 +237,11 @@ class Chunking:
         if not is_multiple_of_gradient(node, self.backward.__contains__):
             name = graph.operator_name(node)
             raise NotRowwise(
-                f"the gradient from the operator {name} is no multiple of that of the loss"
+                f"the gradient that {name} computes is not a multiple of the gradient of the loss"
             )
         val = graph.value(node)
         if val is not None and val.dtype is torch.float16:
-            raise NotRowwise("gradients in float16 need the loss scale at the start: use bfloat16")
+            raise NotRowwise("float16 gradients may underflow without the loss scale: use bfloat16")
 
     def _emit_unit(self, node: fx.Node) -> fx.Node:
         """Copy a backward node after its operands; emit 1 instead of a tangent."""
@@ -247,7 +249,9 @@ class Chunking:
         if compat.is_tangent(node):
             val = tensor(node)
             if val.ndim:
-                raise NotRowwise("losses of single tokens are returned: return their mean or sum")
+                raise NotRowwise(
+                    "the model returns one loss for each token: return their mean or sum"
+                )
             self.tangents.add(node)
             with compat.fake_mode_of(val):
                 unit = self._emit(aten.full.default, [], 1, dtype=val.dtype, device=val.device)
@@ -278,7 +282,7 @@ class Chunking:
         for size in shape:
             if not isinstance(size, int):
                 if str(size) not in self._sizes:
-                    raise NotRowwise(f"only its logits have the symbolic size {size}")
+                    raise NotRowwise(f"the symbolic size {size} occurs only in the logits")
                 node, *dim = self._sizes[str(size)]
                 size = self._emit(aten.sym_size.int, node, *dim) if dim else node
             arguments.append(size)
@@ -310,7 +314,7 @@ def _require_narrow(results: list[fx.Node], most: int) -> None:
     for node in results:
         if _holds_logits(node, most):
             name = graph.operator_name(max(node.users))
-            raise NotRowwise(f"the operator {name} reads its logits outside of the loss, too")
+            raise NotRowwise(f"the operator {name} reads the logits outside of the loss")
 
 
 def _add_submodule(gm: fx.GraphModule, body: fx.GraphModule) -> str:

@@ -114,16 +114,16 @@ def why_not(gather: Gather, matrices: list[GatheredMatrix], others: list[fx.Node
     """Return why a tensor is gathered in high precision; '' if its FP8 data can be gathered."""
     quantizations = [quantization_of(n) for matrix in matrices for n in matrix.quantizing]
     if not quantizations:
-        return "no linear layer in FP8 reads it"
+        return "no linear layer in FP8 reads this tensor"
     if any(x.format.lossless for x in quantizations):
         return "formats are exact, so nothing is rounded"
     blocks = [x.block for x in quantizations]
     if any(block not in (ROW, TENSOR) for block in blocks):
-        return "its scales are of blocks"
+        return "its scales cover blocks instead of rows"
     if others:
         reads_sizes = all(kind(n) is Kind.SYMBOL for n in others)
         name = graph.operator_name(others[0])
-        return "its sizes vary" if reads_sizes else f"the operator {name} reads it, too"
+        return "its sizes are dynamic" if reads_sizes else f"{name} reads it in high precision"
     if len(set(blocks)) < len(blocks):
         return "layers read it in more than one shape or dtype"
     for matrix in matrices:
@@ -131,9 +131,9 @@ def why_not(gather: Gather, matrices: list[GatheredMatrix], others: list[fx.Node
             return "its scale is computed from another tensor"
         has_row_scales = any(_takes_amax(n, ROW) for n in matrix.readers)
         if has_row_scales and not _keeps_rows(gather, matrix):
-            return "rows lie on more than one rank"
+            return "its rows are split over ranks"
         if _has_dynamic_shapes(gather, matrix):
-            return "its sizes vary"
+            return "its sizes are dynamic"
     return ""
 
 

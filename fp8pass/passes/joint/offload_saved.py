@@ -73,8 +73,8 @@ def _check_host_memory(needed: int) -> None:
     free = available()
     if free is not None and needed > free:
         raise ConfigError(
-            f"{needed / 2**30:.3g} GiB of saved tensors are to be offloaded, but host memory has "
-            f"{free / 2**30:.3g} GiB left: raise memory_budget, or pass offload=False."
+            f"Offloaded tensors need {needed / 2**30:.3g} GiB of host memory, but only "
+            f"{free / 2**30:.3g} GiB are free: raise memory_budget, or pass offload=False."
         )
 
 

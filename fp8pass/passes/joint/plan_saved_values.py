@@ -64,7 +64,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     needs = find_needs(gm, choices)
     cuts = cheapest_plan(needs, choices)
     if ctx.config.offload and ctx.config.memory_budget is None:
-        ctx.plan.note = "offload=True has no effect without memory_budget"
+        ctx.plan.note = "offload=True has no effect: set memory_budget, too"
 
     @cache  # built on the first use, and shared by the budget, the frontier and the least bytes
     def planner() -> Planner:
@@ -107,7 +107,7 @@ def _plan_nearest(ctx: Context, budget: float, planner: Planner) -> Decisions:
     least = min(planner.problem.least(), planner.most)
     if least > budget:
         ctx.plan.note = (
-            f"a graph without linear layers saves {least / planner.most:.0%} of "
-            f"{bytes_text(planner.most)} in spite of memory_budget={ctx.config.memory_budget:g}"
+            f"a graph without linear layers exceeds memory_budget={ctx.config.memory_budget:g}: it "
+            f"saves {least / planner.most:.0%} of {bytes_text(planner.most)}"
         )
     return planner.nearest(budget) if least < planner.most else planner.cuts

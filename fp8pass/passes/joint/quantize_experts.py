@@ -103,12 +103,14 @@ def why_not(layer: Layer, config: Config) -> Reason:
     if not config.quantizes_linears:
         return EXACT_FORMATS
     if (config.forward_format, config.gradient_format) != (E4M3.name, E4M3.name):
-        return Reason("PyTorch has FP8 GEMMs of experts for e4m3 only")
+        return Reason("PyTorch's FP8 GEMMs of experts take only e4m3")
     gemm = layer.forward
     if gemm.target in BATCHED_GEMMS:
         weights = _weights_of(gemm, layer)
         if gemm.kwargs:
-            return Reason(f"{gemm.target} with factors: only plain sums and products run in FP8")
+            return Reason(
+                f"{gemm.target} with alpha or beta: only plain sums and products run in FP8"
+            )
     else:
         tokens, weights, _ = _grouped_operands_of(gemm)
         if (tensor(tokens).ndim, tensor(weights).ndim) != (2, 3):
@@ -116,11 +118,11 @@ def why_not(layer: Layer, config: Config) -> Reason:
     sizes = tensor(weights).shape
     if not all(isinstance(n, int) and n % CONTRACTION_MULTIPLE == 0 for n in sizes[1:]):
         shape = "×".join(map(str, sizes))
-        return Reason(f"weights {shape}: both sizes of each must be multiples of 16")
+        return Reason(f"weights {shape}: both sizes of each matrix must be multiples of 16")
     if not isinstance(sizes[0], int):
-        return Reason("the number of experts varies")
+        return Reason("the number of experts is dynamic")
     if sizes[0] > MOST_EXPERTS:
-        return Reason(f"{sizes[0]} experts: PyTorch's FP8 GEMMs take {MOST_EXPERTS} at most")
+        return Reason(f"{sizes[0]} experts: PyTorch's FP8 GEMMs take at most {MOST_EXPERTS}")
     if 0 in sizes:
         return Reason("empty weight", routine=True)
     if (reason := why_not_these_rows(layer)).text:

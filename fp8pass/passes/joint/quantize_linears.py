@@ -69,7 +69,7 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
         if part.gm is not gm:
             part.gm.recompile()
     for operator, layer in layers_in_called_graphs(gm, ctx.facts):
-        reason = Reason(f"in a graph that {operator} calls, which no pass rewrites")
+        reason = Reason(f"in a subgraph of {operator}, which fp8pass does not rewrite")
         ctx.plan.linears.append(layer.entry(reason, ""))
 
 
@@ -105,7 +105,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(why, routine=small or is_narrow(*weight))
     if is_biased and not _has_columns_for_tensor_cores(gemm):
         return Reason(
-            "its bias has an element for each token, and their number is no multiple of 16"
+            "its bias has one element for each token, and their number is not a multiple of 16"
         )
     if any(compat.statically_known_true(size == 0) for size in weight):
         return Reason("empty weight", routine=True)

@@ -46,8 +46,9 @@ class Actions:
             raise ConfigError(f"Unknown action act={unknown[0]!r}. Actions are {listed}.")
         if HIGH_PRECISION in act and not (monitor and monitor.fallback):
             raise ConfigError(
-                "act='high precision' needs the layers to switch: give Guard and the backend the "
-                "same monitor=fp8pass.Monitor(fallback=('*',)). '*' matches all layers."
+                "act='high precision' needs a Monitor that names the layers to switch. Pass the "
+                "same monitor=fp8pass.Monitor(fallback=('*',)) to Guard and to the backend; '*' "
+                "matches all layers."
             )
         self.act, self.factor, self.hold, self.quiet = act, factor, hold, quiet
         self._monitor = monitor
@@ -69,8 +70,8 @@ class Actions:
         """
         if self.act and _count_ranks() > 1:
             raise ConfigError(
-                f"act={self.act!r} needs a training with one process, because ranks would decide "
-                "independently. Leave it out: warnings work on every rank."
+                f"act={self.act!r} does not support several ranks, because each rank would decide "
+                "by itself. Leave act out: Guard then warns on every rank."
             )
         self._check_steps(optimizer)
         if self._rate is not None:
@@ -132,7 +133,7 @@ class Actions:
                 # Trust these weights. The steps after the action may fail again.
                 self._snapshots.keep(step, *self._training)
             for action in self._lasting[: self._level]:
-                yield f"end of {action}", "its time is over"
+                yield f"end of {action}", "its planned steps are over"
         if alarmed or self._until is not None:
             self._quiet_since = step
         if alarmed:
@@ -167,8 +168,9 @@ class Actions:
     def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if LOWER_LR in self.act and steps_in_backward(optimizer):
             raise ConfigError(
-                "act='lower lr' changes rates in optimizer.step(), which does nothing where "
-                "fp8pass.optim.step_in_backward updates in the backward. Leave out one of the two."
+                "act='lower lr' has no effect with fp8pass.optim.step_in_backward, because it "
+                "changes learning rates in optimizer.step(). Leave out 'lower lr' or "
+                "step_in_backward."
             )
 
     def _describe(self, action: str) -> str:

@@ -139,7 +139,7 @@ class Guard(StepObserver):
         model = next((m for m in (model, *others) if m is not None), None)
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                "Guard needs the module that is trained: Guard(monitor, optimizer, model=model)."
+                "Guard needs the model: write Guard(monitor, optimizer, model=model)."
             )
         if not hasattr(optimizer, "param_groups"):  # wrappers are not instances of Optimizer
             raise ConfigError(
@@ -170,7 +170,9 @@ class Guard(StepObserver):
             ValueError: a tensor has more or less than one element.
         """
         if self._norms is None:
-            raise ConfigError("Guard has no optimizer: Guard(monitor, optimizer, model=model).")
+            raise ConfigError(
+                "Guard has no optimizer: write Guard(monitor, optimizer, model=model)."
+            )
         self._follow_trained()
         self.steps += 1
         self._readings.add(loss, gradient_norm)
@@ -318,7 +320,9 @@ class Guard(StepObserver):
 
     def _end(self, alarm: Alarm) -> None:
         if not alarm.confirmed and not alarm.acted:
-            self._note("false alarm", f"{self.quiet} steps later the loss has not risen")
+            self._note(
+                "false alarm", f"the loss has not risen in {self.quiet} steps after the alarm"
+            )
         self._alarm = None
         if alarm.confirmed and not alarm.rollbacks:
             self._signals.forget()  # later numbers are compared with present numbers
@@ -338,7 +342,11 @@ class Guard(StepObserver):
         step = None if exhausted else self._actions.roll_back()
         if step is None:
             alarm.stuck = True
-            reason = f"{MOST_ROLLBACKS} times were not enough" if exhausted else "no good weights"
+            reason = (
+                f"the loss is still high after {MOST_ROLLBACKS} times"
+                if exhausted
+                else "there is no snapshot of good weights"
+            )
             self._note("no roll back", reason)
             return
         if alarm.rollbacks:  # the actions so far were not enough

@@ -52,9 +52,9 @@ class Measured:
 
 def _advise(symptom: str, found: Sequence[Measured]) -> str:
     if symptom == NOT_FINITE:
-        return f"Look first at {found[0].row.module or 'top level'}, which comes first"
+        return f"Look first at {found[0].row.module or 'the top level'}, which runs first"
     if symptom == MOSTLY_ZERO:
-        return ". ".join(_advise_on_zeros(found)) or "See fp8pass.Config for formats"
+        return ". ".join(_advise_on_zeros(found)) or "Choose another format (see fp8pass.Config)"
     if all(y.name.dtype != torch.float16 for y in found):
         return "Training diverges: lower the learning rate"
     if all(y.name.tensor == "gradient" for y in found):
@@ -64,14 +64,14 @@ def _advise(symptom: str, found: Sequence[Measured]) -> str:
 
 def _advise_on_zeros(found: Sequence[Measured]) -> Iterator[str]:
     if any(y.name.tensor == "gradient" and y.name.format == E4M3.name for y in found):
-        yield "Gradients: gradient_format='e5m2' has a wider range"
+        yield "Gradients: use gradient_format='e5m2', which has a wider range"
     if any(y.name.tensor.startswith("saved") for y in found):
         yield "Saved tensors: lower error_tolerance, or use save_format='e4m3' or 'none'"
     if any(y.name.tensor == SENT for y in found):
-        yield "Sent gradients: compress(model, gradients='none') does not quantize them"
+        yield "Sent gradients: compress(model, gradients='none') sends them in high precision"
     linear = [y for y in found if not y.name.tensor.startswith("saved")]
     if modules := tuple(dict.fromkeys(y.name.module for y in linear if y.name.module)):
-        yield f"Layers stay in high precision with skip={modules!r}"
+        yield f"To keep these layers in high precision, set skip={modules!r}"
 
 
 class Findings:

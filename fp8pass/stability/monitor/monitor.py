@@ -165,9 +165,10 @@ class Monitor(StepObserver):
         if changes > MOST_CHANGES and not self._warned:
             self._warned = True
             log.warning(
-                "step %d is still being sampled, op by op, although the weights have changed %d "
-                "times: call monitor.step() after each optimizer step, or give "
-                "monitor.hugging_face() or monitor.lightning() to a Trainer's callbacks.",
+                "The sample of step %d has not ended, although the weights have changed %d times, "
+                "so training still runs slowly, op by op. Call monitor.step() after each optimizer "
+                "step, or pass monitor.hugging_face() or monitor.lightning() to a Trainer's "
+                "callbacks.",
                 *(self.steps, changes),
             )
 
@@ -196,12 +197,12 @@ class Monitor(StepObserver):
     def _why_empty(self) -> str:
         """Return why no sample exists yet, and what to do."""
         if self._totals:
-            return "Nothing sampled yet: call monitor.step() at the end of this sampled step."
+            return "The first sample is not complete: call monitor.step() at the end of the step."
         if self.steps:
             return (
                 f"Nothing sampled by step {self.steps}: no graph with this monitor quantizes. "
-                "Compile with backend=fp8pass.backend(config, monitor=monitor), not in recipe "
-                "'exact', and call monitor.step() after optimizer.step()."
+                "Compile with backend=fp8pass.backend(config, monitor=monitor) and a recipe other "
+                "than 'exact', and call monitor.step() after each optimizer.step()."
             )
         return (
             "Nothing sampled yet: no step has run. Compile with backend=fp8pass.backend(config, "
@@ -238,7 +239,9 @@ def _make_table(rows: list[TensorStatistics]) -> Table:
         shares = f"{r.saturated:.2%}", f"{r.underflow:.2%}"
         numbers = f"{r.amax:.3g}", *shares, f"{r.sqnr_db:.1f}", str(r.nonfinite or "")
         table.add_row(r.module, r.tensor, r.scales, r.format, *numbers)
-    table.caption = "saturated: rounded to the largest value of the format, as each amax is"
+    table.caption = (
+        "saturated: elements rounded to the largest value of the format; each amax is one"
+    )
     if len(rows) > MOST_PRINTED:
         table.caption += f"; and {len(rows) - MOST_PRINTED} more rows in monitor.latest"
     return table

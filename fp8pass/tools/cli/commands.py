@@ -19,10 +19,10 @@ from fp8pass.tools.cli.parsing import (
     task,
 )
 
-REPORT = "--traceback shows where; to report it, add the output of fp8pass env."
+REPORT = "--traceback shows where. To report the error, add the output of fp8pass env."
 # Unlike other commands, fit does not first run the model alone, so an error may be the model's.
 REPORT_FIT = (
-    "--traceback shows where; unless that is in the model or its loss_fn, report it with the "
+    "--traceback shows where. If the error is not in the model or its loss_fn, report it with the "
     "output of fp8pass env."
 )
 
@@ -77,7 +77,7 @@ def _add_fit_options(parser: argparse.ArgumentParser) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     if options.beside and not options.html:
-        raise UsageError("--beside is shown in the report: add --html report.html.")
+        raise UsageError("--beside needs a report: add --html report.html.")
     config = target.parse_config(options)
     target.check_beside(options)
     found = target.load(options)
@@ -93,7 +93,7 @@ def _explain(options: argparse.Namespace) -> None:
         other = target.parse_beside(options, explanation.config)
         beside = explain(other) if other else None
     if options.html:
-        with task("writing the report", "Give another --html FILE."):
+        with task("writing the report", "Pass another file to --html."):
             explanation.save(options.html, beside=beside)
     _show(explanation, options)
 
@@ -152,7 +152,7 @@ def _run_tool(name: str, options: argparse.Namespace) -> None:
 def _show(result: Any, options: argparse.Namespace) -> None:
     """Draw the plot of a result, and print it as tables or as JSON."""
     if getattr(options, "plot", None):
-        with task("drawing the plot", "Give another --plot FILE."):
+        with task("drawing the plot", "Pass another file to --plot."):
             result.plot(options.plot)
     print(result.to_json() if options.json else str(result).rstrip())
 
@@ -166,7 +166,7 @@ def _run_demo(options: argparse.Namespace) -> None:
 COMMANDS = (
     Command(
         "explain",
-        "what fp8pass would do to a model: formats, memory, and the reasons",
+        "show formats and memory of a model with fp8pass, and the reasons",
         "Show which linear layers run in FP8, the formats of saved tensors, and why. Runs one\n"
         "forward of the model and trains nothing.\n\n" + target.DESCRIPTION,
         (
@@ -181,11 +181,11 @@ COMMANDS = (
     ),
     Command(
         "fit",
-        "whether a model trains on a GPU of some GiB, and the options that make it fit",
+        "find the options with which a model fits a GPU, without running it",
         "Show how much memory training takes on a GPU and its host, and the fastest options that\n"
-        "fit, as lines to paste. Runs nothing and allocates nothing: a Hugging Face model is\n"
-        "built on PyTorch's meta device, as a function may do, too, and the GPU need not be there\n"
-        "(docs/fit.md).\n\n" + target.DESCRIPTION,
+        "fit, as lines to paste. fit runs nothing and needs neither the GPU nor its memory: a\n"
+        "Hugging Face model is built on PyTorch's meta device, and a function may build its model\n"
+        "there, too (docs/fit.md).\n\n" + target.DESCRIPTION,
         (
             "fp8pass fit llama/config.json --gpu RTX4090 --host 64GiB --blocks model.layers",
             "fp8pass fit llama/ --gpu 16GiB --accumulate 8 --input input_ids=4x2048:int64:32000 "
@@ -198,7 +198,7 @@ COMMANDS = (
     ),
     Command(
         "diagnose",
-        "the gradient error that each layer of a model adds, measured and predicted",
+        "measure the gradient error that each layer of a model adds",
         "Measure the gradient error that each layer adds on one batch, and compare it with the\n"
         "error that the rules predict. Much larger errors are marked, with the option that avoids\n"
         "them.\n\n" + target.DESCRIPTION,
@@ -212,8 +212,8 @@ COMMANDS = (
     ),
     Command(
         "bisect",
-        "the layers and saved tensors that a large gradient error comes from",
-        "Find the linear layers and saved tensors that a large gradient error comes from, by\n"
+        "find the layers and saved tensors that cause a large gradient error",
+        "Find the linear layers and saved tensors that cause a large gradient error, by\n"
         "running one step of the model with groups of them exact.\n\n" + target.DESCRIPTION,
         (
             "fp8pass bisect models:build",

@@ -113,7 +113,7 @@ def _list_paths(device: torch.device) -> dict[str, str]:
     """
     from fp8pass import hardware
 
-    no_casts = "no: by integer arithmetic, which is slower"
+    no_casts = "no: uses integer arithmetic, which is slower"
     return {
         "fp8_gemms": _try(lambda: hardware.why_no_fp8_gemm(device) or "yes"),
         "fp8_casts": _try(lambda: "yes" if hardware.has_fp8_casts(device) else no_casts),
@@ -176,7 +176,7 @@ def run(options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "env",
-    "versions, devices and their capabilities, for bug reports",
+    "print versions, devices and their capabilities, for bug reports",
     "Print the facts for a bug report: versions, devices, the paths of fp8pass that each device\n"
     "supports or why not, the result of one FP8 product there, and environment variables.",
     ("fp8pass env", "fp8pass env --json"),

@@ -59,7 +59,7 @@ def note_dtype(config: Any, dtype: torch.dtype | None) -> str:
     """Return a note if neither the user nor the config names a dtype; else ''."""
     if dtype or _find_dtype(config):
         return ""
-    return "Weights are in float32: the config names no dtype. --dtype bfloat16 gives another."
+    return "Weights are in float32, because the config names no dtype: pass --dtype to change it."
 
 
 def _find_class(config: Any) -> Any:
@@ -73,8 +73,8 @@ def _find_class(config: Any) -> Any:
         if type(config) in mapping:
             return mapping[type(config)]
     raise UsageError(
-        f"No model for a {type(config).__name__}: name one of transformers' classes under "
-        "'architectures' in the config, or give a TARGET module:function."
+        f"transformers has no default model class for a {type(config).__name__}. Name a class "
+        "under 'architectures' in the config, or pass a TARGET module:function."
     )
 
 
@@ -96,8 +96,8 @@ def make_inputs(model: Any) -> dict[str, torch.Tensor]:
         x = torch.randn(shape, device=device, dtype=model.dtype)
     else:
         raise UsageError(
-            f"No default inputs for {type(model).__name__}, whose main input is {name}: describe "
-            f"them, such as --input {name}=2x80x3000:bfloat16."
+            f"{type(model).__name__} has no default inputs. Describe its main input {name}, such "
+            f"as --input {name}=2x80x3000:bfloat16."
         )
     return {name: x, **_make_labels(model, x)}
 
@@ -107,7 +107,7 @@ def note_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> str:
     x = next(iter(inputs.values()))
     made = f"{' x '.join(map(str, x.shape))} {'values' if x.is_floating_point() else 'tokens'}"
     usual = " ".join(f"--input {name}={_describe_usual(model, x)}" for name, x in inputs.items())
-    return f"The inputs are made up: {made}. Give the sizes that you will train with: {usual}"
+    return f"The inputs are made up: {made}. Pass the sizes of your training: {usual}"
 
 
 def _describe_usual(model: Any, x: torch.Tensor) -> str:

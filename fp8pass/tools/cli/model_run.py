@@ -22,7 +22,7 @@ def run_alone(found: Target, run: Callable[[], Any] | None = None) -> None:
     from fp8pass.tools.running import restore_state
 
     shapes = [_describe(x) for x in (*found.args, *found.kwargs.items())]
-    fix = f"Its inputs are {', '.join(shapes) or 'none'}; --input gives others."
+    fix = f"The inputs were {', '.join(shapes) or 'none'}; pass others with --input."
     with (
         task("running the model without fp8pass", fix),
         torch.compiler.set_stance("force_eager"),
@@ -49,10 +49,10 @@ def make_loss_fn(found: Target) -> Callable[[Any, Any], Any]:
             return loss
         whose = "loss_fn" if found.loss_fn else "the model"
         raise UsageError(
-            f"Expected a scalar loss, but {whose} returned {_describe(returned)}. Have "
-            "module:function return loss_fn last, such as lambda model, batch: "
-            "model(*batch).square().mean(), or give the model labels, "
-            "--input labels=4x128:int64:32000."
+            f"Expected a scalar loss, but {whose} returned {_describe(returned)}. Return a loss_fn "
+            "at the end of TARGET's tuple, such as lambda model, batch: "
+            "model(*batch).square().mean(), or pass labels to the model: --input "
+            "labels=4x128:int64:32000."
         )
 
     return loss_fn

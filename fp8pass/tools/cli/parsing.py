@@ -90,7 +90,9 @@ def find_device(name: str | None) -> torch.device:
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise UsageError(f"--device {name}: no such GPU: PyTorch sees {count} here. Try cpu.")
+        raise UsageError(
+            f"--device {name} does not exist: PyTorch finds {count} GPUs here. Try --device cpu."
+        )
     return device
 
 
@@ -103,7 +105,7 @@ def check_output_file(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"the folder {str(path.parent)!r} does not exist: create it, or name another"
+            f"the folder {str(path.parent)!r} does not exist: create it, or choose another folder"
         )
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file in it")
@@ -126,7 +128,9 @@ def check_plot(options: argparse.Namespace) -> None:
 
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
-        raise UsageError(f"--plot {path}: matplotlib writes files that end in {', '.join(known)}.")
+        raise UsageError(
+            f"--plot {path}: the name must end in one of matplotlib's formats, {', '.join(known)}."
+        )
 
 
 @contextmanager

@@ -28,12 +28,15 @@ TARGET is one of
   package.module:build    a function without arguments, importable from here
   path/to/file.py:build   the same in a file
   config.json             of a Hugging Face model, or its folder; random weights, no download
-and build returns a model, or a tuple of the model, its inputs (a tuple of arguments, a dict of
-keyword arguments, or both in this order) and loss_fn(model, batch), where batch is the inputs as
-returned: what fp8pass.diagnose, bisect and calibrate take."""
+build returns a model, or a tuple of a model, its inputs and a loss_fn. Inputs are a tuple of
+arguments, a dict of keyword arguments, or both in this order. loss_fn(model, batch) returns the
+loss, as in fp8pass.diagnose; batch are the inputs. Inputs and loss_fn may be left out."""
 
 _FORMS = "TARGET is module:function, file.py:function or a Hugging Face config.json"
-_RETURNS = "a model, (model, args), (model, kwargs) or (model, args, kwargs), and loss_fn last"
+_RETURNS = (
+    "a model, (model, args), (model, kwargs) or (model, args, kwargs), with an optional loss_fn at "
+    "the end"
+)
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
@@ -100,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
         "below 32000), 4x128x256:bfloat16 (normal), x=4x256 (a keyword argument)",
     )
     recipes = ", ".join(RECIPES)
-    add("--recipe", help=f"one of {recipes} (default: that of a compiled TARGET, or coat)")
+    add("--recipe", help=f"one of {recipes} (default: the options of a compiled TARGET, or coat)")
     repeatable(
         "--option",
         type=option,
@@ -108,9 +111,9 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
         help="an option of fp8pass.Config; repeatable: memory_budget=0.6, skip=layers.0,lm_head",
     )
     if runs:
-        add("--device", type=check_device, help="cpu, cuda or cuda:N, for model and inputs")
+        add("--device", type=check_device, help="of model and inputs: cpu, cuda or cuda:N")
     floats = partial(check_dtype, among=FLOATS)
-    add("--dtype", type=floats, help=f"{', '.join(FLOATS)}, for model and inputs")
+    add("--dtype", type=floats, help=f"of model and inputs: {', '.join(FLOATS)}")
 
 
 def parse_config(options: argparse.Namespace) -> Config | None:
@@ -213,7 +216,8 @@ def parse_input(text: str) -> Input:
     if dtype:
         check_dtype(dtype)
     if (dtype in INTEGERS) != bool(below):
-        need = "integers need a bound" if dtype in INTEGERS else "only integers have a bound"
+        bound = "an upper bound"
+        need = f"integers need {bound}" if dtype in INTEGERS else f"only integers have {bound}"
         raise argparse.ArgumentTypeError(f"{text!r}: {need}, such as 4x128:int64:32000")
     shape = tuple(int(size) for size in match["shape"].split("x"))
     return Input(match["name"] or "", shape, dtype, int(below or 0))
@@ -279,7 +283,7 @@ def build(text: str) -> Any:
 
     where, _, name = text.rpartition(":")
     if not where or not name:
-        raise UsageError(f"No target {text!r}: {_FORMS}.")
+        raise UsageError(f"{text!r} is not a TARGET: {_FORMS}.")
     _make_importable(Path.cwd())
     module = _load_file(Path(where)) if where.endswith(".py") else _import(where)
     try:
@@ -292,11 +296,11 @@ def build(text: str) -> Any:
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
-        raise UsageError(f"{text} is a {type(found).__name__}; it should be a function.")
+        raise UsageError(f"{text} is a {type(found).__name__}. TARGET must name a function.")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        raise UsageError(f"{text} is called without arguments: {error}.") from error
+        raise UsageError(f"{text} must not require arguments: {error}.") from error
     return found()
 
 
@@ -311,7 +315,7 @@ def _unpack(made: Any) -> Target:
     args = rest.pop() if rest and isinstance(rest[-1], (tuple, list, Tensor)) else ()
     if rest or not isinstance(model, nn.Module):
         types = ", ".join(type(x).__name__ for x in (made if isinstance(made, tuple) else (made,)))
-        raise UsageError(f"TARGET returned ({types}); it should return {_RETURNS}.")
+        raise UsageError(f"TARGET returned ({types}). It must return {_RETURNS}.")
     if loss_fn:
         try:
             inspect.signature(loss_fn).bind(None, None)
@@ -362,8 +366,9 @@ def _check_arguments(target: Target) -> None:
     except TypeError as error:
         takes = ", ".join(signature.parameters) or "nothing"
         raise UsageError(
-            f"The inputs do not fit the model: {error}; its forward takes {takes}. Return them "
-            "from TARGET or describe them: --input 4x128:int64:32000, --input x=4x128x256:bfloat16."
+            f"The inputs do not fit the model, whose forward takes {takes}: {error}. Return other "
+            "inputs from TARGET, or describe inputs: --input 4x128:int64:32000, --input "
+            "x=4x128x256:bfloat16."
         ) from error
 
 
@@ -375,7 +380,7 @@ def _is_config(text: str) -> bool:
     """
     path = Path(text)
     if path.suffix == ".py":
-        raise UsageError(f"{text}: which function? Give {text}:NAME.")
+        raise UsageError(f"{text} has no function name: write {text}:NAME.")
     if path.is_dir() and not (path / "config.json").is_file():
         raise UsageError(f"No config.json in the folder {text}. {_FORMS}.")
     if path.suffix == ".json" and not path.exists():

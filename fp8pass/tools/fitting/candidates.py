@@ -148,7 +148,7 @@ class Candidate:
         if (over := self.gpu_bytes - gpu) > 0:
             largest = sorted(self.gpu, key=self.gpu.__getitem__, reverse=True)[:2]
             named = ", ".join(f"{name} {bytes_text(self.gpu[name])}" for name in largest)
-            reasons.append(f"{bytes_text(over)} too much for the GPU ({named})")
+            reasons.append(f"{bytes_text(over)} too much for the GPU (largest parts: {named})")
         if (over := self.host_bytes - host) > 0:
             reasons.append(f"{bytes_text(over)} too much for the host")
         return "; ".join(reasons)

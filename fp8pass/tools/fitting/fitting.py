@@ -145,14 +145,16 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
     setup, seconds = found.shown.setup, found.shown.seconds
     if seconds.waiting > MUCH * seconds.total:
         found.notes.append(
-            f"Copies over the link of {found.gpu.link / 1e9:.0f} GB/s each way take "
-            f"{seconds.link:.3g} s per step; {seconds.waiting:.3g} s cannot be hidden "
+            f"Copies to and from the host, at {found.gpu.link / 1e9:.0f} GB/s each way, take "
+            f"{seconds.link:.3g} s per step; {seconds.waiting:.3g} s of them are exposed "
             f"(compute: {seconds.total - seconds.waiting:.3g} s). Accumulate more micro-batches, "
             "or use larger ones."
         )
     found.notes += dict.fromkeys(_describe_heads(candidates.traced.plans(setup.config), found))
     for config, why in list(candidates.impossible.items())[:1]:
-        found.notes.append(f"Some memory budgets are left out, {config.memory_budget} first: {why}")
+        found.notes.append(
+            f"Some memory budgets, such as {config.memory_budget}, cannot be met: {why}"
+        )
     if not found.fits and candidates.parameters.why_not_coded:
         found.notes.append(candidates.parameters.why_not_coded)
     if setup.step_in_backward:
@@ -184,7 +186,8 @@ def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
         matching = fnmatch.filter(modules, pattern) if pattern else []
         if not matching:
             raise ConfigError(
-                f"blocks={pattern!r} names no module. {unknown('path', pattern, modules)}"
+                f"blocks={pattern!r} matches no module of the model. "
+                f"{unknown('path', pattern, modules)}"
             )
         for path in matching:
             members = modules[path] if isinstance(modules[path], nn.ModuleList) else ()
@@ -211,7 +214,9 @@ def _parse_host(host: str | int | None) -> float:
     if host is None:
         left = arena.available()
         if left is None:
-            raise ConfigError("Could not detect the available CPU memory; pass host='64GiB'.")
+            raise ConfigError(
+                "The available host memory is unknown here: pass its size, such as host='64GiB'."
+            )
         return float(left)
     return parse_bytes(host, "host must be") if isinstance(host, str) else float(host)
 
@@ -246,7 +251,10 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
         return _detect_gpu()
     if not isinstance(wanted, str):
         if isinstance(wanted, bool) or wanted < LEAST:
-            raise ConfigError(f"gpu={wanted!r} would be bytes: write '16GiB' for GiB.")
+            raise ConfigError(
+                f"gpu={wanted!r} is a number of bytes, too few for a GPU. For GiB write "
+                "gpu='16GiB'."
+            )
         return replace(_detect_gpu(), memory=float(wanted))
     parts = [part.strip() for part in wanted.split(",")]
     sizes = [part for part in parts if re.match(r"[\d.]+\s*[KMGT]?i?B$", part, re.IGNORECASE)]
@@ -264,8 +272,8 @@ def _find_by_name(name: str) -> Gpu:
     gpu = same.get(normalize(name)) or known_gpu(name)
     if gpu is None:
         raise ConfigError(
-            f"{unknown('gpu', name, GPUS)} Known GPUs: {', '.join(GPUS)}. Or give the memory "
-            "alone: '16GiB'."
+            f"{unknown('gpu', name, GPUS)} Known GPUs: {', '.join(GPUS)}. For another GPU "
+            "pass only its memory: gpu='16GiB'."
         )
     return gpu
 

@@ -95,27 +95,27 @@ class Fit(Result):
         if self.host < PROCESS_BYTES:
             return (
                 f"{self.model} does not fit a host of {bytes_text(self.host)}: Python, PyTorch and "
-                f"the driver take {bytes_text(PROCESS_BYTES)} of it. Use a host with more memory; "
-                "no other way to train was tried."
+                f"the driver alone take {bytes_text(PROCESS_BYTES)}. Use a host with more memory."
             )
         least, gpu = self.shown, bytes_text(self.gpu.memory)
         why = least.why_not(self.gpu.memory, self.host)
         return (
             f"{self.model} does not fit a GPU of {gpu} and a host of {bytes_text(self.host)}. The "
-            f"least is {bytes_text(least.gpu_bytes)} of the GPU and {bytes_text(least.host_bytes)} "
-            f"of the host ({least.setup}): {why}. {self._advise(least)}"
+            f"smallest way to train takes {bytes_text(least.gpu_bytes)} of the GPU and "
+            f"{bytes_text(least.host_bytes)} of the host ({least.setup}): {why}. "
+            f"{self._advise(least)}"
         )
 
     def _advise(self, least: Candidate) -> str:
         if least.gpu_bytes <= self.gpu.memory:
-            return "Use optimizer states of fewer bytes, or offload less."
+            return "Use smaller optimizer states, or offload less."
         kinds = {k: least.gpu[k] for k in ("weights", "saved", "activations", "workspace")}
         largest = max(kinds, key=kinds.__getitem__)
         if largest == "weights":
             return "The weights alone are too large: shard the model over several GPUs."
         return (
-            f"The largest part is {largest}, {bytes_text(kinds[largest])} in the {least.peak}. It "
-            "grows with the micro-batch: use a smaller one and accumulate more of them"
+            f"The largest part is {largest}, {bytes_text(kinds[largest])} in the {least.peak}. Use "
+            "smaller micro-batches and accumulate more of them"
             + ("." if self.blocks else ", or compile the layers one by one (blocks=).")
         )
 
@@ -196,7 +196,7 @@ class Fit(Result):
     def _make_memory_table(self) -> Table:
         """Make the table of the memory at the peak of a step."""
         shown, table = self.shown, Table(show_footer=True)
-        table.add_column("", footer="in all")
+        table.add_column("", footer="total")
         sizes = {"GPU": (shown.gpu_bytes, self.gpu.memory), "host": (shown.host_bytes, self.host)}
         for title, (used, available) in sizes.items():
             footer = f"{bytes_text(used)} of {bytes_text(available)}"

@@ -131,8 +131,9 @@ def compute_own_loss(
     if isinstance(value, Tensor) and value.numel() == 1:
         return value
     raise ValueError(
-        f"The model returns {type(output).__name__} instead of a loss. Pass fit a loss function, "
-        "loss_fn=lambda model, batch: model(*batch).square().mean(), or pass labels to the model."
+        f"The model returns {type(output).__name__} instead of a loss. Pass a loss function to "
+        "fit, loss_fn=lambda model, batch: model(*batch).square().mean(), or pass labels to the "
+        "model."
     )
 
 
@@ -222,9 +223,10 @@ def _explain_missing_values(module: nn.Module) -> Iterator[None]:
         running = [paths[i] for f in frames if (i := id(f.f_locals.get("self"))) in paths]
         where = running[-1] if running else f"{type(module).__name__} or its loss"
         raise ValueError(
-            f"fit runs a model on tensors without values, but {error.func} in {where} reads them, "
-            "as .item(), branches on values and boolean masks do. Replace it (experts of Hugging "
-            "Face: experts_implementation='grouped_mm'), or pass fit a part of the model."
+            f"fit runs a model on tensors without values, but {error.func} in {where} reads "
+            "values, for example for .item(), a branch or a boolean mask. Replace this operation "
+            "(in experts of Hugging Face by experts_implementation='grouped_mm'), or pass a part "
+            "of the model to fit."
         ) from error
 
 

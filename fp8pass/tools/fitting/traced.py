@@ -363,7 +363,7 @@ class TracedLayers:
             few = self.few.work(self._config(config, FEW))
             more = self.more.work(self._config(config, MORE))
         except ConfigError as error:
-            short = f"With few of the {self.layers.count} layers of {self.layers.path}, "
+            short = f"With only some of the {self.layers.count} layers of {self.layers.path}: "
             raise type(error)(short + str(error)) from None
         pairs = zip(few, more, strict=True)
         forward, backward = (a + (b + a.times(-1)).times(self._further) for a, b in pairs)
