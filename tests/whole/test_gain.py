@@ -76,22 +76,25 @@ def decoder(benchmarks, hidden: int, heads: int, ffn: int, batch: int, seq: int)
     return plans(model, x, *tables, loss_of=lambda run, args, _: run(*args).float().sum())
 
 
-def measured(file: str, case: str | None = None) -> dict[str, float]:
-    """Return the milliseconds that each variant of a benchmark saves compared with BF16."""
+def measured(file: str, key: str, suffix: str = "", case: str | None = None) -> dict[str, float]:
+    """Return the milliseconds that variants of a benchmark save compared with BF16."""
     record = json.loads((BENCHMARKS / "results" / f"{file}.json").read_text())
     assert "H200" in record["gpu"]
-    ms = {r["variant"]: r["ms"] for r in record["results"] if r.get("case") == case}
-    return {name: ms["bf16 compile"] - x for name, x in ms.items()}
+    ms = {r["variant"]: r.get(key) for r in record["results"] if r.get("case") == case}
+    found = {name.removesuffix(suffix): x for name, x in ms.items() if name.endswith(suffix)}
+    return {name: found["bf16 compile"] - x for name, x in found.items() if x is not None}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["h2048", "h4096"])
-def test_fast_layers_cause_no_warning_and_match_measurements(models, name):
+@pytest.mark.parametrize(("name", "suffix"), [("h2048", ", CUDA graphs"), ("h4096", "")])
+def test_fast_layers_cause_no_warning_and_match_measurements(models, name, suffix):
+    """The estimate does not include launches by the CPU, which limit the smaller layer."""
     case = next(c for c in models.layer.CASES if c.name == name)
     size = case.hidden, case.heads, case.ffn, case.batch, case.seq
     found = decoder(models.models, *size)
     saved = 1e3 * gain.estimate_gain(found, GPUS["H200"]).saved
-    assert saved == pytest.approx(measured("layer", name)["fp8pass coat"], rel=0.35)
+    of = measured("layer", "ms", suffix, name)
+    assert saved == pytest.approx(of["fp8pass coat"], rel=0.35)
     assert not gain.slowdown_warning(found, CUDA)
 
 
@@ -99,7 +102,7 @@ def test_fast_layers_cause_no_warning_and_match_measurements(models, name):
 def test_gpt2_breaks_even_and_causes_a_warning(models):
     found = gpt(models.gpt2)
     saved = 1e3 * gain.estimate_gain(found, GPUS["H200"]).saved * models.gpt2.FULL.layers / 2
-    of = measured("gpt2")
+    of = measured("gpt2", "gpu_ms")
     assert of["fp8pass linear"] < saved < of["fp8pass coat"] + 1
     message = gain.slowdown_warning(found, CUDA)
     assert "estimates that FP8 adds " in message  # on an H100, with slower memory
