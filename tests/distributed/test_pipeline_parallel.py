@@ -270,7 +270,7 @@ class Stage(NamedTuple):
 @pytest.fixture(scope="module")
 def stages() -> list[Stage]:
     """The first stage of each of the four ranks in AGoQ's case. All stages are equal."""
-    base = Config.recipe("agoq", compiler="eager")
+    base = Config(save_format="e2m1", compiler="eager")
     found = []
     for config in AGOQ.configs(base)[:RANKS]:
         module = nn.Sequential(Block(), Block())
