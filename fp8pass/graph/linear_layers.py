@@ -168,7 +168,9 @@ def parts_with_layers(
     for chunks in chunks_of(gm.graph):
         layers = find_layers(chunks.body.graph, chunks.facts(facts))
         parts.append(GraphPart(chunks.body, layers, f"{chunks.count} × "))
-    modules = [layer.module for part in parts for layer in part.layers]
+    layers = [layer for part in parts for layer in part.layers]
+    layers += [layer for _, layer in layers_in_called_graphs(gm, facts)]
+    modules = [layer.module for layer in layers]
     warn_about_idle_patterns("skip", skip, "linear layer", modules)
     return parts
 

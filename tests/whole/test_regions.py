@@ -182,6 +182,14 @@ def test_layers_in_called_graphs_are_listed_with_a_reason(call):
     assert {(x.in_features, x.out_features) for x in left} == {(64, 128), (128, 64)}
 
 
+@pytest.mark.filterwarnings("error:.*skip pattern")
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_layers_in_called_graphs_can_be_skipped(name):
+    (compiled,) = explained(Calls(by_cond), skip=(f"{name}.*",)).graphs
+    skipped = [x.module for x in compiled.plan.linears if "skip" in x.reason]
+    assert skipped == [f"{name}.up", f"{name}.down"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("call", [by_cond, by_map])
 def test_called_graphs_train(call):

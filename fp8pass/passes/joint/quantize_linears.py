@@ -69,8 +69,9 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
         if part.gm is not gm:
             part.gm.recompile()
     for operator, layer in layers_in_called_graphs(gm, ctx.facts):
-        reason = Reason(f"in a subgraph of {operator}, which fp8pass does not rewrite")
-        ctx.plan.linears.append(layer.entry(reason, ""))
+        chosen = why_not_at_all(layer, ctx.config)
+        called = Reason(f"in a subgraph of {operator}, which fp8pass does not rewrite")
+        ctx.plan.linears.append(layer.entry(chosen if chosen.text else called, ""))
 
 
 def _quantize_layers(part: GraphPart, ctx: Context) -> None:
