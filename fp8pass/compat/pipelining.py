@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 __all__ = [
-    "PipelineAction", "find_schedule", "gradient_divisor", "pipeline_actions", "planned_schedule",
-    "runs_one_stage_a_rank", "schedule_class", "schedule_names",
+    "PipelineAction", "find_schedule", "gradient_divisor", "in_shape_inference", "pipeline_actions",
+    "planned_schedule", "runs_one_stage_a_rank", "schedule_class", "schedule_names",
 ]  # fmt: skip
 
 
@@ -61,6 +61,20 @@ def find_schedule(model: nn.Module) -> Any:
         ):
             return found
     return None
+
+
+def in_shape_inference() -> bool:
+    """Whether a pipeline stage calls its module on uninitialized memory, to learn shapes."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _SHAPE_INFERENCE:
+            return frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+# PyTorch 2.11 and newer versions.
+_SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference")
 
 
 def gradient_divisor(schedule: Any) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import logging
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers import COAT_EAGER, MLP, llama, tokens
 from monitor_helpers import BATCHES, Broken, batches, monitored, train
+from optim_helpers import single_process
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import fp8pass
 from fp8pass import Config, ConfigError, Monitor
@@ -92,6 +95,33 @@ def test_the_first_nonfinite_tensor_causes_a_warning(caplog):
     assert "not finite: first.up input (1 of 2048)" in message
     assert "more in monitor.latest" in message
     assert "nan" in str(monitor)
+
+
+def test_shape_inference_of_pipelines_is_not_sampled(tmp_path, caplog):
+    """The second stage infers its shapes on uninitialized memory, which is NaN here."""
+    models = [nn.Linear(64, 64).bfloat16() for _ in range(2)]
+    monitor = Monitor(model=nn.ModuleList(models))
+    with single_process(tmp_path), nan_in_new_memory():
+        stages = [
+            PipelineStage(monitored(model, monitor), i, 2, torch.device("cpu"))
+            for i, model in enumerate(models)
+        ]
+        schedule = ScheduleInterleaved1F1B(stages, 2, lambda y, want: (y - want).square().mean())
+        schedule.step(BATCHES[0], target=torch.zeros_like(BATCHES[0]))
+        monitor.step()
+    inputs = {(row.module, row.elements) for row in monitor.latest if row.tensor == "input"}
+    assert inputs == {("0", BATCHES[0].numel()), ("1", BATCHES[0].numel())}
+    assert not any(row.nonfinite for row in monitor.latest)
+    assert not warnings_of(caplog)
+
+
+@contextmanager
+def nan_in_new_memory():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # --- records ------------------------------------------------------------------------------------

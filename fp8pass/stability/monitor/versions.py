@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from fp8pass import compat
 from fp8pass.config import Config
 from fp8pass.hooks import CompiledGraph, CompileVersion, Hooks, Program, Wrap
 from fp8pass.stability.monitor.monitor import Monitor
@@ -47,6 +48,7 @@ def dispatch(monitor: Monitor, sampled: Program, careful: Program, normal: Progr
     def run(*args: object) -> object:
         if monitor.falls_back:
             return careful(*args)
-        return sampled(*args) if monitor.sampling else normal(*args)
+        samples = monitor.sampling and not compat.in_shape_inference()
+        return sampled(*args) if samples else normal(*args)
 
     return run
