@@ -2,7 +2,7 @@
 # make test       run the tests; a hash of the sources draws some of the long tests and of the many cases
 # make test-all   run all tests, with all long tests and all pairs of features
 # make test-long  run all tests, with 500 random examples each
-# make lint       ruff and mypy
+# make lint       ruff, mypy, and the check of prose
 # make docs       build the documentation site in site/, without network access
 # make dist       build and check wheel and sdist in dist/
 #
@@ -41,6 +41,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python tests/prose.py
 
 # Suppress mkdocs-material's advertisement of another tool.
 docs: export NO_MKDOCS_2_WARNING = 1
