@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -30,8 +30,7 @@ def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Gr
     dynamic number of elements with 2, and PyTorch would compile again for other sizes.
     """
     traced = make_fx(function, tracing_mode="real", decomposition_table=_decompositions())
-    no_layouts = patch.object(proxy_tensor, "_extract_tensor_metadata", lambda *args: None)
-    with torch.no_grad(), fake_mode_of(inputs[0]), enable_python_dispatcher(), no_layouts:
+    with torch.no_grad(), fake_mode_of(inputs[0]), enable_python_dispatcher(), _without_layouts():
         graph = traced(*inputs).graph
     for node in graph.nodes:
         node.meta.clear()
@@ -39,6 +38,16 @@ def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Gr
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     return graph
+
+
+@contextmanager
+def _without_layouts() -> Iterator[None]:
+    describe = proxy_tensor._extract_tensor_metadata
+    proxy_tensor._extract_tensor_metadata = lambda *args: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        proxy_tensor._extract_tensor_metadata = describe
 
 
 @cache

@@ -172,9 +172,9 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
             continue
         if saved.data.shape != parameter.shape:
             raise ConfigError(
-                f"The checkpoint's {name} has shape {tuple(saved.data.shape)}, but the parameter "
-                f"has shape {tuple(parameter.shape)}. Create the optimizer with the parameters in "
-                "the same order as before saving."
+                f"The state {name} has shape {tuple(saved.data.shape)}, but the parameter has "
+                f"shape {tuple(parameter.shape)}. If the state is from a checkpoint, create the "
+                "optimizer with the parameters in the same order as before saving."
             )
         distributed = isinstance(saved.data, DTensor)
         if saved.is_stored_as(format, size) and distributed == isinstance(parameter, DTensor):

@@ -102,7 +102,7 @@ def test_mean_over_tokens_adds_no_error():
     ("config", "head_dim", "tokens", "reason"),
     [
         (Config(attention_output="e2m5", keep_exact=("*:getitem:*",)), 64, 128, "keep_exact"),
-        (Config(attention_output="e2m5", skip=("out",)), 64, 128, "by choice"),
+        (Config(attention_output="e2m5", skip=("out",)), 64, 128, "options keep in high precision"),
         (Config(attention_output="e2m5"), 8, 128, "equal groups"),
         (Config(attention_output="e2m5"), 64, 1, "few tokens"),
     ],
@@ -133,7 +133,7 @@ def test_budget_keeps_the_format_or_recomputes():
 
 @pytest.mark.parametrize("recipe", ["linear", "exact"])
 def test_recipes_without_low_bits_refuse_it(recipe):
-    with pytest.raises(ConfigError, match="excludes"):
+    with pytest.raises(ConfigError, match="does not allow low bits"):
         Config.recipe(recipe, attention_output="e2m5")
 
 

@@ -40,7 +40,7 @@ def test_the_argument_is_stored_instead_of_the_divisor():
         return torch.atan(h)
 
     rules = rules_of(function)
-    assert {"add"} == {n.name for n in rules.graph.nodes if "divides" in rules.why_ungrouped(n)}
+    assert {"add"} == {n.name for n in rules.graph.nodes if "divisor" in rules.why_ungrouped(n)}
     stored = {s.name for s in plan_of(function, "e2m1").saved if "e2m1" in s.saved_as}
     assert len(stored) == 2
     assert "add" not in stored
@@ -62,7 +62,7 @@ def columns(m, h):
 def test_terms_of_divisors(function, names):
     """Both terms of a sum may be zero at once, and all elements of a column."""
     rules = rules_of(function)
-    divided = {n.name for n in rules.graph.nodes if "divides" in rules.why_ungrouped(n)}
+    divided = {n.name for n in rules.graph.nodes if "divisor" in rules.why_ungrouped(n)}
     assert names <= divided
 
 
