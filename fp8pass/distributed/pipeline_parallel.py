@@ -64,9 +64,9 @@ def pipeline_configs(
     base = Config(save_format="e2m1") if base is None else checked_config(base, "base")
     if base.memory_budget is None and base.save_format in ("none", SAVED_FORMATS[-1].name):
         raise ConfigError(
-            f"save_format={base.save_format!r} is the largest format, so that stages with few "
-            "micro-batches cannot save in more bits than other stages. Pass a smaller format, "
-            "base=Config(save_format='e2m1', ...), or a memory_budget, such as '24GiB' or 0.6."
+            "Stages with few micro-batches get a larger format than save_format, but save_format="
+            f"{base.save_format!r} is the largest format. Pass a smaller format, such as base="
+            "Config(save_format='e2m1', ...), or a memory_budget, such as '24GiB' or 0.6."
         )
     order = _read_order(schedule, stages, ranks, microbatches)
     held = [_find_peak(actions) for actions in order]

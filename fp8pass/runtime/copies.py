@@ -101,7 +101,7 @@ def _settle(copy: Tensor, source: Tensor) -> Tensor:
     except KeyError:
         raise RuntimeError(
             f"The backward waits for a copy of shape {tuple(copy.shape)} on {copy.device} that was "
-            f"not started. {BUG} Until then set offload=False."
+            f"not started. {BUG} Until the bug is fixed, set offload=False."
         ) from None
     if entry is not None:
         device = copy.device if copy.is_cuda else source.device
