@@ -292,12 +292,12 @@ def _restore(values: Mapping[Tensor, Tensor]) -> None:
 
 @contextmanager
 def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
-    """Remove the gradients of parameters and batch, yield these leaf tensors, and restore on exit.
+    """Yield the leaf tensors with `grad` set to None, and restore their gradients on exit.
 
-    The values of the removed gradients are restored, too, because DistributedDataParallel writes to
-    their memory. Inside the context, FSDP2 reduces all gradients. Earlier sums that FSDP2 has not
-    reduced yet are restored on exit. Hooks on accumulated gradients do not run, because an
-    optimizer in such a hook would train the model.
+    The leaf tensors are parameters, and tensors in the batch. The values of the gradients are
+    restored, too, because DistributedDataParallel writes to their memory. Inside the context, FSDP2
+    reduces all gradients. Earlier sums that FSDP2 has not reduced yet are restored on exit. Hooks
+    on accumulated gradients do not run, because an optimizer in such a hook would train the model.
 
     Raises:
         ValueError: inference mode is on.

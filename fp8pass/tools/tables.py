@@ -89,8 +89,8 @@ def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
 def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
     """Make the table of error amplification by region.
 
-    The columns are two cases of the paper AGoQ. Case 1 stores the inputs of a region in low bits;
-    case 2 also stores its intermediate results.
+    The two columns are cases of the paper AGoQ. Case 1 stores the inputs of a region; case 2 also
+    stores its intermediate results.
     """
     columns = "×", "inputs stored", "results, too"
     table = make_table(f"{title}: error rules", "module, operators, inputs", *columns)
@@ -105,8 +105,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 def _make_frontier_table(title: str, plan: Plan) -> Table:
     """Make the table of memory budgets. Shares are relative to the largest budget.
 
-    Saved bytes are rounded up, because the plan fits the number in the table if a user takes it as
-    a memory budget.
+    Saved bytes are rounded up, because a user may pass a number from the table as memory budget.
     """
     points = sort_points({*plan.frontier, *([plan.point] if plan.point else [])})
     host = ["MiB on host"] if any(p.host_bytes for p in points) else []

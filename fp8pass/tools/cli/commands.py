@@ -115,7 +115,7 @@ def _call_fit(options: argparse.Namespace, config: Config | None, found: target.
     import fp8pass
 
     loss_fn = make_loss_fn(found)
-    unpacks = isinstance(found.batch, torch.Tensor)  # fit passes a batch of one tensor as a tuple
+    unpacks = isinstance(found.batch, torch.Tensor)  # fit passes a single tensor as a tuple
     wrong: ConfigError | None = None
     with task("fp8pass.fit", REPORT_FIT):
         try:

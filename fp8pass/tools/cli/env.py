@@ -1,4 +1,4 @@
-"""`fp8pass env`: facts for a bug report. Missing or broken parts are reported, never raised."""
+"""`fp8pass env`: print facts for a bug report, even if parts of the installation are broken."""
 
 from __future__ import annotations
 
