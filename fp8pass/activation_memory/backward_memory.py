@@ -124,7 +124,7 @@ class BackwardMemory:
         """Return first position, last position and bytes of each buffer of a recomputed value.
 
         The kernel that quantizes the operands of a recomputed GEMM also writes their transposes.
-        These stay in memory until GEMMs of the backward read them.
+        The transposes stay in memory until GEMMs of the backward read them.
         """
         first, last = self.lifetimes[value]
         buffers = [(first, last, _recomputed_bytes(value))]
@@ -155,7 +155,8 @@ class BackwardMemory:
     def _starts(self) -> dict[fx.Node, int]:
         """Map each gradient with a buffer to the position at which the buffer is allocated.
 
-        One kernel writes all quantized data of a region, so these buffers have the same position.
+        One kernel writes all quantized data of a region, so the buffers of these data are allocated
+        at the same position.
         """
         region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
         starts: dict[fx.Node, int] = {}

@@ -36,9 +36,9 @@ budget also lowers the limit of the peak. `excess` is a variable with a high pri
 budgets need a positive `excess`, because their recomputed values take more bytes than recomputation
 saves.
 
-(3) limits the copies to and from host memory (`host_transfer.py`). Copies that take more time than
-computation can hide increase `wait`. The forward and the backward have one such variable each. Its
-price is its duration.
+(3) limits the copies to and from host memory (`host_transfer.py`). Copies that computation cannot
+hide increase the variable `wait`, which counts as time of the plan. The forward and the backward
+have one `wait` each.
 
 HiGHS solves the program, through scipy.
 """
@@ -126,7 +126,7 @@ class _Variable(NamedTuple):
     host_bytes: float = 0.0
 
 
-_Variables = dict[tuple[fx.Node, int], _Variable]  # by value and way
+_Variables = dict[tuple[fx.Node, int], _Variable]  # key: a value, and one of the ways
 
 
 class BudgetProblem:
@@ -235,7 +235,7 @@ class BudgetProblem:
         return found
 
     def _variables_of(self, value: fx.Node) -> tuple[_Variable, ...]:
-        """Return a value's variables for the four ways without host memory, in their order."""
+        """Return a value's four variables that do not use host memory, in the order of the ways."""
         choices = self.choices
         choice, free = choices.cheapest(value), choices.facts.is_free(value)
         exact = 0.0 if free else save_price(value) / UNITS_PER_BYTE

@@ -19,7 +19,7 @@ from fp8pass.graph.flops import EXPENSIVE_KINDS, flops, is_fp8_gemm
 
 UNITS_PER_BYTE = 256
 
-# The share of a pointwise operator's memory traffic that remains if it is fused with its users.
+# If a pointwise operator is fused with its users, this share of its memory traffic remains.
 FUSED_SHARE = 0.25
 
 WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION)

@@ -80,8 +80,8 @@ def _chained_sums(
     """Return every second sum of chains in which each sum is recomputed from the previous sum.
 
     `values` are in the order of the graph. Norms and casts may lie between two sums, as in
-    post-norm layers. The result does not include a sum if the branch that is added is computed only
-    from the previous sum and values that are alive anyway. Recomputing such a sum takes time but no
+    post-norm layers. The result leaves out a sum if the added branch is computed only from the
+    previous sum and from values that are alive anyway. Recomputing such a sum takes time but no
     memory.
     """
     found: set[fx.Node] = set()

@@ -23,7 +23,8 @@ class Decision:
         group_size: number of elements that share a scale; 0 if the value is saved exactly or
             recomputed.
         reason: the reason for the decision, as text.
-        expected_error: relative RMS error of gradients that rounding this value should cause.
+        expected_error: relative RMS error that rounding this value is expected to cause in
+            gradients.
         price: cost of saving the value in low bits, in units of `costs.py`. Infinite if the value
             is saved exactly or recomputed.
         on_host: whether the saved tensors, except scales and means, are in host memory.
@@ -66,7 +67,7 @@ def decide_free(node: fx.Node, facts: JointFacts) -> Decision:
 
 
 def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
-    """Return the bytes that a plan saves on the device, without values that stay alive anyway."""
+    """Return the bytes that a plan saves on the device, except values that stay alive anyway."""
     return sum(
         stored_bytes(node, decision) - host_bytes(node, decision)
         for node, decision in decisions.items()

@@ -37,7 +37,7 @@ SMALLEST = 1 << 20
 # during copies in both directions.
 SLOWDOWN = 0.04
 
-# For each direction, the mixed-integer program limits the copies at most at this many times.
+# In each direction, the mixed-integer program limits the copies at no more than this many times.
 INSTANTS = 32
 
 
@@ -85,7 +85,7 @@ class HostTransfer:
         self.bandwidth = find_bandwidth(choices.config, self.device)
 
     def may_send(self, value: fx.Node, bytes_: float) -> bool:
-        """Whether `bytes_` of a value may be in host memory instead of on the device.
+        """Whether `bytes_` bytes of a value may be in host memory instead of on the device.
 
         Values that stay alive anyway (parameters, leaves, data and results of the graph) stay on
         the device. So do values that are computed only from parameters and data, because their
@@ -116,12 +116,12 @@ class HostTransfer:
         )
 
     def limit_sending(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield, for each sample time, the values computed later and the time left to copy them."""
+        """Yield, for each sample time, the values computed after it and the time to send them."""
         for now in _sample_times(self.computed[v] for v in values):
             yield {v for v in values if self.computed[v] >= now}, self.forward_seconds - now
 
     def limit_fetching(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield, for each sample time, the values used before, and the time to fetch them."""
+        """Yield, for each sample time, the values used until then and the time to fetch them."""
         for now in _sample_times(self.used[v] for v in values):
             yield {v for v in values if self.used[v] <= now}, now
 

@@ -31,7 +31,7 @@ class Planner:
     """Finds plans of one joint graph within memory budgets.
 
     Attributes:
-        most: bytes that the plan of `cuts.py` saves, which has no budget.
+        most: bytes that the plan of `cuts.py` saves. This plan has no budget.
     """
 
     def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:

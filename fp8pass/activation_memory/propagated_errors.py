@@ -18,9 +18,10 @@ from fp8pass.error_analysis.error_rules import Rules
 
 
 def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisions:
-    """Return `decisions`, with each saved value's expected error raised if necessary.
+    """Return `decisions` with expected errors that include the effect on recomputed values.
 
-    The new error is the largest error that the saved value causes through recomputed values.
+    Each saved value's expected error is raised to the error that the value causes through values
+    recomputed from it.
     """
     found, worst = dict(decisions), dict[fx.Node, Amplification]()
     for node in reversed(g.nodes):

@@ -52,7 +52,7 @@ def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float)
 
 
 def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterator[_Step]:
-    """Yield the steps from a value's format to formats of more bits; no steps if it is exact."""
+    """Yield the steps from a value's format to formats of more bits. Exact values have no steps."""
     if not decision.low_bit:
         return
     options = choices.options(value)

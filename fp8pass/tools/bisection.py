@@ -66,10 +66,11 @@ class Culprit(Unit):
 
 @dataclass(repr=False)
 class Bisection(Result):
-    """The causes of a gradient error. Print it, or use `culprits`, `suggested` and `to_json()`.
+    """Result of `bisect`: the causes of a gradient error.
 
-    Errors are ‖wrong - exact‖₂ / ‖exact‖₂ over all gradients, where recipe `exact` computes the
-    exact gradients. The error is infinite if a gradient is not finite.
+    Print this object, or use `culprits`, `suggested` and `to_json()`. Errors are ‖wrong - exact‖₂ /
+    ‖exact‖₂ over all gradients, where recipe `exact` computes the exact gradients. The error is
+    infinite if a gradient is not finite.
 
     Attributes:
         config: the configuration that was examined.
@@ -97,7 +98,7 @@ class Bisection(Result):
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """`skip` and `keep_exact` that make the culprits exact, with the entries of `config`."""
+        """`skip` and `keep_exact`: the entries of `config`, and an entry for each culprit."""
         return make_options(self.culprits, self.config)
 
     def _summary(self) -> str:
@@ -239,7 +240,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
             for place, y in enumerate(plan.linears, start=1)
             if y.fp8 or y.simulated
         ]
-        # Plans list saved tensors in the order of the backward, which reverses the forward.
+        # Plans list saved tensors in the order of the backward, so reverse them.
         placed += [
             (s.place, Unit("saved", s.value, s.module))
             for s in reversed(plan.saved)
@@ -250,7 +251,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
 
 
 def make_options(units: Iterable[Unit], config: Config) -> dict[str, Any]:
-    """Return `skip` and `keep_exact` that make `units` exact, with the entries of `config`."""
+    """Return `skip` and `keep_exact`: the entries of `config`, and an entry for each of `units`."""
     options: dict[str, Any] = {}
     for unit in units:
         name = OPTIONS[unit.kind]

@@ -53,10 +53,7 @@ class CulpritSearch:
         return found
 
     def _compute_threshold(self, exact: frozenset[int]) -> float:
-        """Return the least squared error that a culprit causes if the units in `exact` are exact.
-
-        The threshold is relative to the squared error with these units exact.
-        """
+        """Return the squared error that a further culprit must cause if `exact` units are exact."""
         others = self.units - len(exact) - 1
         return max(CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)) * self.error(exact) ** 2
 
@@ -81,7 +78,7 @@ class CulpritSearch:
                 heapq.heappush(ranges, (-caused(*half), *half))
 
     def _compute_decrease(self, before: frozenset[int], after: frozenset[int]) -> float:
-        """Return how much the squared error decreases if `after` is exact instead of `before`.
+        """Return the decrease of the squared error from `before` to `after`, sets of exact units.
 
         The decrease is 0 if both errors are infinite.
         """

@@ -42,8 +42,8 @@ class LayerError:
 
     Attributes:
         module: path of the module in the model.
-        entry: the entry of `skip` that matches the layer, which is the layer's path in the compiled
-            part. Layers of identical parts have the same entry.
+        entry: the entry of `skip` that matches the layer: the layer's path in the compiled part.
+            Layers of identical parts have the same entry.
         gradient: the tensor that the gradient belongs to: `weight`, `input`, or `attention q`, `k`,
             `v`.
         shape: shape of the gradient, as text.
@@ -70,7 +70,7 @@ class LayerError:
 
 @dataclass(repr=False)
 class Diagnosis(Result):
-    """The gradient errors of a model's layers. Print it, or use `layers` and `to_json()`."""
+    """The gradient errors of a model's layers. Print this object, or use `layers`, `to_json()`."""
 
     config: Config
     layers: list[LayerError] = field(default_factory=list)
@@ -152,9 +152,9 @@ def diagnose(
     compiled, only their layers are measured. Runs one forward and backward; parameters, gradients,
     buffers and random number generators are restored.
 
-    Predicted errors include the error of FP8 accumulation. Measured errors include it only on a GPU
-    with FP8 tensor cores, or within `fp8pass.testing.hardware_accumulation()`, because other
-    devices accumulate in FP32.
+    Predicted errors include the error of FP8 accumulation. Measured errors include this error only
+    on a GPU with FP8 tensor cores, or within `fp8pass.testing.hardware_accumulation()`, because
+    other devices accumulate in FP32.
 
     Args:
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
@@ -222,7 +222,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         ends: names of the gradients at the ends of layers.
         regions: index of each node's non-linear region, by the node's name. If a gradient goes from
             one node to another in the same region, for example to the sum that computes a bias's
-            gradient, it is not replaced by the exact value.
+            gradient, this gradient is not replaced by the exact value.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         self.errors: dict[fx.Node, tuple[float, float]] = {}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        """Return the operands of a node. Gradients from other layers have their exact values."""
+        """Return a node's operands. Gradients from other layers are replaced by exact values."""
         return fx.map_arg((n.args, n.kwargs), lambda operand: self._find_operand(operand, n))
 
     def _find_operand(self, operand: fx.Node, user: fx.Node) -> Any:
@@ -247,7 +247,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         return arrange_as(operand, self.exact[name]) if is_end and not inside else given
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and record its error. A forward node returns its exact value instead."""
+        """Run a node and record its error. For a forward node, return the exact value instead."""
         value, name = super().run_node(n), original_name(n)
         if n.op != "call_function" or name not in self.exact:
             return value

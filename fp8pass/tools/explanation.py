@@ -24,7 +24,7 @@ from fp8pass.tools.tables import format_totals, make_tables, sort_points
 
 
 class Explanation(ExplanationData):
-    """The decisions of fp8pass about a model. Print it, `save` it as a page, or use `graphs`."""
+    """fp8pass's decisions about a model. Print this object, `save` it as a page, or use `graphs`."""
 
     def save(
         self,
@@ -135,7 +135,7 @@ def explain(
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         *args: arguments of the model.
         config: the configuration to explain, instead of the model's own or the default recipe.
-        frontier: also compute the plans of other memory budgets. This takes about ten more
+        frontier: also compute the plans of other memory budgets. This solves about ten more
             mixed-integer programs for each graph.
         rules: also show how much each non-linear region amplifies errors of stored values, as a
             number and as a formula.

@@ -68,7 +68,7 @@ def fold_collectives(sent: Iterable[Collective]) -> list[FoldedRow]:
 
 
 def fold_copies(copies: Iterable[HostCopy]) -> list[FoldedRow]:
-    """Fold copies of tensors to the host in equal layers. A row has the first layer's times."""
+    """Fold the copies to the host of equal layers. The times in a row are the first layer's."""
     return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 

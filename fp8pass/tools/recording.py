@@ -183,7 +183,7 @@ class Runs:
     def backward(self, inputs: dict[str, Any]) -> None:
         """Add the inputs of a backward to the record of its forward.
 
-        This is the last waiting forward that had the same inputs as far as the backward reads them.
+        This is the last waiting forward for which the inputs that both graphs read are equal.
         Autograd runs backwards in the reverse order of forwards. So later forwards that still wait
         have no backward: their results are not used, or `torch.utils.checkpoint` ran them again.
         """

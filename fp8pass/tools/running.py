@@ -45,7 +45,7 @@ def find_configuration(model: nn.Module) -> Config:
 
 
 def check_configuration(tool: str, model: Any, config: Any) -> Config:
-    """Check the arguments of a tool. Return `config`, or the model's own configuration for None.
+    """Check a tool's arguments. Return `config`, or the model's own configuration if it is None.
 
     Raises:
         TypeError: `model` is not a module, or `config` not a `Config`.
@@ -59,7 +59,8 @@ def check_configuration(tool: str, model: Any, config: Any) -> Config:
 def find_recipe(config: Config) -> tuple[str, dict[str, Any]]:
     """Return the recipe that differs from `config` in the fewest options, and these options.
 
-    The option `compiler` is ignored. `coat` wins if it differs in as few options as another recipe.
+    The option `compiler` is ignored. If several recipes differ in equally few options, `coat` is
+    preferred.
     """
     found = {}
     for name in ("coat", *RECIPES):
@@ -198,7 +199,7 @@ def count_convolutions(model: nn.Module) -> tuple[int, float]:
 
 
 def name_projections(model: nn.Module, plan: Plan) -> None:
-    """Name the projections of each `nn.MultiheadAttention` in a plan, which all have its path.
+    """Name the projections of each `nn.MultiheadAttention`, because they have the same path.
 
     In each run, one to three GEMMs project queries, keys and values. The next GEMM is the output
     projection, which has a third as many output features as these GEMMs together.
@@ -294,10 +295,11 @@ def _restore(values: Mapping[Tensor, Tensor]) -> None:
 def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     """Yield the leaf tensors with `grad` set to None, and restore their gradients on exit.
 
-    The leaf tensors are parameters, and tensors in the batch. The values of the gradients are
-    restored, too, because DistributedDataParallel writes to their memory. Inside the context, FSDP2
-    reduces all gradients. Earlier sums that FSDP2 has not reduced yet are restored on exit. Hooks
-    on accumulated gradients do not run, because an optimizer in such a hook would train the model.
+    The leaf tensors are the parameters, and the leaf tensors of the batch that require a gradient.
+    The values of the gradients are restored, too, because DistributedDataParallel writes to their
+    memory. Inside the context, FSDP2 reduces all gradients. Earlier sums that FSDP2 has not reduced
+    yet are restored on exit. Hooks on accumulated gradients do not run, because an optimizer in
+    such a hook would train the model.
 
     Raises:
         ValueError: inference mode is on.

@@ -29,7 +29,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     # FSDP2's hooks would otherwise trace `pack` with fake tensors, which have no storage.
     @torch.compiler.disable
     def pack(tensor: Tensor) -> None:
-        if sharded:  # while a module runs, FSDP2 replaces its parameters by gathered ones
+        if sharded:  # while a module runs, FSDP2 replaces its parameters by gathered copies
             own.update(map(compat.weak_storage, model.parameters()))
         saved[compat.weak_storage(tensor)] = tensor.untyped_storage().nbytes()
 

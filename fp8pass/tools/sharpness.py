@@ -144,7 +144,7 @@ class Landscape:
         return loss.squeeze()
 
     def _stand_in(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, with its logits replaced by the current last-token logits."""
+        """Return the model's output, with the logits replaced by the current last-token logits."""
         if self._current is None:
             with torch.no_grad():
                 self._output = self._model(*args, **kwargs)

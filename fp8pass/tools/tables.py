@@ -105,7 +105,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 def _make_frontier_table(title: str, plan: Plan) -> Table:
     """Make the table of memory budgets. Shares are relative to the largest budget.
 
-    Saved bytes are rounded up, because a user may pass a number from the table as memory budget.
+    Saved bytes are rounded up, because a user may pass a number from the table as `memory_budget`.
     """
     points = sort_points({*plan.frontier, *([plan.point] if plan.point else [])})
     host = ["MiB on host"] if any(p.host_bytes for p in points) else []

@@ -20,7 +20,7 @@ from fp8pass.tools.cli.parsing import (
 )
 
 REPORT = "--traceback shows where. To report the error, add the output of fp8pass env."
-# Unlike other commands, fit does not first run the model alone, so an error may be the model's.
+# Unlike other commands, fit does not first run the model alone, so the model may cause the error.
 REPORT_FIT = (
     "--traceback shows where. If the error is not in the model or its loss_fn, report it with the "
     "output of fp8pass env."

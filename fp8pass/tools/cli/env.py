@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 VARIABLES = ("FP8PASS_", "TORCHINDUCTOR_", "TORCH_LOGS", "TORCH_TRACE")
 
 NO_DRIVER = "none found"
-# Largest relative error of a correct product. Rounding both operands to E4M3 gives about 4%.
+# A product with a larger relative error is wrong. Rounding both operands to E4M3 causes about 4%.
 LARGEST_ERROR = 0.1
 
 

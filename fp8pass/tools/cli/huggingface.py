@@ -1,4 +1,4 @@
-"""Models from a Hugging Face config.json, with random weights and inputs; no downloads."""
+"""Build a model from a Hugging Face config.json, with random weights, and make random inputs."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ CONTEXT_BYTES = 600 * MIB
 UNUSED_SHARE = 0.02
 # Host memory of Python, PyTorch and the driver.
 PROCESS_BYTES = 4 << 30
-# Unused share of pinned host memory. It is allocated in blocks of 2^n bytes, and the last block is
-# partly unused.
+# Unused share of pinned host memory. Pinned memory is allocated in blocks of 2^n bytes, and the
+# last block is partly unused.
 HOST_SHARE = 0.05
 # CPU time to launch the update of one parameter in the backward: 12 ms per step for the 291
 # parameters of Llama-2-7B on an H200 (benchmarks/results/model.json).
@@ -242,7 +242,7 @@ class Candidates:
         return list(zip(keys, setups, times, strict=True))
 
     def _may_help(self, config: Config) -> bool:
-        """Check whether a configuration may have a plan, and one that earlier ones do not have."""
+        """Check whether a configuration may have a plan that earlier configurations do not have."""
         unlimited = replace(config, memory_budget=None)
         if unlimited in self._too_small:
             return False

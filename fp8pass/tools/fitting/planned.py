@@ -214,7 +214,10 @@ def _measure_workspace(node: fx.Node) -> float:
 
 
 def estimate_work(g: fx.Graph) -> Work:
-    """Return the work of a graph. For each buffer, generated code reads all its operands once."""
+    """Return the work of a graph.
+
+    Generated code is assumed to read all operands once for each buffer that it writes.
+    """
     total = Work()
     for node in g.nodes:
         if node.op == "call_function" and is_expensive(node):

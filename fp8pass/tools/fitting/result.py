@@ -35,7 +35,9 @@ ALWAYS = ("weights", "states", "gradients", "saved")
 
 @dataclass(repr=False)
 class Fit(Result):
-    """The memory and time of training. Print it, or use `lines`, `best`, `to_json()` and `plot()`.
+    """Result of `fit`: the memory and time of training.
+
+    Print this object, or use `lines`, `best`, `to_json()` and `plot()`.
 
     Attributes:
         model: name of the model's class.

@@ -83,7 +83,7 @@ class RegionForward:
 
 @dataclass(frozen=True)
 class RegionBackward:
-    """The backward of the `RegionForward` with the same `call` runs."""
+    """A region runs backward. The matching `RegionForward` has the same `call`."""
 
     region: CompiledRegion
     call: int
@@ -187,7 +187,7 @@ def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
     # Do not use setattr, because modules may override __setattr__, and PyTorch runs hooks in it.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     mode = compat.use_fake_tensors()
-    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # ids stay unique while originals live
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # ids are unique while originals live
 
     def replace(x: Tensor | None) -> Any:
         if x is not None and id(x) not in fakes:
@@ -304,7 +304,7 @@ class _Recorder(compat.OperatorObserver):
         return found
 
     def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module at `path`. Graphs that are captured during this run get the path."""
+        """Run the module at `path`. Graphs that are captured during this run belong to `path`."""
         self.path = path
         return run(*args, **kwargs)
 

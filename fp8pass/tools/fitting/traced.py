@@ -87,7 +87,10 @@ def trace(
 
 
 def is_in_list(path: str) -> bool:
-    """Check whether a module is in a list. If a model has lists, budgets apply only to these."""
+    """Check whether a module is in a list.
+
+    If a model has lists, memory budgets apply only to the modules in lists.
+    """
     return any(part.isdigit() for part in path.split("."))
 
 
@@ -161,7 +164,7 @@ class _Replay:
         self.moments: list[Moment] = []
         self._alive: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
-        self._held: Counter[int] = Counter()  # number of backwards that will read it
+        self._held: Counter[int] = Counter()  # for each storage: how many backwards will read it
         self._freed: set[int] = set()  # freed by the model before these backwards
         self._calls: dict[int, RegionForward] = {}
         self._backward = False

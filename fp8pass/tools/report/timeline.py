@@ -86,15 +86,15 @@ def _find_changes(
 ) -> tuple[list[Change], list[Change]]:
     """Return the operators of the forward and of the backward, with the bytes that each adds.
 
-    Saved tensors are nodes of the forward. If the backward is a separate graph, they are its
-    inputs.
+    Saved tensors are nodes of the forward. If the backward is a separate graph, saved tensors are
+    its inputs.
     """
     order = {node: i for i, node in enumerate(backward)}
     freed: Counter[fx.Node] = Counter()
     for name, node in {n.name: n for n in (*forward, *backward)}.items():
         if name in sizes:
             last = max(_find_uses(node, order), key=order.__getitem__, default=None)
-            freed[last or backward[-1]] += sizes[name]  # without a use, it is a result
+            freed[last or backward[-1]] += sizes[name]  # not used: the backward returns it
     return [(n, sizes.get(n.name, 0)) for n in forward], [(n, -freed[n]) for n in backward]
 
 
