@@ -113,7 +113,7 @@ class BackwardMemory:
         return range(max(used.start - 1, 0), used.stop)
 
     def alive_recomputed(self, value: fx.Node) -> list[Span]:
-        """Return one span for each buffer of a value that is recomputed."""
+        """Return one span for each buffer of a recomputed value."""
         buffers = self._recomputed_buffers(value)
         return [(self._times_between(first, last), bytes_) for first, last, bytes_ in buffers]
 

@@ -255,7 +255,7 @@ class BudgetProblem:
         """Return the variables for saving a value in host memory.
 
         If low bits are allowed, the exact value has no such variable. The seconds of a variable
-        include only the slowdown of other work during the copies, and not the waits for copies.
+        include the slowdown of other work during the copies, but not the waits for copies.
         """
         assert self.transfer is not None
         low_bit = value not in self.needs.exact and variables[value, SAVE_LOW_BIT].allowed

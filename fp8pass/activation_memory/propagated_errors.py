@@ -18,7 +18,7 @@ from fp8pass.error_analysis.error_rules import Rules
 
 
 def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisions:
-    """Return `decisions` with expected errors that include the effect on recomputed values.
+    """Return `decisions` with expected errors that include the errors of recomputed values.
 
     Each saved value's expected error is raised to the error that the value causes through values
     recomputed from it.

@@ -1,8 +1,8 @@
 """Search for the units that cause an error, with few measurements of the error.
 
 Let u1 ... un be the units in low bits in the order of the forward, and E(i) the error of all
-gradients if the first i units are exact. Squares of independent errors add up, so the units from
-i + 1 to j together cause E²(i) - E²(j). Repeatedly halving the range that causes the most error
+gradients if the first i units are exact. Squares of independent errors add up, so the units i + 1
+to j cause the squared error E²(i) - E²(j). Repeatedly halving the range that causes the most error
 leads to the largest single cause in log2(n) compilations. The search does not halve ranges that
 cause too little error to contain a culprit, so few measurements suffice if no unit is a culprit. If
 making a range exact turns an infinite error into a finite error, the range contains the unit that
@@ -45,7 +45,7 @@ class CulpritSearch:
         while len(found) < most and (unit := self._find_next(frozenset(found))) is not None:
             found.append(unit)
         if math.isinf(self.error(frozenset(found))):
-            return found  # the error is infinite, so what each culprit causes cannot be measured
+            return found  # no decrease can be measured from an infinite error
         for unit in reversed(found):
             others = frozenset(found) - {unit}
             if self._compute_decrease(others, others | {unit}) < self._compute_threshold(others):

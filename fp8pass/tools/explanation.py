@@ -24,7 +24,10 @@ from fp8pass.tools.tables import format_totals, make_tables, sort_points
 
 
 class Explanation(ExplanationData):
-    """fp8pass's decisions about a model. Print this object, `save` it as a page, or use `graphs`."""
+    """The decisions of fp8pass about a model.
+
+    Print this object, `save` it as a page, or use `graphs`.
+    """
 
     def save(
         self,
@@ -33,7 +36,7 @@ class Explanation(ExplanationData):
         *,
         beside: Explanation | None = None,
     ) -> None:
-        """Write everything as one HTML page that works offline: see docs/report.md.
+        """Write the explanation as one HTML page that works offline (docs/report.md).
 
         Args:
             path: the file to write.
@@ -125,7 +128,7 @@ def explain(
     rules: bool = False,
     **kwargs: Any,
 ) -> Explanation:
-    """Explain what fp8pass would do to `model` called with these arguments.
+    """Explain what fp8pass would do to `model` if the model is called with these arguments.
 
     Runs one forward of the model in eager mode, and one through the rewritten graphs, op by op,
     with gradients enabled. If only parts of the model are compiled, only these parts are rewritten.

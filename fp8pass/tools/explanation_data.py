@@ -67,8 +67,9 @@ class ExplanationData(Result):
     def outside_bytes(self) -> int:
         """Measured bytes minus the bytes that the plans of all compiled graphs save.
 
-        A positive difference is saved outside of graphs. The difference is negative if several
-        graphs save the same tensors, because the measurement counts such tensors only once.
+        If the difference is positive, these bytes are saved outside of graphs. The difference is
+        negative if several graphs save the same tensors, because the measurement counts such
+        tensors only once.
         """
         return self.saved_bytes - sum(g.runs_kept * g.plan.saved_bytes for g in self.graphs)
 

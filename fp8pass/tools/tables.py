@@ -103,7 +103,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Make the table of memory budgets. Shares are relative to the largest budget.
+    """Make the table of plans for several memory budgets, with shares of the largest budget.
 
     Saved bytes are rounded up, because a user may pass a number from the table as `memory_budget`.
     """

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 VARIABLES = ("FP8PASS_", "TORCHINDUCTOR_", "TORCH_LOGS", "TORCH_TRACE")
 
 NO_DRIVER = "none found"
-# A product with a larger relative error is wrong. Rounding both operands to E4M3 causes about 4%.
+# A product with a larger relative error is wrong. Rounding both operands to E4M3 causes an error of
+# about 4%.
 LARGEST_ERROR = 0.1
 
 

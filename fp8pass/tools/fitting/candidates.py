@@ -135,7 +135,7 @@ class Candidate:
 
     @property
     def gpu_bytes(self) -> float:
-        """Bytes of GPU memory, including CUDA's context and the allocator's unused part."""
+        """Bytes of GPU memory, including CUDA's context and the allocator's unused memory."""
         return self.allocated * (1 + UNUSED_SHARE) + CONTEXT_BYTES
 
     @property
@@ -144,7 +144,7 @@ class Candidate:
         return sum(self.host.values()) * (1 + HOST_SHARE) + PROCESS_BYTES
 
     def why_not(self, gpu: float, host: float) -> str:
-        """Return why the candidate needs more than `gpu` and `host` bytes; '' if it does not."""
+        """Return why `gpu` bytes on the GPU or `host` bytes on the host are too few, or ''."""
         reasons = []
         if (over := self.gpu_bytes - gpu) > 0:
             largest = sorted(self.gpu, key=self.gpu.__getitem__, reverse=True)[:2]

@@ -59,8 +59,9 @@ def fit(
         model: the module to train, in the dtype to train it in.
         *args: arguments of the model for one micro-batch.
         gpu: a name, a size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; or bytes. Default:
-            the GPU of this machine. A size alone uses the rates of this machine's GPU. Without a
-            GPU, or for a GPU with unknown rates, times are estimated for an H200, with a note.
+            the GPU of this machine. With a size alone, the rates of this machine's GPU are used.
+            Without a GPU, or for a GPU with unknown rates, times are estimated for an H200, with a
+            note.
         host: memory for offloaded data and the process, as a size or bytes. Default: the available
             memory of this machine.
         config: the configuration that the search varies, instead of the model's own or the default
@@ -175,7 +176,7 @@ def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
 
 
 def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of the modules that match. A module list is replaced by its members.
+    """Return the paths of modules that match `patterns`, and of the members of module lists.
 
     Raises:
         ConfigError: a pattern matches nothing.

@@ -35,7 +35,7 @@ DEQUANTIZERS = {fp8.dequantize.default}
 # Bytes for each element of queries: CUDA kernels of attention's backward accumulate the gradient of
 # queries in FP32.
 BYTES_PER_QUERY = 4
-# Share of attention's operations that remain under a causal mask.
+# Share of attention's floating point operations that remain under a causal mask.
 CAUSAL_SHARE = 0.5
 
 KINDS = ("saved", "activations", "gradients", "workspace")

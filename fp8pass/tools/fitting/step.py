@@ -1,9 +1,9 @@
 """Record one step of a model on fake tensors: when storages exist, and compiled graphs run.
 
-Stand-ins replace compiled graphs. Each `CompiledRegion` has a joint graph before any pass, and the
-record lists when the region runs forward and backward. Operators outside of compiled graphs are
-recorded one by one, as PyTorch runs them. `traced.py` inserts the plan of any configuration into
-the record without tracing again.
+Stand-ins, which compute nothing, replace compiled graphs. Each `CompiledRegion` has a joint graph
+before any pass, and the record lists when the region runs forward and backward. Operators outside
+of compiled graphs are recorded one by one, as PyTorch runs them. `traced.py` inserts the plan of
+any configuration into the record without tracing again.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
     Parameters and buffers may be on any device, the meta device included. They are restored on
     exit. The CPU represents the GPU: `torch.autocast("cuda")` also applies to the CPU tensors.
     """
-    # Do not use setattr, because modules may override __setattr__, and PyTorch runs hooks in it.
+    # Do not use setattr, because modules may override it, and PyTorch's version runs hooks.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     mode = compat.use_fake_tensors()
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # ids are unique while originals live

@@ -315,7 +315,7 @@ class TracedLayers:
     def moments(self, config: Config, fate: Fate) -> list[Moment]:
         """Return the largest moments before, in and after the layers.
 
-        Only the first two and the last two layers have moments.
+        The result has moments of only the first two and the last two layers.
         """
         few = self._find_largest(self.few.moments(self._config(config, FEW), fate))
         more = self._find_largest(self.more.moments(self._config(config, MORE), fate))
@@ -327,7 +327,7 @@ class TracedLayers:
         return [self._extrapolate(few[a], more[b], b[1] != a[1]) for a, b in found]
 
     def _find_largest(self, moments: list[Moment]) -> dict[Slot, Moment]:
-        """Return the largest moment of each slot."""
+        """Return the moment with the most bytes in each slot."""
         largest: dict[Slot, Moment] = {}
         begun = {False: False, True: False}
         for moment in moments:

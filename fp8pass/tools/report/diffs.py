@@ -15,7 +15,7 @@ _CONTEXT = 1  # unchanged lines around a change
 
 @dataclass(frozen=True)
 class ModuleDiff:
-    """The change of one module's code. In all `count` modules, only numbers in names differ."""
+    """The change of one module's code. `count` modules have this change, except for numbers."""
 
     module: str
     count: int

@@ -129,7 +129,7 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
 
 
 def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> dict[str, Any]:
-    """Return the template's data of one graph, which ran in `modules`."""
+    """Return the data that the template shows about one graph, which `modules` ran."""
     plan = compiled.plan
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     sources = {name: find_source_line(n) for name, n in nodes.items()}

@@ -76,7 +76,7 @@ def _list_calls(g: fx.Graph) -> list[fx.Node]:
 
 
 def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
-    """Return the bytes of each saved tensor on the device."""
+    """Return the bytes of each tensor that is saved on the device, by name."""
     tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
     return {t.name: t.bytes for t in tensors if not t.on_host}
 
@@ -84,7 +84,7 @@ def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
 def _find_changes(
     forward: list[fx.Node], backward: list[fx.Node], sizes: dict[str, int]
 ) -> tuple[list[Change], list[Change]]:
-    """Return the operators of the forward and of the backward, with the bytes that each adds.
+    """Return the operators of the forward and of the backward, each with the bytes that it adds.
 
     Saved tensors are nodes of the forward. If the backward is a separate graph, saved tensors are
     its inputs.
