@@ -53,7 +53,7 @@ class CulpritSearch:
         return found
 
     def _compute_threshold(self, exact: frozenset[int]) -> float:
-        """Return the squared error that a further culprit must cause if `exact` units are exact."""
+        """Return the squared error that a culprit must cause while units in `exact` are exact."""
         others = self.units - len(exact) - 1
         return max(CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)) * self.error(exact) ** 2
 

@@ -68,7 +68,7 @@ def fold_collectives(sent: Iterable[Collective]) -> list[FoldedRow]:
 
 
 def fold_copies(copies: Iterable[HostCopy]) -> list[FoldedRow]:
-    """Fold the copies to the host of equal layers. The times in a row are the first layer's."""
+    """Fold equal layers' copies to the host. A row has the copy times of the first layer."""
     return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 

@@ -45,7 +45,7 @@ def find_configuration(model: nn.Module) -> Config:
 
 
 def check_configuration(tool: str, model: Any, config: Any) -> Config:
-    """Check a tool's arguments. Return `config`, or the model's own configuration if it is None.
+    """Check a tool's arguments. Return `config`, or the model's own if `config` is None.
 
     Raises:
         TypeError: `model` is not a module, or `config` not a `Config`.

@@ -1,4 +1,4 @@
-"""Build a model from a Hugging Face config.json, with random weights, and make random inputs."""
+"""Build models from a Hugging Face config.json: random weights and inputs, no downloads."""
 
 from __future__ import annotations
 

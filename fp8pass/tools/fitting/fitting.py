@@ -176,7 +176,7 @@ def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
 
 
 def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of modules that match `patterns`, and of the members of module lists.
+    """Return the paths of modules that match `patterns`. Replace a module list by its members.
 
     Raises:
         ConfigError: a pattern matches nothing.
