@@ -1,13 +1,14 @@
 """Bytes alive during the backward: saved values, recomputed values and gradients.
 
-The peak exceeds the saved bytes. A recomputed value stays alive until its last use like a saved
-value, often with more bytes, and weight gradients accumulate until the end. The backward of a
-model's first block comes last, so recomputing the values of this block can raise the peak instead
-of lowering it.
+The peak exceeds the bytes of the saved values. A recomputed value stays alive until its last use,
+as a saved value does, and often takes more bytes. Weight gradients accumulate until the end of the
+backward. The backward of a model's first block comes last, so recomputing the values of this block
+can raise the peak instead of lowering it.
 
-Only values with a buffer count: results of GEMMs and attention, quantized data, sums of the
-residual stream. Pointwise operators are fused with their users and have no buffer. A time is the
-position of a node in the backward. The estimate looks at a few times only (`_pick_times`).
+The estimate includes only values that have a buffer: results of GEMMs and attention, quantized
+data, sums of the residual stream. Pointwise operators are fused with their users and have no
+buffer. A time is the position of a node in the backward. The estimate adds up the bytes at only a
+few times (`_pick_times`).
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ BUFFERED_KINDS = (*LIBRARY_KINDS, Kind.REDUCTION, Kind.QUANTIZE)
 
 
 class Lifetime(NamedTuple):
-    """When a forward value is alive in the backward, as positions of nodes, both ends included.
+    """The times between which a forward value is alive in the backward, both ends included.
 
-    A saved value is alive from the start to `last`, a recomputed value from `first` to `last`.
+    A saved value is alive from the start of the backward to `last`, a recomputed value from `first`
+    to `last`.
     """
 
     first: float = math.inf
@@ -58,10 +60,11 @@ class BackwardMemory:
     """Bytes alive in the backward of one joint graph.
 
     Attributes:
-        backward: the nodes of the backward.
-        times: the positions to look at, in order.
-        gradients: bytes of gradients alive at each of the times, the same for every plan.
-        lifetimes: lifetimes of the forward values that the backward needs or recomputes from.
+        backward: the nodes of the backward, in order.
+        times: positions in `backward` at which the bytes are added up, in increasing order.
+        gradients: bytes of all gradients that are alive at each of `times`, under any plan.
+        lifetimes: lifetime of each forward value that the backward reads, or from which it may
+            recompute other values.
     """
 
     def __init__(self, g: fx.Graph, values: list[fx.Node], choices: FormatChoices) -> None:
@@ -80,7 +83,7 @@ class BackwardMemory:
         self.gradients = [gradients[t] for t in self.times]
 
     def peak(self, decisions: Decisions) -> float:
-        """Return the most bytes alive at any time under a plan, including gradients."""
+        """Return the largest number of bytes alive at any of `times`, including gradients."""
         alive = list(self.gradients)
         for value, decision in decisions.items():
             if value in self.lifetimes and not self.choices.facts.is_free(value):
@@ -97,19 +100,20 @@ class BackwardMemory:
         return [*spans, (self.alive_fetched(value), on_host)] if on_host else spans
 
     def alive_saved(self, value: fx.Node) -> range:
-        """Return when a value is alive if it is saved on the device."""
+        """Return the indices of `times` at which a value is alive if it is saved on the device."""
         return self._times_between(-math.inf, self.lifetimes[value].last)
 
     def alive_fetched(self, value: fx.Node) -> range:
-        """Return when a value is alive on the device if it is saved in host memory.
+        """Return the indices of `times` at which a value in host memory is also on the device.
 
-        The copy to the device takes memory already before the first use.
+        The range begins one index before the first use, because the copy to the device takes
+        memory before this use.
         """
         used = self._times_between(*self.lifetimes[value])
         return range(max(used.start - 1, 0), used.stop)
 
     def alive_recomputed(self, value: fx.Node) -> list[Span]:
-        """Return when the buffers of a value are alive if it is recomputed."""
+        """Return one span for each buffer of a recomputed value."""
         buffers = self._recomputed_buffers(value)
         return [(self._times_between(first, last), bytes_) for first, last, bytes_ in buffers]
 
@@ -119,8 +123,8 @@ class BackwardMemory:
     def _recomputed_buffers(self, value: fx.Node) -> list[tuple[float, float, float]]:
         """Return first position, last position and bytes of each buffer of a recomputed value.
 
-        The kernel that quantizes the operands of a recomputed GEMM also writes their transposes,
-        which the GEMMs of the backward read.
+        The kernel that quantizes the operands of a recomputed GEMM also writes their transposes.
+        The transposes stay in memory until GEMMs of the backward read them.
         """
         first, last = self.lifetimes[value]
         buffers = [(first, last, _recomputed_bytes(value))]
@@ -133,7 +137,10 @@ class BackwardMemory:
         return [buffer for buffer in buffers if buffer[2]]
 
     def _find_uses(self) -> dict[fx.Node, Lifetime]:
-        """Map each node of the backward to its first and last use by a node with a buffer."""
+        """Map each node of the backward to its first and last use by nodes that have a buffer.
+
+        A use through nodes without a buffer counts, because these are fused with their users.
+        """
         found: dict[fx.Node, Lifetime] = {}
         for node in reversed(self.backward):
             found[node] = Lifetime.union(self._use(user, found) for user in node.users)
@@ -146,9 +153,10 @@ class BackwardMemory:
         return Lifetime(position, position) if is_buffered(user) else uses[user]
 
     def _starts(self) -> dict[fx.Node, int]:
-        """Return the positions at which buffers of gradients are allocated.
+        """Map each gradient with a buffer to the position at which the buffer is allocated.
 
-        One kernel writes all quantized data of a region, so these buffers share a position.
+        One kernel writes all quantized data of a region, so the buffers of these data are allocated
+        at the same position.
         """
         region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
         starts: dict[fx.Node, int] = {}
@@ -161,11 +169,11 @@ class BackwardMemory:
         return starts
 
     def _find_lifetimes(self, values: list[fx.Node]) -> dict[fx.Node, Lifetime]:
-        """Return the lifetimes of values if everything may be recomputed.
+        """Return the lifetimes of values if every value may be recomputed.
 
-        One of two consecutive sums of the residual stream is saved (`budget.py`), so at most one
-        sum lies between a value and the uses that the value is recomputed for. `within` is the
-        value's first use before that sum.
+        `budget.py` recomputes at most one of two consecutive sums of the residual stream. So at
+        most one sum lies between a value and the uses that the value is recomputed for. `within`
+        maps each value to its first use before that sum.
         """
         lifetimes: dict[fx.Node, Lifetime] = {}
         within: dict[fx.Node, float] = {}
@@ -187,14 +195,14 @@ class BackwardMemory:
         """Return one position for each block: the position with the most bytes in `alive`.
 
         Blocks end at sums of gradients in the residual stream. If the backward has 100 nodes and
-        such sums at positions 29 and 69, this returns the maxima of 0-29, 30-69 and 70-99.
+        such sums at positions 29 and 69, the blocks are 0-29, 30-69 and 70-99.
         """
         ends = [self._position[n] for n in self.backward if is_residual_sum(n)]
         blocks = pairwise([0, *(e + 1 for e in ends), len(self.backward)])
         return [max(range(a, b), key=alive.__getitem__) for a, b in blocks if a < b]
 
     def _total(self, buffers: Iterable[tuple[float, float, float]]) -> list[float]:
-        """Return the bytes alive at each position, from (first, last, bytes) of buffers."""
+        """Return the bytes alive at each position, given (first, last, bytes) of each buffer."""
         length = len(self.backward)
         change = [0.0] * (length + 1)
         for first, last, bytes_ in buffers:
@@ -208,29 +216,32 @@ def is_buffered(node: fx.Node) -> bool:
     """Whether a node's result has a buffer of its own."""
     if is_residual_sum(node) or node.op == "placeholder":
         return True
-    if node.target is fp8.quantize.default:  # no buffer if only its transpose is read
+    if node.target is fp8.quantize.default:  # not written if only the transpose is read
         return any(u.target is not fp8.transpose.default for u in node.users)
-    if kind(node) is Kind.VIEW:  # the base has the buffer
+    if kind(node) is Kind.VIEW:  # a view is in the buffer of its base
         return False
     return kind(node) in BUFFERED_KINDS or any(reads_memory(user) for user in node.users)
 
 
 def reads_memory(user: fx.Node) -> bool:
-    """Whether an operator is a library call, which reads its operands from buffers."""
+    """Whether `user` is a library call, or a view that a library call reads.
+
+    Library calls read their operands from buffers.
+    """
     if kind(user) is Kind.VIEW:
         return any(reads_memory(u) for u in user.users)
     return kind(user) in LIBRARY_KINDS and not graph.is_getitem(user)
 
 
 def _unquantized(node: fx.Node) -> fx.Node:
-    """Return the value that quantized data are computed from; other nodes unchanged."""
+    """Return the node that quantized data are computed from. Return other nodes unchanged."""
     while node.target in (fp8.transpose.default, fp8.quantize.default):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _recomputed_bytes(value: fx.Node) -> float:
-    """Return the bytes of a recomputed value's buffer."""
+    """Return the bytes of a recomputed value's buffer; 0 if the value has no buffer."""
     if value.target is fp8.quantize.default and len(value.users) > 1:
         return 0.0  # the backward reads the transpose; only the forward reads `value`
     return graph.nbytes(value) if is_buffered(value) else 0.0

@@ -1,16 +1,17 @@
-"""Plans within a memory budget that add the least time, by a mixed-integer linear program.
+"""Find the plan within a memory budget that adds the least time, by mixed-integer programming.
 
-The cuts of `cuts.py` recompute only values that are cheap to recompute. For a smaller budget, this
-program recomputes any value that can be computed again with the same result: results of GEMMs and
-attention, whole blocks. LLMQ's levels of recomputation (non-GEMM, SwiGLU, norms, FFN, QKV,
-attention, block) are points on the resulting curve of bytes and time. Each forward value v has four
-binary variables, and two more if v may be in host memory. any_v is the sum of these variables:
+The plan of `cuts.py` recomputes only values that are cheap to recompute. To meet smaller budgets,
+this program may recompute every value that has the same result when it is computed again, including
+results of GEMMs and attention, and whole blocks. The levels of recomputation in the paper LLMQ
+(non-GEMM, SwiGLU, norms, FFN, QKV, attention, block) are points on the resulting curve of bytes and
+time. Each forward value v has four binary variables, and two more if v may be in host memory. any_v
+is the sum of these variables:
 
-    save_exact_v     host_exact_v      recompute_exact_v      from exact values
-    save_low_bit_v   host_low_bit_v    recompute_inexact_v    from any values
+    save_exact_v     host_exact_v      recompute_exact_v      (from exact operands)
+    save_low_bit_v   host_low_bit_v    recompute_inexact_v    (from any operands)
 
-Below, the variables save_exact_v and save_low_bit_v include the variables of host memory, except
-where they are multiplied by bytes.
+Below, save_exact_v stands for save_exact_v + host_exact_v, and save_low_bit_v stands for
+save_low_bit_v + host_low_bit_v, except in products with bytes.
 
     minimize    Σ seconds(v) (recompute_exact_v + recompute_inexact_v) + price(v) save_low_bit_v
                 + Σ slowdown(v) (host_exact_v + host_low_bit_v) + waits
@@ -26,15 +27,18 @@ where they are multiplied by bytes.
                                    at times of the forward and of the backward
 
 (1) limits recomputation to one block. Without (1), the values that the backward of the last block
-needs would be recomputed from the first block's input, and all these values would be alive at once.
+needs would be recomputed from the first block's input, so values of all blocks would be alive at
+once.
 
 (2) limits the peak of saved values, recomputed values and gradients (`backward_memory.py`). The
-allowance is the peak of the cuts' plan minus the saved bytes of this plan, so that the peak falls
-with the budget. `excess` is a variable with a high price. The smallest budgets need `excess`,
-because their recomputed values take more bytes than recomputation saves.
+allowance is the peak of the plan of `cuts.py` minus the bytes which that plan saves. So a smaller
+budget also lowers the limit of the peak. `excess` is a variable with a high price. The smallest
+budgets need a positive `excess`, because their recomputed values take more bytes than recomputation
+saves.
 
-(3) limits the copies to and from host memory that computation cannot hide (`host_transfer.py`). The
-waits of the forward and of the backward are variables, with their duration as price.
+(3) limits the copies to and from host memory (`host_transfer.py`). Copies that computation cannot
+hide increase the variable `wait`, which counts as time of the plan. The forward and the backward
+have one `wait` each.
 
 HiGHS solves the program, through scipy.
 """
@@ -75,16 +79,18 @@ from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import ADDITIONS
 
-# A plan may be slower than the fastest plan by this share, and the search may take this many
-# seconds, because repeated layers have very many equally good solutions.
+# The search ends at a plan that is slower than the fastest plan by at most this share, or after
+# this many seconds. Without these limits, the solver would compare the very many equally good
+# solutions that repeated layers have.
 RELATIVE_GAP = 0.03
 TIME_LIMIT_S = 15.0
 
-# The lowest price of recomputing a value, as a share of the highest price. Without a price the
-# solver would recompute values that are not needed.
+# This share of the highest price is added to the price of recomputing each value. If recomputation
+# were free, the solver might recompute values that are not needed.
 NEGLIGIBLE_SHARE = 1e-6
 
-# The price of a byte of the peak above the limit, relative to the average price of a saved byte.
+# The price of a byte by which the peak exceeds its limit, relative to the average price of
+# recomputing a byte.
 EXCESS_PRICE = 30
 
 INFEASIBLE = 2  # scipy's status
@@ -97,15 +103,22 @@ EXACT_WAYS = (SAVE_EXACT, RECOMPUTE_EXACT, HOST_EXACT)
 RECOMPUTE_WAYS = (RECOMPUTE_EXACT, RECOMPUTE_INEXACT)
 ON_HOST = {SAVE_EXACT: HOST_EXACT, SAVE_LOW_BIT: HOST_LOW_BIT}
 
-# The last three columns: variables that are not binary.
+# Indices of the last three variables (columns of the constraint matrix), which are continuous.
 FORWARD_WAIT, BACKWARD_WAIT, EXCESS = -3, -2, -1
 CONTINUOUS = 3
 
-MEGA = 1e6  # the solver's unit in bytes, because its tolerances are absolute
+MEGA = 1e6  # the constraints are in megabytes, because the solver's tolerances are absolute
 
 
 class _Variable(NamedTuple):
-    """A binary variable: whether it may be 1, and the bytes, seconds and host bytes if it is 1."""
+    """A binary variable: one way in which the backward can get one value.
+
+    Attributes:
+        allowed: whether the variable may be 1.
+        bytes: bytes saved on the device if the variable is 1.
+        seconds: time that a step takes longer if the variable is 1.
+        host_bytes: bytes saved in host memory if the variable is 1.
+    """
 
     allowed: bool
     bytes: float
@@ -113,18 +126,19 @@ class _Variable(NamedTuple):
     host_bytes: float = 0.0
 
 
-_Variables = dict[tuple[fx.Node, int], _Variable]  # by value and way
+_Variables = dict[tuple[fx.Node, int], _Variable]  # key: a value, and one of the ways
 
 
 class BudgetProblem:
     """The mixed-integer program of one joint graph, to be solved for one or several budgets.
 
     Args:
-        needs: the needed values, at least one.
-        choices: how values may be saved.
-        memory: bytes alive in the backward. If None, the peak is not limited.
+        needs: the values that the backward needs, at least one.
+        choices: the formats in which each value may be saved.
+        memory: estimate of the bytes alive in the backward. If None, the peak is not limited.
         allowance: bytes by which the peak may exceed the budget at no price.
-        transfer: copies to host memory; requires `memory`. If None, host memory is not used.
+        transfer: estimate of the copies to host memory. If None, host memory is not used. Requires
+            `memory`.
     """
 
     def __init__(
@@ -155,7 +169,7 @@ class BudgetProblem:
         self.waits = self._waits()
 
     def least(self) -> float:
-        """Return the smallest budget that can be met."""
+        """Return the smallest budget that can be met, in bytes."""
         return float(self.bytes @ self._smallest)
 
     def smallest(self) -> Decisions:
@@ -173,7 +187,8 @@ class BudgetProblem:
         """Return the fastest plan that saves at most `budget` bytes; None if no plan does."""
         result = self._solve(self.seconds, budget)
         if result.x is None and result.status != INFEASIBLE and self.memory:
-            # Too many constraints to find a plan in time: a high peak is better than no plan.
+            # No plan was found in time. Try again without the constraints on the peak, because a
+            # plan with a high peak is better than no plan.
             result = self._solve(self.seconds, budget, limits_peak=False)
         if result.status == INFEASIBLE:
             return None
@@ -220,7 +235,7 @@ class BudgetProblem:
         return found
 
     def _variables_of(self, value: fx.Node) -> tuple[_Variable, ...]:
-        """Return a value's variables for the ways without host memory, in the order of ways."""
+        """Return a value's four variables that do not use host memory, in the order of the ways."""
         choices = self.choices
         choice, free = choices.cheapest(value), choices.facts.is_free(value)
         exact = 0.0 if free else save_price(value) / UNITS_PER_BYTE
@@ -237,9 +252,10 @@ class BudgetProblem:
         )
 
     def _host_variables(self, value: fx.Node, variables: _Variables) -> _Variables:
-        """Return the variables of a value in host memory, in low bits if these are allowed.
+        """Return the variables for saving a value in host memory.
 
-        The GPU does not wait for the copies, but they slow down other work a little.
+        If low bits are allowed, the exact value has no such variable. The seconds of a variable
+        include the slowdown of other work during the copies, but not the waits for copies.
         """
         assert self.transfer is not None
         low_bit = value not in self.needs.exact and variables[value, SAVE_LOW_BIT].allowed
@@ -255,18 +271,21 @@ class BudgetProblem:
         return found
 
     def _vector(self, attribute: str) -> np.ndarray:
-        """Return an attribute of all variables by column; 0 for continuous variables."""
+        """Return an attribute of all variables in the order of columns, 0 for continuous ones."""
         values = [getattr(x, attribute) for x in self.variables.values()]
         return np.array(values + CONTINUOUS * [0.0], dtype=float)
 
     # --- constraints ----------------------------------------------------------------------------
 
     def _columns(self, value: fx.Node, ways: Iterable[int]) -> dict[int, float]:
-        """Return a row of a matrix with 1 in the columns of `ways` of a value."""
+        """Return a constraint's row: 1 in the column of each variable of `value` for `ways`."""
         return {self.columns[key]: 1 for way in ways if (key := (value, way)) in self.columns}
 
     def _availability(self) -> LinearConstraint:
-        """Return a row for each needed value, operand of a recomputed value, and pair of sums."""
+        """Return the constraints that make all needed values available, and constraint (1).
+
+        The module docstring lists the constraints.
+        """
         rows: list[dict[int, float]] = []
         lower: list[int] = []
         for value in self.values:
@@ -295,7 +314,7 @@ class BudgetProblem:
         return csr_matrix((values, (row_index, column_index)), shape=shape)
 
     def _consecutive_sums(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield pairs of consecutive sums of the residual stream that can be saved."""
+        """Yield each pair of consecutive sums of the residual stream, if both can be saved."""
         junctions = self.choices.rules.junctions
         savable = (v for v in self.values if self.variables[v, SAVE_EXACT].allowed)
         sums = dict.fromkeys(v for v in savable if v.target in ADDITIONS and v in junctions)
@@ -323,7 +342,7 @@ class BudgetProblem:
         return csr_matrix(alive)
 
     def _waits(self) -> list[LinearConstraint]:
-        """Return a row for each time. Copies that are not done by that time add to a wait."""
+        """Return constraint (3) of the module docstring, with one row for each sample time."""
         sent = {key: x.host_bytes for key, x in self.variables.items() if x.host_bytes}
         if self.transfer is None or not sent:
             return []
@@ -348,9 +367,9 @@ class BudgetProblem:
     # --- solutions ------------------------------------------------------------------------------
 
     def _plan(self, chosen: np.ndarray) -> Decisions:
-        """Return the decisions about needed values and the values they are recomputed from.
+        """Return the decisions about needed values and the values that they are recomputed from.
 
-        The solver may also set variables of other values, if they cost nothing.
+        All other variables are ignored: the solver may set them to 1 if they cost nothing.
         """
         plan: Decisions = {}
         needed = set(self.needs.all)
@@ -373,7 +392,7 @@ class BudgetProblem:
         return Decision(None, 0, SavedReason.RECOMPUTED)
 
     def _save(self, value: fx.Node, way: int) -> Decision:
-        """Return the decision to save a value, exactly or in low bits, on the device or host."""
+        """Return the decision to save a value in one of the four ways that save it."""
         on_host = way in ON_HOST.values()
         if way in (SAVE_LOW_BIT, HOST_LOW_BIT):
             return replace(self.choices.cheapest(value), on_host=on_host)

@@ -1,4 +1,4 @@
-"""The costs of saving and recomputing values, in units for `cuts.py` and seconds for `budget.py`.
+"""Costs of saving and recomputing values: in units for `cuts.py`, in seconds for `budget.py`.
 
 Recomputing a byte costs one unit. Saving a byte costs `UNITS_PER_BYTE`, as much as recomputing 256
 bytes. So fused recomputation is nearly free, but the statistics of a row (4 bytes) are cheaper to
@@ -19,7 +19,7 @@ from fp8pass.graph.flops import EXPENSIVE_KINDS, flops, is_fp8_gemm
 
 UNITS_PER_BYTE = 256
 
-# The share of a pointwise operator's memory traffic that remains if its users are fused with it.
+# If a pointwise operator is fused with its users, this share of its memory traffic remains.
 FUSED_SHARE = 0.25
 
 WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION)
@@ -74,7 +74,8 @@ def save_price(node: fx.Node) -> float:
     if compat.must_recompute(graph.operator_of(node)) and math.isfinite(recompute_price(node)):
         return math.inf
     price = graph.nbytes(node) * UNITS_PER_BYTE
-    # A saved view is copied, or it would keep its base alive. Saving the base costs less.
+    # Saving a view costs more than saving its base: the view must be copied, because otherwise it
+    # would keep the whole base alive.
     return price + graph.nbytes(node) if kind(node) is Kind.VIEW else price
 
 
@@ -89,7 +90,7 @@ def can_run_again(node: fx.Node) -> bool:
 
 
 def recompute_seconds(node: fx.Node) -> float:
-    """Return the time to recompute `node`, by the roofline of its device."""
+    """Return the seconds that recomputing `node` takes, by the roofline of the device."""
     if node.op != "call_function" or graph.is_getitem(node):
         return 0.0
     kind_ = kind(node)
@@ -112,7 +113,7 @@ def _operand_bytes(node: fx.Node) -> int:
 
 
 def _peak_flops(node: fx.Node) -> float:
-    """Return the floating point operations a second of the hardware that runs `node`."""
+    """Return the hardware's peak rate for `node`, in floating point operations per second."""
     if kind(node) is Kind.ATTENTION:
         return hardware.ATTENTION_FLOPS
     return hardware.FP8_FLOPS if is_fp8_gemm(node) else hardware.BF16_FLOPS

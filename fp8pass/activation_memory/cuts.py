@@ -1,4 +1,7 @@
-"""The plan of two minimum cuts, which `passes/joint/plan_saved_values.py` explains."""
+"""Find the cheapest plan by two minimum cuts.
+
+`passes/joint/plan_saved_values.py` explains why there are two cuts.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ Price = Callable[[fx.Node], float]
 
 @dataclass(frozen=True)
 class Cut:
-    """The nodes to save and the nodes to recompute for the needs of the backward, and the cost.
+    """The nodes to save and the nodes to recompute, and the cost of both together.
 
-    The cost is infinite if no choice gives the backward all needed nodes.
+    The cost is infinite if the backward cannot get all needed nodes in any way.
     """
 
     saved: set[fx.Node]
@@ -36,7 +39,10 @@ class Cut:
 
 
 def cheapest_plan(needs: Needs, choices: FormatChoices) -> Decisions:
-    """Return the plan of the two cuts. The plan recomputes no expensive nodes or chains of sums."""
+    """Return the plan of the two cuts.
+
+    The plan does not recompute expensive nodes, such as GEMMs, or chains of residual sums.
+    """
     decisions: Decisions = {}
     for component in components(needs.values, needs.all, recompute_price):
         exact, rest = _cut_component(component, needs, choices)
@@ -50,13 +56,14 @@ def cheapest_plan(needs: Needs, choices: FormatChoices) -> Decisions:
 def _cut_component(
     component: list[fx.Node], needs: Needs, choices: FormatChoices
 ) -> tuple[Cut, Cut]:
-    """Return the cut for the exact needs of a component, and the cut for the other needs.
+    """Return the cut for nodes that are needed exactly, and the cut for all other needed nodes.
 
-    Recomputing a sum of a residual stream from the previous sum and its branch saves bytes under
-    autocast, where the stream is in FP32 and its branches are in 16 bits. But if all sums are
-    recomputed, each sum needs all previous sums. The backward, which starts at the last sum, would
-    then compute all sums at once and keep each in memory until its layer. So the cuts are repeated
-    with every second sum saved, until no sum is recomputed from another recomputed sum.
+    Under autocast, a residual stream is in FP32 and the branches that are added to the stream are
+    in 16 bits. So recomputing a sum from the previous sum and a branch saves bytes. But if all sums
+    are recomputed, each sum needs all previous sums. The backward, which starts at the last sum,
+    would then compute all sums at once, and each sum would stay in memory until the backward
+    reaches the sum's layer. So the cuts are repeated with every second sum saved, until no sum is
+    recomputed from another recomputed sum.
     """
     saved: set[fx.Node] = set()
     while True:
@@ -70,11 +77,12 @@ def _cut_component(
 def _chained_sums(
     values: list[fx.Node], recomputed: set[fx.Node], choices: FormatChoices
 ) -> set[fx.Node]:
-    """Return every second of the sums that would be recomputed from one another.
+    """Return every second sum of chains in which each sum is recomputed from the previous sum.
 
     `values` are in the order of the graph. Norms and casts may lie between two sums, as in
-    post-norm layers. A sum may be recomputed if its branch is also computed from the previous sum,
-    or from values that are alive anyway, because such a recomputation takes time but no memory.
+    post-norm layers. The result leaves out a sum if the added branch is computed only from the
+    previous sum and from values that are alive anyway. Recomputing such a sum takes time but no
+    memory.
     """
     found: set[fx.Node] = set()
     after_a_sum: set[fx.Node] = set()
@@ -87,7 +95,7 @@ def _chained_sums(
         if operands and free.issuperset(operands):
             free.add(value)
         following = after_a_sum.intersection(operands)
-        # A norm and the next sum read each sum of a residual stream.
+        # A sum of a residual stream has several users: a norm and the next sum read it.
         is_sum = value in choices.rules.junctions and is_same_shape_addition(value)
         is_sum = is_sum and len(value.users) > 1
         has_branch = not (following | free).issuperset(operands)
@@ -100,7 +108,7 @@ def _chained_sums(
 
 @dataclass(frozen=True)
 class _ComponentCuts:
-    """The two cuts of one component; values of `saved` are not recomputed."""
+    """Computes the two cuts of one component. Nodes in `saved` are not recomputed."""
 
     component: list[fx.Node]
     needs: Needs
@@ -108,7 +116,7 @@ class _ComponentCuts:
     saved: set[fx.Node]
 
     def cheapest(self) -> tuple[Cut, Cut]:
-        """Return the cheapest pair of cuts."""
+        """Return the pair of cuts with the lowest total cost."""
         exact = {n for n in self.component if n in self.needs.exact}
         everything = {n for n in self.component if n in self.needs.all}
         firsts: list[Cut] = []
@@ -123,19 +131,21 @@ class _ComponentCuts:
         return best
 
     def _exact_needs(self, exact: set[fx.Node], everything: set[fx.Node]) -> list[set[fx.Node]]:
-        """Return the sets of nodes to try as needs of the first cut, `exact` first.
+        """Return the sets of nodes that the first cut may have to provide, `exact` first.
 
-        The other sets also contain values that cannot be computed from low bits:
+        The cheapest of the resulting cuts is used. The other sets also contain, one after another:
 
-        1. Masks. Saving exactly the value that a mask is computed from, for all its uses, may cost
-           less than the mask and the value in low bits. Two masks, as in hardswish, are as
-           large as a 16-bit value.
-        2. Values of a checkpointed region. They cannot be saved, so the values that the region is
-           recomputed from must be exact.
-        3. Values that low bits do not make smaller, if any value is needed exactly or cannot share
-           scales. Such values may be computed from an input that is saved exactly anyway.
+        1. Masks. If the value that a mask is computed from is saved exactly, neither the mask nor
+           a low-bit copy of this value is necessary. This may cost less: for example, the two masks
+           of hardswish take as many bytes as a 16-bit value.
+        2. Values of a checkpointed region. These values cannot be saved, so the values that the
+           region is recomputed from must be exact.
+        3. Values that cost at least as much in low bits as exactly, because such values may be
+           recomputed from an input that is saved exactly anyway. This set is tried only if a value
+           is needed exactly, or if the elements of a needed value cannot share scales.
         """
-        rigid: set[fx.Node] = set()  # not computable from low bits, or masks of such values
+        # Values that cannot be computed from low-bit values, and masks computed from such values.
+        rigid: set[fx.Node] = set()
         for node in self.component:
             if math.isinf(self._recompute_price(node)):
                 continue
@@ -232,7 +242,10 @@ def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: boo
 
 
 def _why_exact(node: fx.Node, needs: Needs) -> str:
-    """Return why a value is saved exactly: why the value, or its nearest user, must be exact."""
+    """Return why a value is saved exactly.
+
+    This is the reason why `node`, or the nearest node computed from `node`, must be exact.
+    """
     pending, seen = [node], {node}
     for value in pending:
         if value in needs.exact:
@@ -245,7 +258,7 @@ def _why_exact(node: fx.Node, needs: Needs) -> str:
 
 
 def components(values: list[fx.Node], needed: set[fx.Node], price: Price) -> list[list[fx.Node]]:
-    """Split needed values, and the values to recompute them from, into independent sets."""
+    """Split the needed values, and all values to recompute these from, into independent sets."""
     order = _relevant(values, needed, price)
     connected = nx.utils.UnionFind(order)
     for node in order:
@@ -278,8 +291,8 @@ def min_cut(
 ) -> Cut:
     """Return the cheapest cut that gives the backward all nodes of `needed`.
 
-    Among equally cheap cuts, returns the cut closest to the backward, or with `early` the cut
-    closest to the inputs.
+    Among equally cheap cuts, the result is the cut closest to the backward. With `early`, the
+    result is the cut closest to the inputs.
     """
     if not needed:
         return Cut(set(), set(), 0)
@@ -307,7 +320,7 @@ class _Value(NamedTuple):
     operands: tuple[int, ...]
 
 
-@lru_cache(maxsize=1024)  # the layers of a model have equal components
+@lru_cache(maxsize=1024)  # because the layers of a model have equal components
 def _solve(values: tuple[_Value, ...], early: bool) -> tuple[set[int], set[int], float]:
     """Return the indices of saved values, the indices of recomputed values, and the cost."""
     network = _network(values)
@@ -339,7 +352,7 @@ def _network(values: tuple[_Value, ...]) -> nx.DiGraph:
 
 def _add_arc(network: nx.DiGraph, tail: object, head: object, capacity: float) -> None:
     if math.isinf(capacity):
-        network.add_edge(tail, head)  # networkx: no capacity means infinite
+        network.add_edge(tail, head)  # without `capacity`, networkx does not limit the flow
     elif capacity > 0:
         network.add_edge(tail, head, capacity=int(capacity))
     else:

@@ -20,12 +20,16 @@ class Decision:
 
     Attributes:
         format: the format of the saved value; None if the value is recomputed.
-        group_size: elements that share a scale; 0 if the value is saved exactly or recomputed.
+        group_size: number of elements that share a scale; 0 if the value is saved exactly or
+            recomputed.
         reason: the reason for the decision, as text.
-        expected_error: relative RMS error of the gradients.
-        price: cost of saving the value in low bits, in units of `costs.py`; else infinite.
+        expected_error: relative RMS error that rounding this value is expected to cause in
+            gradients.
+        price: cost of saving the value in low bits, in units of `costs.py`. Infinite if the value
+            is saved exactly or recomputed.
         on_host: whether the saved tensors, except scales and means, are in host memory.
-        centred: whether the difference from the mean over tokens is saved.
+        centred: whether the mean over tokens is subtracted before the value is quantized. The mean
+            is saved, too.
     """
 
     format: Format | None
@@ -43,7 +47,7 @@ class Decision:
 
     @property
     def low_bit(self) -> bool:
-        """Whether the value is quantized and dequantized."""
+        """Whether the forward quantizes the value and the backward dequantizes it."""
         return self.group_size > 0
 
     @property
@@ -56,14 +60,14 @@ Decisions = dict[fx.Node, Decision]
 
 
 def decide_free(node: fx.Node, facts: JointFacts) -> Decision:
-    """Return the decision about a value that stays alive until the backward anyway."""
+    """Return the decision about a parameter or leaf, which is alive in the backward anyway."""
     return Decision(
         EXACT, 0, SavedReason.PARAMETER if node in facts.parameters else SavedReason.LEAF
     )
 
 
 def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
-    """Return the bytes that a plan saves on the device, without values that stay alive anyway."""
+    """Return the bytes that a plan saves on the device, except values that stay alive anyway."""
     return sum(
         stored_bytes(node, decision) - host_bytes(node, decision)
         for node, decision in decisions.items()
@@ -72,7 +76,7 @@ def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
 
 
 def host_bytes(node: fx.Node, decision: Decision) -> float:
-    """Return the bytes of a saved value in host memory. Scales and means stay on the device."""
+    """Return how many bytes of a saved value are in host memory: all except scales and means."""
     if not decision.on_host:
         return 0.0
     on_device = _scale_bytes(node, decision) + _mean_bytes(node, decision)
@@ -80,7 +84,7 @@ def host_bytes(node: fx.Node, decision: Decision) -> float:
 
 
 def stored_bytes(node: fx.Node, decision: Decision) -> float:
-    """Return the bytes of a saved value on any device: data, scales and means."""
+    """Return the bytes of a saved value: data, scales and means, wherever they are stored."""
     if not decision.low_bit or decision.format is None:
         return graph.nbytes(node)
     if decision.format.lossless:

@@ -31,8 +31,8 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint import JointFacts
 from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle_patterns
 
-# The price of errors: rounding that makes a gradient wrong by 100% costs as much as this many bytes
-# per element. The price decides between formats, or between cuts, that take about the same bytes.
+# The price of errors: rounding that makes a gradient wrong by 100% costs as much as this many saved
+# bytes per element. So errors decide only between formats, or cuts, that save about the same bytes.
 # The price does not depend on the dtype, because rounding an FP32 sum of a residual stream does the
 # same harm as rounding the 16-bit branch.
 ERROR_BYTES = 0.5
@@ -41,7 +41,8 @@ ERROR_BYTES = 0.5
 # `module:operator:number`, not the path of a module.
 VALUE_SEPARATOR = ":"
 
-# Elements of an attention output that share a scale (`benchmarks/results/attention_storage.json`).
+# Number of elements of an attention output that share a scale
+# (`benchmarks/results/attention_storage.json`).
 OUTPUT_GROUP = 32
 
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -58,7 +59,10 @@ STORABLE_KINDS = (
 
 
 class FormatChoices:
-    """The allowed formats of the values of one joint graph, computed on first use."""
+    """The formats in which each value of one joint graph may be saved.
+
+    The formats of a value are computed on first use.
+    """
 
     def __init__(self, config: Config, facts: JointFacts, rules: Rules) -> None:
         self.config, self.facts = config, facts
@@ -76,7 +80,7 @@ class FormatChoices:
         names = {
             n: name
             for n, name in graph.value_names(self.rules.graph).items()
-            # The option for operands of linear layers is `skip`, not `keep_exact`.
+            # `skip`, not `keep_exact`, is the option for quantized operands of linear layers.
             if n not in self.rules.backward and kind(n) is not Kind.QUANTIZE
         }
         paths = {n: graph.module_path(n) for n in names}
@@ -112,10 +116,10 @@ class FormatChoices:
         return self.rules.why_exact(node)
 
     def must_be_available(self, node: fx.Node) -> bool:
-        """Whether the backward must have `node` exactly even if the backward does not read it.
+        """Whether the backward must have `node` exactly even if the backward does not read `node`.
 
-        True for values that `keep_exact` names, because the user relies on them, and for values of
-        a module in `keep_exact` that a checkpointed region recomputes.
+        This is true for two kinds of values: values that `keep_exact` names one by one, because the
+        user relies on them, and checkpointed values of the modules that `keep_exact` names.
         """
         return node in self._keep_exact and (
             VALUE_SEPARATOR in self._keep_exact[node] or compat.must_recompute(node)
@@ -157,7 +161,7 @@ class FormatChoices:
         return [self._option(node, f, group, amplification) for f, group in allowed]
 
     def _group_size(self, node: fx.Node, format: Format) -> int | None:
-        """Return the group size for `node` in `format`; None if no group divides its rows."""
+        """Return the group size for `node` in `format`; None if no group size divides a row."""
         val = graph.tensor(node)
         if val.ndim < 2 or compat.has_unbacked(val) or graph.numel(val) == 0:
             return None
@@ -186,7 +190,7 @@ class FormatChoices:
         return self.rules.why_ungrouped(node)
 
     def _attention_output(self, node: fx.Node, amplification: Amplification) -> Decision:
-        """Return the decision about an attention output that the user allows to be inexact."""
+        """Return how to save an attention output, which the user allows to be inexact."""
         val = graph.tensor(node)
         group = None if compat.has_unbacked(val) else divisor_group(val.shape[-1], OUTPUT_GROUP)
         if group is None:
@@ -211,7 +215,7 @@ class FormatChoices:
 
 
 def _with_price(node: fx.Node, option: Decision, error_bytes: float) -> Decision:
-    """Return an option with its price, where errors cost `error_bytes` per element."""
+    """Return `option` with its price. Errors cost as much as `error_bytes` bytes per element."""
     bytes_ = stored_bytes(node, option) + error_bytes * graph.numel(graph.tensor(node))
-    # Saving reads the value once more, which costs as much as recomputing the value.
+    # To save the value, a kernel reads it once more. This costs as much as recomputing the value.
     return replace(option, price=bytes_ * UNITS_PER_BYTE + graph.nbytes(node))

@@ -1,15 +1,16 @@
-"""The copies to host memory and back, and how long a step waits for them.
+"""Estimate how long a step waits for copies of saved values to host memory and back.
 
 A copy to the host may begin when the value has been computed. The copy back must be done when the
-backward first uses the value. One copy runs at a time, in the order of these times, at the host's
-bandwidth. The times follow from a roofline of all operators:
+backward first uses the value. One copy runs at a time, in the order of these times, at the
+bandwidth of the link to the host. The times are roofline estimates. The resulting waits are:
 
     the forward waits    max over t of  t + seconds of the copies of values computed at t or later
                          minus the length of the forward, because all copies end before it ends
     the backward waits   max over t of  seconds of the copies of values used by t, minus t
 
-So computation cannot hide the copies of a value that is used soon after the value was computed.
-Small tensors stay on the device, because their copies take longer to launch than to run.
+So computation cannot hide the copies of a value if the backward uses the value soon after the
+forward computed it. Small tensors stay on the device, because their copies take longer to launch
+than to run.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.runtime.bandwidth import bandwidth
 
-# Bytes below which a copy takes no longer than its launch.
+# A copy of fewer bytes takes no longer than its launch.
 SMALLEST = 1 << 20
 
-# How much longer other work takes during copies, as a share of the copies' time: GEMMs take 4%
-# longer during copies in both directions.
+# The time that copies add to other work, as a share of the time of the copies: GEMMs take 4% longer
+# during copies in both directions.
 SLOWDOWN = 0.04
 
-# Times of a step at which the mixed-integer program limits the copies.
+# In each direction, the mixed-integer program limits the copies at no more than this many times.
 INSTANTS = 32
 
 
 def running_times(g: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[float, float]]:
-    """Return when each of `nodes` begins and ends if they run one by one, in seconds."""
+    """Return when each node begins and ends, in seconds, if `nodes` run one after another."""
     chunks = {c.node: c for c in chunks_of(g)}
     found, now = {}, 0.0
     for node in nodes:
@@ -56,14 +57,14 @@ def running_times(g: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[
 
 
 class HostTransfer:
-    """The copies between the device of a joint graph and host memory.
+    """Estimates the copies between the device of a joint graph and host memory.
 
     Attributes:
-        device: where the graph computes.
-        bandwidth: bytes a second, each way.
+        device: the device that runs the graph.
+        bandwidth: bytes per second that each direction of the link copies.
         forward_seconds: duration of the forward.
-        computed: when each forward value has been computed, in seconds of the forward.
-        used: when the backward first uses each value, in seconds of the backward.
+        computed: seconds from the start of the forward until each forward value is computed.
+        used: seconds from the start of the backward until the backward first uses each value.
     """
 
     def __init__(self, g: fx.Graph, memory: BackwardMemory, choices: FormatChoices) -> None:
@@ -84,7 +85,7 @@ class HostTransfer:
         self.bandwidth = find_bandwidth(choices.config, self.device)
 
     def may_send(self, value: fx.Node, bytes_: float) -> bool:
-        """Whether `bytes_` of a value may be in host memory instead of on the device.
+        """Whether `bytes_` bytes of a value may be in host memory instead of on the device.
 
         Values that stay alive anyway (parameters, leaves, data and results of the graph) stay on
         the device. So do values that are computed only from parameters and data, because their
@@ -99,11 +100,11 @@ class HostTransfer:
         return val is not None and val.device == self.device and _is_dense(val)
 
     def seconds(self, bytes_: float) -> float:
-        """Return the time to copy `bytes_` one way."""
+        """Return the time that a copy of `bytes_` takes in one direction."""
         return bytes_ / self.bandwidth
 
     def slowdown(self, bytes_: float) -> float:
-        """Return the seconds that copies to the host and back add to other work."""
+        """Return the seconds that copying `bytes_` to the host and back adds to other work."""
         return SLOWDOWN * 2 * self.seconds(bytes_)
 
     def wait(self, decisions: Decisions) -> float:
@@ -115,12 +116,12 @@ class HostTransfer:
         )
 
     def limit_sending(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield pairs: the values computed after a sample time, and the time left to copy them."""
+        """Yield, for each sample time, the values computed after it and the time to send them."""
         for now in _sample_times(self.computed[v] for v in values):
             yield {v for v in values if self.computed[v] >= now}, self.forward_seconds - now
 
     def limit_fetching(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield pairs: the values used by a sample time, and the time until then to copy them."""
+        """Yield, for each sample time, the values used until then and the time to fetch them."""
         for now in _sample_times(self.used[v] for v in values):
             yield {v for v in values if self.used[v] <= now}, now
 
@@ -128,9 +129,9 @@ class HostTransfer:
 def _times_of_forward(
     g: fx.Graph, forward: list[fx.Node], backward: list[fx.Node]
 ) -> dict[fx.Node, float]:
-    """Return when forward values have been computed.
+    """Return the seconds from the start of the forward until each forward value is computed.
 
-    Values that only the backward uses count as computed together with their operands.
+    Values that only the backward uses count as computed when their operands have been computed.
     """
     begin = next((n for n in backward if n.op == "call_function"), graph.output_node(g))
     early = [n for n in forward if n < begin]
@@ -141,7 +142,10 @@ def _times_of_forward(
 
 
 def forward_wait(copies: Iterable[tuple[float, float]], end: float) -> float:
-    """Return the seconds from the end of a forward until all copies, (computed, seconds), end."""
+    """Return the seconds from the end of a forward until all its copies end.
+
+    Each copy is a pair: when its value has been computed, and how long the copy takes.
+    """
     free = 0.0
     for computed, seconds in sorted(copies):
         free = max(free, computed) + seconds
@@ -149,7 +153,10 @@ def forward_wait(copies: Iterable[tuple[float, float]], end: float) -> float:
 
 
 def backward_wait(copies: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that a backward waits for all copies, (used, seconds), from the host."""
+    """Return the seconds that a backward waits for copies from the host.
+
+    Each copy is a pair: when its value is first used, and how long the copy takes.
+    """
     total = late = 0.0
     for used, seconds in sorted(copies):
         total += seconds
@@ -158,7 +165,10 @@ def backward_wait(copies: Iterable[tuple[float, float]]) -> float:
 
 
 def find_bandwidth(config: Config, device: torch.device) -> float:
-    """Return the configured or else the measured bandwidth, in bytes a second each way."""
+    """Return the bytes per second that the link to the host copies in each direction.
+
+    This is the option `host_bandwidth`, or a measurement if the option is not set.
+    """
     return config.host_bandwidth or bandwidth(device)
 
 
@@ -172,7 +182,7 @@ def _sample_times(times: Iterable[float]) -> list[float]:
 
 
 def base(node: fx.Node) -> fx.Node:
-    """Return the node that owns the memory of a view."""
+    """Return the node that owns the memory of a view. Return other nodes unchanged."""
     while isinstance(node, fx.Node) and node.op == "call_function" and kind(node) is Kind.VIEW:
         node = node.all_input_nodes[0]
     return node

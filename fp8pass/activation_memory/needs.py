@@ -17,8 +17,8 @@ class Needs:
     """The forward values that the backward needs.
 
     Attributes:
-        values: all nodes that do not depend on a gradient, in order.
-        all: the values that the backward uses.
+        values: all nodes of the joint graph that do not depend on a gradient, in order.
+        all: the forward values that the backward reads or returns.
         exact: the values that the backward needs exactly, each with the reason.
     """
 
@@ -27,7 +27,7 @@ class Needs:
     exact: dict[fx.Node, str] = field(default_factory=dict)
 
     def relevant_values(self) -> list[fx.Node]:
-        """Return the needed values, and all values that they may be recomputed from."""
+        """Return, in order, the needed values and all values that these may be recomputed from."""
         found = set(self.all)
         for node in reversed(self.values):
             if node in found and can_run_again(node):

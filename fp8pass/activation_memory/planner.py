@@ -1,4 +1,4 @@
-"""Plans of one joint graph within budgets, compared with the plan of the cuts."""
+"""Find plans of one joint graph within memory budgets, and the curve of their bytes and times."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fp8pass.activation_memory.propagated_errors import propagate_errors
 from fp8pass.config import ConfigError, bytes_text
 from fp8pass.plan import FrontierPoint
 
-# Relative error of the solver's sums of bytes.
+# Largest relative error of the bytes that the solver computes for a plan.
 TOLERANCE = 1e-3
 
 
 class BudgetTooSmall(ConfigError):
-    """The smallest plan of a graph exceeds the memory budget, so no smaller budget can be met."""
+    """The memory budget is smaller than the smallest plan of a graph."""
 
 
 class Planner:
-    """Plans of one joint graph within budgets, compared with the plan of the cuts.
+    """Finds plans of one joint graph within memory budgets.
 
     Attributes:
-        most: bytes that the plan of the cuts saves.
+        most: bytes that the plan of `cuts.py` saves. This plan has no budget.
     """
 
     def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:
@@ -47,8 +47,8 @@ class Planner:
         """Return the fastest plan that saves at most `budget` bytes.
 
         Raises:
-            BudgetTooSmall: no plan does; the message names the smallest budget that can be met.
-            ConfigError: no plan was found in time.
+            BudgetTooSmall: every plan saves more. The message names the smallest possible budget.
+            ConfigError: the solver did not find a plan in time.
         """
         plan = self.problem.within(budget)
         if plan is None:
@@ -82,7 +82,7 @@ class Planner:
         )
 
     def _name_largest(self) -> str:
-        """Return the end of a clause: the largest value that the smallest plan saves."""
+        """Return a clause that names the largest value that the smallest plan saves."""
         plan, facts = self.problem.smallest(), self.choices.facts
         sizes = {node: saved_bytes({node: d}, facts) for node, d in plan.items()}
         node = max(sizes, key=lambda node: sizes[node])
@@ -90,11 +90,11 @@ class Planner:
         return f"the largest tensor is {node.name}{of}, {bytes_text(sizes[node])}"
 
     def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
-        """Return plans from the smallest budget that can be met up to the plan of the cuts.
+        """Return points from the smallest budget that can be met up to the plan of the cuts.
 
-        No point is both larger and slower than another point, or than `chosen`. A point that is
-        both smaller and faster than `chosen` is left out, because the difference is within the
-        solver's tolerance.
+        A point is left out if it is both larger and slower than another point or `chosen`, which
+        is the point of the plan in use. A point is also left out if it is both smaller and faster
+        than `chosen`, because the difference is within the solver's tolerance.
         """
         budgets = np.linspace(self._least, max(self.most, self._least), points)[:-1]
         plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
@@ -108,8 +108,9 @@ class Planner:
     def point(self, decisions: Decisions) -> FrontierPoint:
         """Return the saved bytes, peak, time and error of a plan.
 
-        Values that the cuts recompute count as free, because generated code recomputes them where
-        it reads the saved values. The roofline of single operators does not include such fusion.
+        The time does not include recomputing the values that the cuts recompute too. Generated
+        kernels that read the saved values recompute such values on the way, and the roofline of
+        single operators does not model this fusion.
         """
         seconds = sum(
             recompute_seconds(node)
@@ -129,7 +130,7 @@ class Planner:
 
 
 def _dominates(p: FrontierPoint, q: FrontierPoint) -> bool:
-    """Whether `p` saves no more than `q` and takes no longer, and is better in one of the two."""
+    """Whether `p` saves fewer bytes than `q` or takes less time, and is not worse in the other."""
     return (p.bytes, p.seconds) != (q.bytes, q.seconds) and (
         p.bytes <= q.bytes and p.seconds <= q.seconds
     )

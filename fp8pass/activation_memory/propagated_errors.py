@@ -1,7 +1,8 @@
 """Propagate the error of a saved value into the values that are recomputed from it.
 
-The error rules of a value cover only the operators that read it. A sum that is recomputed from an
-inexact term has the term's error too, and the operators that read the sum may amplify it more.
+The error rules of a value cover only the operators that read this value. A sum that is recomputed
+from an inexact term also has the term's error, and the operators that read the sum may amplify this
+error more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from fp8pass.error_analysis.error_rules import Rules
 
 
 def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisions:
-    """Return `decisions` with expected errors that include the uses of recomputed values."""
+    """Return `decisions` with expected errors that include the errors of recomputed values.
+
+    Each saved value's expected error is raised to the error that the value causes through values
+    recomputed from it.
+    """
     found, worst = dict(decisions), dict[fx.Node, Amplification]()
     for node in reversed(g.nodes):
         decision = decisions.get(node)
@@ -37,7 +42,7 @@ def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisio
 
 
 def _include(decision: Decision, use: Amplification) -> Decision:
-    """Return the decision with the expected error of a use, if this error is larger."""
+    """Return `decision` with the error that `use` causes, if this is above the expected error."""
     assert decision.format is not None
     error = use.expected * decision.format.relative_error
     if not decision.low_bit or error <= decision.expected_error:

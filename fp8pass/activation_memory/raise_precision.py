@@ -1,9 +1,10 @@
 """Spend the rest of a budget on formats of more bits, where a byte reduces errors most.
 
-This is a knapsack problem: for each value in low bits, choose one of the formats that the error
-rules allow, to minimize the sum of errors over all elements within the budget. Each additional bit
-reduces the error by less than the previous bit. So taking steps to the next format in the order of
-their error reduction per byte is optimal, until the first step that does not fit.
+This is a knapsack problem: choose a format for each value in low bits, among the formats that the
+error rules allow, so that the sum of errors over all elements is minimal within the budget. A step
+changes a value's format to the next larger format. Each additional bit reduces the error by less
+than the previous bit. So it is optimal to take the steps in the order of their error reduction per
+byte, until a step does not fit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Step:
 
 
 def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float) -> Decisions:
-    """Return the plan that saves the same values, in as many bits as `budget` bytes allow.
+    """Return a plan that saves the same values as `decisions`, in as many bits as `budget` allows.
 
     `decisions` must save at most `budget` bytes.
     """
@@ -51,7 +52,7 @@ def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float)
 
 
 def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterator[_Step]:
-    """Yield the steps from the format of a value in low bits to formats of more bits."""
+    """Yield the steps from a value's format to formats of more bits. Exact values have no steps."""
     if not decision.low_bit:
         return
     options = choices.options(value)
@@ -69,7 +70,7 @@ def _rounding_error(format: Format) -> float:
     """Return the relative RMS error of a group in which most values are small.
 
     The result is close to the error that docs/formats.md measures for values with tails.
-    `relative_error` alone is the same for 6 and for 8 bits, which differ in the range of small
-    values.
+    `relative_error` alone is the same for a format of 6 bits and a format of 8 bits, although more
+    small values are rounded to zero in 6 bits.
     """
     return format.relative_error + format.flushed_share

@@ -1,4 +1,4 @@
-"""The reasons for decisions about forward values. No other module contains their wording."""
+"""The texts of all reasons for decisions about forward values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from enum import Enum
 
 
 class SavedReason(str, Enum):
-    """Why a value is saved in its format, or recomputed. `str.format` fills in the parameters."""
+    """Why a value is saved in its format, or is recomputed.
+
+    `str.format` fills in the parameters of a text.
+    """
 
     # Saved at no cost.
     PARAMETER = "parameter"

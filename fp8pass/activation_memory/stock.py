@@ -32,7 +32,7 @@ class StockPartition:
 def partition_stock(
     gm: fx.GraphModule, joint_inputs: Sequence[object], facts: JointFacts
 ) -> StockPartition:
-    """Partition a copy of a joint graph like stock `torch.compile`."""
+    """Partition a copy of a joint graph in the same way as stock `torch.compile`."""
     primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
     forward, backward = compat.stock_partition(
         graph.copy_module(gm),

@@ -12,7 +12,7 @@ bisection.py          `bisect`: the layers and saved tensors that cause a large 
 culprit_search.py     the search algorithm of `bisect`
 fitting/              `fit`: whether a model trains on a GPU, and how
 calibration.py        `calibrate`: means and standard deviations of activations
-sharpness.py          `sharpness` of the loss around the last token's logits
+sharpness.py          `sharpness`: how far the loss rises near the last token's logits
 recording.py          the joint graphs and inputs of one step, for diagnose and calibrate
 saved_bytes.py        measured bytes that a model saves for its backward
 running.py            the configuration of a compiled model; runs that restore the model's state

@@ -1,4 +1,4 @@
-"""`fp8pass.bisect`: the linear layers and saved tensors that a large gradient error comes from."""
+"""`fp8pass.bisect`: find the linear layers and saved tensors that cause a large gradient error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8pass.tools.culprit_search import CulpritSearch
 from fp8pass.tools.folding import format_paths
 from fp8pass.tools.output import Result, make_name, make_table
 
-# The option that makes units exact, by their kind.
+# For each kind of unit, the option that makes such units exact.
 OPTIONS = {"linear": "skip", "saved": "keep_exact"}
 
 
@@ -37,8 +37,8 @@ class Unit:
 
     Attributes:
         kind: `linear` for all uses of a layer, `saved` for a tensor saved for the backward.
-        name: path of the layer, or name of the value.
-        module: path of the module.
+        name: path of the layer, or name of the saved value.
+        module: path of the layer, or of the module that computes the saved value.
     """
 
     kind: str
@@ -66,17 +66,18 @@ class Culprit(Unit):
 
 @dataclass(repr=False)
 class Bisection(Result):
-    """The causes of a gradient error. Print it, or use `culprits`, `suggested` and `to_json()`.
+    """Result of `bisect`: the causes of a gradient error.
 
-    Errors are ‖wrong - exact‖₂ / ‖exact‖₂ over all gradients, where recipe `exact` computes the
-    exact gradients. The error is infinite if a gradient is not finite.
+    Print this object, or use `culprits`, `suggested` and `to_json()`. Errors are ‖wrong - exact‖₂ /
+    ‖exact‖₂ over all gradients, where recipe `exact` computes the exact gradients. The error is
+    infinite if a gradient is not finite.
 
     Attributes:
         config: the configuration that was examined.
-        error: error of the gradients.
+        error: error of the gradients with this configuration.
         culprits: the units that cause most of the error, in the order found.
-        units: number of linear layers and saved tensors that are not exact.
-        probes: number of compilations.
+        units: number of linear layers and saved tensors that the configuration puts in low bits.
+        probes: number of compilations that the search took.
         spread: whether no other unit stands out, because many units cause the remaining error.
         parts: paths of the compiled parts, () for the whole model. Names of units are relative to
             these paths.
@@ -97,7 +98,7 @@ class Bisection(Result):
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """Options that make the culprits exact, including the entries that `config` has."""
+        """`skip` and `keep_exact`: the entries of `config`, and an entry for each culprit."""
         return make_options(self.culprits, self.config)
 
     def _summary(self) -> str:
@@ -159,14 +160,15 @@ def bisect(
     config: Config | None = None,
     most: int = 4,
 ) -> Bisection:
-    """Find the linear layers and saved tensors that a large gradient error comes from.
+    """Find the linear layers and saved tensors that cause a large gradient error.
 
     Compiles `model` about log2(n) times for each culprit, where n is the number of linear layers
-    and saved tensors. Each time some of these are exact, and one forward and backward runs, op by
-    op. If only parts of the model are compiled, only these parts run in low bits. `bisect` examines
-    the error of the gradients in training; `diagnose` measures the error that each layer adds to
-    exact gradients. A `memory_budget` in bytes must be large enough for the tensors that become
-    exact. Parameters, gradients, buffers and random number generators are restored.
+    and saved tensors. Each compilation makes some of these exact, and runs one forward and
+    backward, op by op. If only parts of the model are compiled, only these parts run in low bits.
+    `bisect` examines the error that gradients have in training. In contrast, `diagnose` measures
+    the error that each layer adds to exact gradients. A `memory_budget` in bytes must be large
+    enough for the tensors that become exact. Parameters, gradients, buffers and random number
+    generators are restored.
 
     Args:
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
@@ -230,7 +232,7 @@ def _show_progress() -> Iterator[Callable[[int], None]]:
 
 
 def find_units(plans: Iterable[Plan]) -> list[Unit]:
-    """Return the linear layers and saved tensors in low bits, in the order of the forward."""
+    """Return the linear layers and saved tensors that are in low bits, in forward order."""
     found: dict[Unit, None] = {}
     for plan in plans:
         placed: list[tuple[int, Unit]] = [
@@ -238,7 +240,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
             for place, y in enumerate(plan.linears, start=1)
             if y.fp8 or y.simulated
         ]
-        # Plans list saved tensors in the order of the backward, which reverses the forward.
+        # Plans list saved tensors in the order of the backward, so reverse them.
         placed += [
             (s.place, Unit("saved", s.value, s.module))
             for s in reversed(plan.saved)
@@ -249,7 +251,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
 
 
 def make_options(units: Iterable[Unit], config: Config) -> dict[str, Any]:
-    """Return options that make units exact, including the entries that `config` has."""
+    """Return `skip` and `keep_exact`: the entries of `config`, and an entry for each of `units`."""
     options: dict[str, Any] = {}
     for unit in units:
         name = OPTIONS[unit.kind]
@@ -301,7 +303,7 @@ class Trials:
         self.units = find_units(g.plan for g in graphs)
 
     def error(self, exact: frozenset[int]) -> float:
-        """Measure the relative error of the gradients if the units of these numbers are exact."""
+        """Measure the relative error of the gradients if the units with these indices are exact."""
         if not exact:
             return self._start
         options = make_options((self.units[i] for i in sorted(exact)), self.config)
@@ -310,7 +312,7 @@ class Trials:
         return measure_relative_error(found, self.exact)
 
     def _compute_gradients(self, backend: Backend) -> list[Tensor | None]:
-        """Return the gradients of the parameters, and of the batch's tensors that require one."""
+        """Return the gradients of the parameters and of tensors in the batch."""
         self.compilations += 1
         with (
             running.isolate_gradients(self.module, self.batch) as leaves,
@@ -329,7 +331,7 @@ def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None
     difference = norm = 0.0
     for w, e in zip(wrong, exact, strict=True):
         if w is not None and e is not None:
-            right = whole(e).double()  # gathers shards, because all ranks must decide alike
+            right = whole(e).double()  # all ranks must decide alike, so gather the shards
             difference += float((whole(w).double() - right).square().sum())
             norm += float(right.square().sum())
     error = math.sqrt(difference / norm if norm else difference)

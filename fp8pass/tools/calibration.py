@@ -30,10 +30,10 @@ def calibrate(
         calibration = fp8pass.calibrate(model, loss_fn, batch)
         model = torch.compile(model, backend="fp8pass", options={"calibration": calibration})
 
-    Names of values are relative to the compiled part, so compile the model in the same way: as a
-    whole or in the same parts. If a module is in several graphs or runs several times, the moments
-    with the largest mean square are used. Runs one forward and backward; parameters, gradients,
-    buffers and random number generators are restored.
+    Names of values are relative to the compiled part. So compile the model in the same way for
+    calibration and for training: as a whole or in the same parts. If a value is in several graphs
+    or runs, the result has the moments with the largest mean square. Runs one forward and backward;
+    parameters, gradients, buffers and random number generators are restored.
 
     Args:
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.

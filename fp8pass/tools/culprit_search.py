@@ -1,16 +1,17 @@
 """Search for the units that cause an error, with few measurements of the error.
 
 Let u1 ... un be the units in low bits in the order of the forward, and E(i) the error of all
-gradients if the first i units are exact. Squares of independent errors add up, so the units from
-i + 1 to j together cause E²(i) - E²(j). Repeatedly halving the range that causes the most error
-leads to the largest single cause in log2(n) compilations. A range is not halved if it causes less
-error than a culprit must, so few measurements suffice if no unit is a culprit. If making a range
-exact turns an infinite error into a finite error, the range contains the unit that overflows.
+gradients if the first i units are exact. Squares of independent errors add up, so the units i + 1
+to j cause the squared error E²(i) - E²(j). Repeatedly halving the range that causes the most error
+leads to the largest single cause in log2(n) compilations. The search does not halve ranges that
+cause too little error to contain a culprit, so few measurements suffice if no unit is a culprit. If
+making a range exact turns an infinite error into a finite error, the range contains the unit that
+overflows.
 
 Squares of large errors do not add up: if all gradients are wrong anyway, the unit that becomes
-exact last seems to cause the whole error. Several units may have to be exact together, so the
-search for the next culprit keeps all culprits found so far exact. In the end the search drops each
-culprit that matters little if all other culprits are exact.
+exact last seems to cause the whole error. The error may decrease only if several units are exact
+together. So while the search looks for the next culprit, all culprits found so far are exact. In
+the end, the search drops each culprit that causes little error if all other culprits are exact.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from functools import cache
 
 # A culprit causes at least this share of the squared error, and at least this many times the
-# average of the other units.
+# squared error that the other units cause on average.
 CULPRIT_SHARE, CULPRIT_TIMES = 0.25, 10.0
 
 
@@ -44,7 +45,7 @@ class CulpritSearch:
         while len(found) < most and (unit := self._find_next(frozenset(found))) is not None:
             found.append(unit)
         if math.isinf(self.error(frozenset(found))):
-            return found  # the error stays infinite, so no unit makes a difference on its own
+            return found  # no decrease can be measured from an infinite error
         for unit in reversed(found):
             others = frozenset(found) - {unit}
             if self._compute_decrease(others, others | {unit}) < self._compute_threshold(others):
@@ -52,7 +53,7 @@ class CulpritSearch:
         return found
 
     def _compute_threshold(self, exact: frozenset[int]) -> float:
-        """Return the least squared error of a culprit, while the units in `exact` are exact."""
+        """Return the squared error that a culprit must cause while units in `exact` are exact."""
         others = self.units - len(exact) - 1
         return max(CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)) * self.error(exact) ** 2
 
@@ -77,6 +78,9 @@ class CulpritSearch:
                 heapq.heappush(ranges, (-caused(*half), *half))
 
     def _compute_decrease(self, before: frozenset[int], after: frozenset[int]) -> float:
-        """Return the decrease of the squared error; both errors may be infinite."""
+        """Return the decrease of the squared error from `before` to `after`, sets of exact units.
+
+        The decrease is 0 if both errors are infinite.
+        """
         a, b = self.error(before), self.error(after)
         return 0.0 if a == b else a**2 - b**2

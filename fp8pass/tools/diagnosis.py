@@ -1,9 +1,9 @@
 """`fp8pass.diagnose`: the gradient error of every layer, measured and predicted.
 
-Runs the joint graph of a model twice on real data: before the passes, and rewritten. The second run
-replaces each forward value, and each gradient that enters a layer, by the exact value from the
-first run. So the error of a layer's gradients does not include errors of later layers, as in Table
-13 of the paper AGoQ.
+Runs two versions of a model's joint graph on real data: the graph before the passes, and the graph
+that the passes have rewritten. The second run replaces each forward value, and each gradient that
+enters a layer, by the exact value from the first run. So the error of a layer's gradients does not
+include errors of later layers, as in Table 13 of the paper AGoQ.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fp8pass.tools.running import check_configuration
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 
-# An error of more than this many times the predicted error is marked.
+# The table marks measured errors that exceed this many times the predicted error.
 FAR_ABOVE = 3.0
 
-# Predicted errors count as at least this much, because BF16 rounding and correlations of gradients
-# with values cause errors up to this size.
+# Smaller predicted errors are replaced by this one before the comparison, because BF16 rounding and
+# correlations of gradients with values cause errors up to this size.
 NEGLIGIBLE = 0.01
 
 
@@ -42,15 +42,15 @@ class LayerError:
 
     Attributes:
         module: path of the module in the model.
-        entry: entry of `skip` for the layer: its path in the compiled part. Identical parts share
-            entries.
+        entry: the entry of `skip` that matches the layer: the layer's path in the compiled part.
+            Layers of identical parts have the same entry.
         gradient: the tensor that the gradient belongs to: `weight`, `input`, or `attention q`, `k`,
             `v`.
         shape: shape of the gradient, as text.
         mean_absolute: mean absolute error.
         relative: ‖wrong - exact‖₂ / ‖exact‖₂.
-        predicted: relative error that the rules predict for the values of the batch; None if no
-            rule could be derived, which happens only with the rules off (`error_tolerance=inf`).
+        predicted: relative error that the error rules predict for the values of the batch. None if
+            no rule could be derived, which happens only with the rules off (`error_tolerance=inf`).
     """
 
     module: str
@@ -70,7 +70,7 @@ class LayerError:
 
 @dataclass(repr=False)
 class Diagnosis(Result):
-    """The gradient errors of a model's layers. Print it, or use `layers` and `to_json()`."""
+    """The gradient errors of a model's layers. Print this object, or use `layers`, `to_json()`."""
 
     config: Config
     layers: list[LayerError] = field(default_factory=list)
@@ -152,9 +152,9 @@ def diagnose(
     compiled, only their layers are measured. Runs one forward and backward; parameters, gradients,
     buffers and random number generators are restored.
 
-    On a GPU with FP8 tensor cores, measured errors include the error of FP8 accumulation. Other
-    devices accumulate in FP32, except within `fp8pass.testing.hardware_accumulation()`, so there
-    only predicted errors include the error of FP8 accumulation.
+    Predicted errors include the error of FP8 accumulation. Measured errors include this error only
+    on a GPU with FP8 tensor cores, or within `fp8pass.testing.hardware_accumulation()`, because
+    other devices accumulate in FP32.
 
     Args:
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
@@ -179,7 +179,7 @@ def measure_errors(record: Record) -> Iterable[LayerError]:
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
     predictor = Predictor(rules, record.decisions, record.planned_values(exact))
     predictor.run(record.planned.graph)
-    # Layers end at GEMMs and attention, and at the outputs of non-linear regions.
+    # Errors are measured where layers end: at GEMMs, attention, and outputs of non-linear regions.
     ends = {n for region in rules.regions for n in region.outputs}
     ends |= {n for n in rules.backward if kind(n) in LAYERS}
     names = {original_name(n) for n in ends & rules.backward}
@@ -220,8 +220,9 @@ class LocalErrorInterpreter(fx.Interpreter):
         gm: the rewritten graph.
         exact: the exact value of each node, by name.
         ends: names of the gradients at the ends of layers.
-        regions: number of the non-linear region of each node, by name. Gradients between nodes of a
-            region are not replaced, for example in the sum that computes a bias's gradient.
+        regions: index of each node's non-linear region, by the node's name. If a gradient goes from
+            one node to another in the same region, for example to the sum that computes a bias's
+            gradient, this gradient is not replaced by the exact value.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         self.errors: dict[fx.Node, tuple[float, float]] = {}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        """Return the operands of a node, with exact gradients from other layers."""
+        """Return a node's operands. Gradients from other layers are replaced by exact values."""
         return fx.map_arg((n.args, n.kwargs), lambda operand: self._find_operand(operand, n))
 
     def _find_operand(self, operand: fx.Node, user: fx.Node) -> Any:
@@ -246,7 +247,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         return arrange_as(operand, self.exact[name]) if is_end and not inside else given
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and record its error. A forward node returns its exact value instead."""
+        """Run a node and record its error. For a forward node, return the exact value instead."""
         value, name = super().run_node(n), original_name(n)
         if n.op != "call_function" or name not in self.exact:
             return value
@@ -258,7 +259,7 @@ class LocalErrorInterpreter(fx.Interpreter):
 
 
 def _measure_difference(value: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Return the mean absolute error and the relative L2 error."""
+    """Return the mean absolute error and the relative L2 error (absolute if `exact` is zero)."""
     wrong, right = value.double(), exact.double()
     norm = float(right.norm())
     error = float((wrong - right).norm())

@@ -1,4 +1,4 @@
-"""`fp8pass.explain`: fp8pass's decisions about a model with reasons, without training."""
+"""`fp8pass.explain`: show fp8pass's decisions about a model, and the reasons, without training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from fp8pass.tools.tables import format_totals, make_tables, sort_points
 
 
 class Explanation(ExplanationData):
-    """The decisions of fp8pass about a model. Print it, `save` it as a page, or use `graphs`."""
+    """The decisions of fp8pass about a model.
+
+    Print this object, `save` it as a page, or use `graphs`.
+    """
 
     def save(
         self,
@@ -33,7 +36,7 @@ class Explanation(ExplanationData):
         *,
         beside: Explanation | None = None,
     ) -> None:
-        """Write everything as one HTML page that works offline: see docs/report.md.
+        """Write the explanation as one HTML page that works offline (docs/report.md).
 
         Args:
             path: the file to write.
@@ -104,11 +107,12 @@ def _measure_in_eager(
     explanation: Explanation, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Measure the bytes that an eager forward saves, and record the linear layers that run."""
-    try:  # the stance also stops functions of the model that are compiled on their own
+    try:  # the stance also applies to functions that the model itself compiles
         with torch.compiler.set_stance("force_eager"), running.record_linears(module) as linears:
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     except AssertionError:
-        # Dynamo must trace torch.cond, scan and map, and rejects hooks of modules within them.
+        # torch.cond, scan and map need Dynamo, which rejects the hooks that record linear layers.
+        # So measure the bytes without these hooks.
         with torch.compiler.set_stance("default", force_backend="eager"):
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     else:
@@ -124,17 +128,17 @@ def explain(
     rules: bool = False,
     **kwargs: Any,
 ) -> Explanation:
-    """Explain what fp8pass would do to `model` called with these arguments.
+    """Explain what fp8pass would do to `model` if the model is called with these arguments.
 
     Runs one forward of the model in eager mode, and one through the rewritten graphs, op by op,
-    with gradients enabled. If only parts of the model are compiled, only those are rewritten.
+    with gradients enabled. If only parts of the model are compiled, only these parts are rewritten.
     Buffers and random number generators are restored; parameters and gradients do not change.
 
     Args:
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         *args: arguments of the model.
         config: the configuration to explain, instead of the model's own or the default recipe.
-        frontier: also compute the plans of other memory budgets. Solves about ten more
+        frontier: also compute the plans of other memory budgets. This solves about ten more
             mixed-integer programs for each graph.
         rules: also show how much each non-linear region amplifies errors of stored values, as a
             number and as a formula.

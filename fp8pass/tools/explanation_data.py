@@ -29,7 +29,7 @@ class ExplanationData(Result):
     Attributes:
         config: the configuration that was explained.
         model: name of the model's class.
-        parts: paths of the compiled parts; () for the model as a whole.
+        parts: paths of the compiled parts; () if the model is compiled as a whole.
         saved_bytes: measured bytes that a forward saves for the backward, inside and outside of
             graphs. Shared tensors are counted once, and parameters are not counted.
         eager_bytes: measured bytes that a forward saves without a compiler.
@@ -37,7 +37,7 @@ class ExplanationData(Result):
         owners: path of each parameter's module, by the parameter's id.
         linears: path of each linear layer that a forward runs, by the ids of its parameters.
         convolutions: number of convolution modules, none of which runs in FP8.
-        convolution_share: share of the model's parameters that convolutions have.
+        convolution_share: share of the model's parameters that belong to convolutions.
     """
 
     config: Config
@@ -52,7 +52,7 @@ class ExplanationData(Result):
     convolution_share: float = 0.0
 
     def modules_of(self, compiled: CompiledGraph) -> list[str]:
-        """Return the paths of the modules that a graph ran in; '' is the model itself."""
+        """Return the paths of the modules that run a graph; '' is the model itself."""
         found = (find_module_of_run(run.weights, self.owners) for run in compiled.runs)
         return list(dict.fromkeys(found))
 
@@ -65,7 +65,12 @@ class ExplanationData(Result):
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes saved outside of compiled graphs, minus bytes that several graphs share."""
+        """Measured bytes minus the bytes that the plans of all compiled graphs save.
+
+        If the difference is positive, these bytes are saved outside of graphs. The difference is
+        negative if several graphs save the same tensors, because the measurement counts such
+        tensors only once.
+        """
         return self.saved_bytes - sum(g.runs_kept * g.plan.saved_bytes for g in self.graphs)
 
     @property
@@ -117,11 +122,11 @@ class ExplanationData(Result):
 
 
 def describe_operands(compiled: CompiledGraph) -> list[SavedTensor]:
-    """Return the saved tensors of a graph, with FP8 operands of GEMMs as low-bit copies.
+    """Return the saved tensors of a graph, with FP8 operands of GEMMs listed as saved in low bits.
 
-    The plan lists such an operand as `exact`, because the graph saves the FP8 data unchanged. Here
-    its format is FP8, and `bytes_exact` is the size of the value that was quantized, because that
-    value would be saved without fp8pass.
+    The plan lists such an operand as `exact`, because the graph saves the FP8 data unchanged. In
+    the result, the operand's format is FP8, and `bytes_exact` is the size of the value that was
+    quantized, because that value would be saved without fp8pass.
     """
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     return [_describe_operand(s, nodes[s.name]) for s in compiled.plan.saved]
@@ -136,7 +141,7 @@ def _describe_operand(saved: SavedTensor, node: fx.Node) -> SavedTensor:
 
 
 def _plain(option: object) -> object:
-    """Return the value of an option that JSON cannot represent, as data."""
+    """Convert an option that JSON cannot represent: a `Simulation` to a dict, all else to text."""
     return vars(option) if isinstance(option, Simulation) else f"{option}"
 
 

@@ -13,7 +13,7 @@ class FoldedRow(NamedTuple):
     """An item of a plan that is equal in `count` modules.
 
     Attributes:
-        module: pattern of the modules' paths.
+        module: pattern of the modules' paths, such as `layers.*.mlp`.
         count: number of modules.
         item: the item of the first module.
         source: line of the model's code that the item comes from; '' if unknown.
@@ -32,7 +32,7 @@ def format_paths(paths: Iterable[str]) -> str:
 
 
 def fold_rows(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[FoldedRow]:
-    """Fold (path, key, item) tuples with equal keys, and paths that differ only in numbers."""
+    """Fold (path, key, item) tuples if their keys are equal and paths differ only in numbers."""
     groups: dict[tuple[str, tuple[Any, ...]], list[tuple[str, Any]]] = {}
     for path, key, item in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", path), key), []).append((path, item))
@@ -43,7 +43,7 @@ def fold_rows(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[FoldedRo
 
 
 def sort_by_bytes(rows: Iterable[FoldedRow]) -> list[FoldedRow]:
-    """Sort rows by the bytes of all their modules, the most first."""
+    """Sort rows by the total bytes of their modules, the largest first."""
     return sorted(rows, key=lambda row: row.count * row.item.bytes, reverse=True)
 
 
@@ -61,21 +61,21 @@ def fold_linears(linears: Iterable[Linear]) -> list[FoldedRow]:
 
 
 def fold_collectives(sent: Iterable[Collective]) -> list[FoldedRow]:
-    """Fold equal collectives, the most bytes first."""
+    """Fold equal collectives, and sort them by bytes, the largest first."""
     return sort_by_bytes(
         fold_rows((c.module, (c.op, c.half, c.shape, c.dtype, c.reason), c) for c in sent)
     )
 
 
 def fold_copies(copies: Iterable[HostCopy]) -> list[FoldedRow]:
-    """Fold offloaded tensors of equal layers. A row has the times of the first layer."""
+    """Fold equal layers' copies to the host. A row has the copy times of the first layer."""
     return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 
 def fold_saved(
     saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
 ) -> list[FoldedRow]:
-    """Fold equal saved tensors, the most bytes first. Scalars are left out.
+    """Fold equal saved tensors, and sort them by bytes, the largest first. Leave scalars out.
 
     Args:
         saved: saved tensors.

@@ -20,7 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# Width of the text if no terminal determines it.
+# Width of printed tables in characters, if the output is not a terminal.
 DEFAULT_WIDTH = 100
 
 
@@ -32,7 +32,7 @@ class Result:
         raise NotImplementedError
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return everything as JSON text, and write it to `path` if one is given.
+        """Return everything as JSON text. If `path` is given, also write the text to this file.
 
         NaN and infinities, which JSON does not have, become null.
         """

@@ -34,7 +34,7 @@ from fp8pass.graph.tags import original_name
 fp8 = torch.ops.fp8pass
 
 
-# The error of a GEMM is estimated on a sample of its result with this many rows and columns.
+# The error of a GEMM is estimated on a sample of its result: at most this many rows and columns.
 LARGEST_SAMPLE = 512
 # Rows and columns of the sample for fast accumulation, which is slow to emulate.
 LARGEST_EMULATED = 32
@@ -47,10 +47,10 @@ class Predictor:
     Attributes:
         rules: error rules of the graph.
         decisions: how each forward value reaches the backward.
-        values: values of the nodes on a batch.
-        forward: errors of forward values as the backward reads them.
-        backward: errors of gradients, by the node's name in the graph before any pass; None if
-            no rule could be derived.
+        values: exact values of the nodes on a batch.
+        forward: predicted errors of forward values when the backward reads the values.
+        backward: predicted errors of gradients, by the node's name in the graph before any pass.
+            An error is None if no rule could be derived.
     """
 
     rules: Rules
@@ -60,7 +60,7 @@ class Predictor:
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:
-        """Predict the errors of all nodes in order. Each region follows its last input."""
+        """Predict the errors of all nodes in order, and of each region after its last input."""
         members = {n for region in self.rules.regions for n in region.nodes}
         ready = self.rules.by_last_input()
         for node in g.nodes:
@@ -93,7 +93,7 @@ class Predictor:
     # --- operators ------------------------------------------------------------------------------
 
     def _rerun(self, node: fx.Node) -> None:
-        """Run an operator on rounded operands, and compare the results."""
+        """Run an operator on rounded operands, and compare its results with the exact results."""
         if graph.is_getitem(node) or not any(self.forward.get(n) for n in node.all_input_nodes):
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._round)
@@ -116,7 +116,7 @@ class Predictor:
         return (rounded + mean).to(value.dtype)
 
     def _predict_scaled_mm(self, gemm: fx.Node) -> float:
-        """Return the error of a product due to its operands' errors and FP8 accumulation."""
+        """Return the error that the operands' errors and FP8 accumulation cause in a product."""
         exact, rounded = [], []
         for operand in (gemm.args[0], gemm.args[2]):
             matrix, error = self._find_operand(operand)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ class Predictor:
         return math.hypot(change, estimate_accumulation_error(*exact) if fast else 0.0)
 
     def _predict_experts(self, gemm: fx.Node) -> float:
-        """Return the error of an expert GEMM, with the operands' errors taken as independent.
+        """Return the error of an expert GEMM, assuming that its operands' errors are independent.
 
         The sizes of the expert groups are dynamic, so no sample of the product can be drawn.
         """
@@ -160,7 +160,7 @@ class Predictor:
     def _find_operand(self, node: fx.Node) -> tuple[Tensor, float]:
         """Return the matrix that an operand was quantized from, and the operand's error.
 
-        The contracted dimension is the matrix's last.
+        The last dimension of the returned matrix is the contraction.
         """
         if graph.is_call(node, fp8.transpose.default):
             matrix, error = self._find_operand(node.args[0])  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def _find_quantize(node: Any) -> fx.Node:
 
 
 def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
-    """Estimate the relative error that fast accumulation adds to `a @ b.T`, on a sample."""
+    """Estimate the relative error that fast accumulation adds to `a @ b.T`, on a few rows."""
     operands = []
     for x in (a, b):
         rows = torch.linspace(0, len(x) - 1, min(len(x), LARGEST_EMULATED), dtype=torch.float64)

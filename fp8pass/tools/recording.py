@@ -1,4 +1,4 @@
-"""Record the joint graphs of one step of a model: before and after the passes, with inputs."""
+"""Record the joint graphs that a step of a model runs, before and after the passes, with inputs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def record_step(
 ) -> list[Record]:
     """Run `loss_fn(model, batch).backward()`, and record each graph run that has a backward.
 
-    If only parts of the model are compiled, only those are recorded. Parameters, buffers, gradients
-    and random number generators are restored.
+    If only parts of the model are compiled, only these parts are recorded. Parameters, buffers,
+    gradients and random number generators are restored.
     """
     records: list[Record] = []
     module = compat.original_of(model)
@@ -56,7 +56,7 @@ class Record:
         ctx: context of the passes, for the nodes of `planned`.
         decisions: decisions about the nodes of `planned`.
         module: path of the module that ran. Paths in the graph are relative to this module.
-        inputs: real tensors by placeholder.
+        inputs: the inputs of the run, by the placeholder's name.
     """
 
     exact: fx.GraphModule
@@ -99,7 +99,10 @@ class Record:
         return {node.name: value for node, value in interpreter.env.items()}
 
     def planned_values(self, exact: dict[str, Any]) -> dict[fx.Node, Any]:
-        """Return exact values by node of `planned`, including views and copies added by passes."""
+        """Return the exact values of nodes of `planned`.
+
+        The values of views and copies that passes added are computed from their operands.
+        """
         values: dict[fx.Node, Any] = {}
         for node in self.planned.graph.nodes:
             if (name := node.meta.get(ORIGINAL_GATHER, original_name(node))) in exact:
@@ -130,7 +133,7 @@ class Recorder:
     """Observes the passes over one joint graph.
 
     Attributes:
-        record: the joint graph; None until the plan is materialized.
+        record: the graph at three points, without inputs; None until `materialize_plan` has run.
     """
 
     def __init__(self) -> None:
@@ -163,7 +166,7 @@ class Runs:
 
     Args:
         records: list that a record of each run is added to, in the order of the forwards.
-        copies: whether to copy inputs, which is necessary if they are freed after the step.
+        copies: whether to copy the inputs. This is necessary if their memory is freed after a run.
     """
 
     def __init__(self, records: list[Record], *, copies: bool) -> None:
@@ -178,8 +181,9 @@ class Runs:
         self._waiting.append(run)
 
     def backward(self, inputs: dict[str, Any]) -> None:
-        """Add the inputs of a backward to the last forward with the same saved inputs.
+        """Add the inputs of a backward to the record of its forward.
 
+        This is the last waiting forward for which the inputs that both graphs read are equal.
         Autograd runs backwards in the reverse order of forwards. So later forwards that still wait
         have no backward: their results are not used, or `torch.utils.checkpoint` ran them again.
         """
@@ -205,8 +209,8 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _make_backend(config: Config, records: list[Record], module: nn.Module) -> Callable[..., Any]:
     owners = running.find_owners(module)
-    # FSDP2 replaces a module's parameters by gathered ones while the module runs, and frees their
-    # memory afterwards.
+    # While a module runs, FSDP2 replaces the module's parameters by gathered parameters, and frees
+    # the memory of the gathered parameters afterwards.
     copies = running.is_sharded(module)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

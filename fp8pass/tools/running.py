@@ -1,4 +1,4 @@
-"""Run a model to inspect it, with the options that it was compiled with, and restore its state."""
+"""Run a model to inspect it, with the options of its compilation, and restore its state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def find_configuration(model: nn.Module) -> Config:
 
 
 def check_configuration(tool: str, model: Any, config: Any) -> Config:
-    """Return the given configuration of a tool, or the model's own.
+    """Check a tool's arguments. Return `config`, or the model's own if `config` is None.
 
     Raises:
         TypeError: `model` is not a module, or `config` not a `Config`.
@@ -59,7 +59,8 @@ def check_configuration(tool: str, model: Any, config: Any) -> Config:
 def find_recipe(config: Config) -> tuple[str, dict[str, Any]]:
     """Return the recipe that differs from `config` in the fewest options, and these options.
 
-    The option `compiler` is ignored. If several recipes are equally near, `coat` is preferred.
+    The option `compiler` is ignored. If several recipes differ in equally few options, `coat` is
+    preferred.
     """
     found = {}
     for name in ("coat", *RECIPES):
@@ -144,7 +145,7 @@ def find_compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def compile_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
-    """Yield `model` compiled with `backend`, in the same parts or as a whole.
+    """Yield `model` compiled with `backend`: the parts that fp8pass compiles, or the whole model.
 
     Inside the context, the caches of compiled code start empty, and gradients are enabled.
     """
@@ -165,10 +166,10 @@ def find_owners(model: nn.Module) -> dict[int, str]:
 
 @contextmanager
 def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Collect the paths of `nn.Linear`s that run, by the ids of the parameters that they run with.
+    """Collect the paths of the `nn.Linear`s that run, by the ids of their parameters at that time.
 
-    FSDP2 runs layers with gathered parameters instead of the model's own. Layers that compute their
-    weight are left out.
+    With FSDP2, these are gathered parameters instead of the model's own. Layers that compute their
+    weight, and so have no parameter `weight`, are left out.
     """
     found: dict[int, str] = {}
 
@@ -198,10 +199,10 @@ def count_convolutions(model: nn.Module) -> tuple[int, float]:
 
 
 def name_projections(model: nn.Module, plan: Plan) -> None:
-    """Name the projections of each `nn.MultiheadAttention` in a plan, because they share a path.
+    """Name the projections of each `nn.MultiheadAttention`, because they have the same path.
 
-    In each run, one to three GEMMs project queries, keys and values. The next GEMM, the output
-    projection, has a third of the outputs of these GEMMs together.
+    In each run, one to three GEMMs project queries, keys and values. The next GEMM is the output
+    projection, which has a third as many output features as these GEMMs together.
     """
     modules = [
         f".{graph.clean_path(path)}"
@@ -217,14 +218,14 @@ def name_projections(model: nn.Module, plan: Plan) -> None:
 
 
 def find_module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
-    """Return the path of the module that a graph ran in; '' is the model itself.
+    """Return the path of the module that ran a graph; '' is the model itself.
 
-    A weight's module has a path in the model, which ends in the module's path in the graph. The
+    The path of a weight's module in the model ends in the path of the same module in the graph. The
     result is the path in the model without this ending.
 
     Args:
         weights: parameters that the graph ran with, by the paths of their modules in the graph.
-        owners: paths of their modules in the model (`find_owners`).
+        owners: paths of the parameters' modules in the model, by id (`find_owners`).
     """
     named_first = sorted(weights.items(), key=lambda item: not item[0])
     pairs = ((owners.get(id(w), ""), path) for path, w in named_first)
@@ -292,12 +293,13 @@ def _restore(values: Mapping[Tensor, Tensor]) -> None:
 
 @contextmanager
 def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
-    """Yield the leaf tensors without gradients, and restore their gradients on exit.
+    """Yield the leaf tensors with `grad` set to None, and restore their gradients on exit.
 
-    The values of gradients are restored, too, because DistributedDataParallel writes to their
-    memory. FSDP2 reduces all gradients inside the context; sums that it has not reduced yet are
-    restored on exit. Hooks on accumulated gradients do not run, because an optimizer in such a hook
-    would train the model.
+    The leaf tensors are the parameters, and the leaf tensors of the batch that require a gradient.
+    The values of the gradients are restored, too, because DistributedDataParallel writes to their
+    memory. Inside the context, FSDP2 reduces all gradients. Earlier sums that FSDP2 has not reduced
+    yet are restored on exit. Hooks on accumulated gradients do not run, because an optimizer in
+    such a hook would train the model.
 
     Raises:
         ValueError: inference mode is on.

@@ -15,8 +15,8 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Return the bytes that one forward of `model`, compiled or not, saves for its backward.
 
     Parameters, buffers and leaves that require a gradient are not counted, because the caller holds
-    them anyway. Tensors that share a storage count once. Saved tensors are freed immediately, so
-    their total may exceed the memory, but the backward of this forward cannot run.
+    them anyway. Tensors that share a storage count once. Saved tensors are freed immediately. So
+    their total size may exceed the memory, and the backward of this forward cannot run.
 
     Raises:
         RuntimeError: the forward computes derivatives itself.
@@ -26,9 +26,10 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     saved: dict[Any, int] = {}
     sharded = is_sharded(model)
 
-    @torch.compiler.disable  # FSDP2's hooks would trace it with fake tensors, without a storage
+    # FSDP2's hooks would otherwise trace `pack` with fake tensors, which have no storage.
+    @torch.compiler.disable
     def pack(tensor: Tensor) -> None:
-        if sharded:  # FSDP2 replaces parameters by gathered ones while their module runs
+        if sharded:  # while a module runs, FSDP2 replaces its parameters by gathered copies
             own.update(map(compat.weak_storage, model.parameters()))
         saved[compat.weak_storage(tensor)] = tensor.untyped_storage().nbytes()
 

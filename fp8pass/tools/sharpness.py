@@ -1,4 +1,4 @@
-"""`fp8pass.sharpness`: how far the loss rises within a small box around the last token's logits.
+"""`fp8pass.sharpness`: the largest rise of the loss in a small box around the last token's logits.
 
 Section 3.1 of the paper "To FP8 and Back Again", after Keskar et al. 2017, defines the metric. With
 the logits y of the last token, and the loss f as a function of these logits, sharpness is
@@ -51,17 +51,17 @@ def sharpness(
     model runs once, in evaluation mode and without gradients; its state is restored.
 
     Args:
-        model: called by `loss_fn`. Returns logits of shape [batch, sequence, vocabulary] for a
-            language model, or [batch, vocabulary]: as a tensor, first in a tuple, or as `logits` of
-            an object or mapping.
-        loss_fn: `loss_fn(model, batch)` returns the mean loss of the last token of each sequence, a
-            scalar. Its first argument is a stand-in for the model that returns the logits of the
-            last token, [batch, 1, vocabulary] in FP64.
+        model: called by `loss_fn`. Its logits have the shape [batch, sequence, vocabulary] for a
+            language model, or [batch, vocabulary]. The model returns them as a tensor, first in a
+            tuple, or as `logits` of an object or mapping.
+        loss_fn: `loss_fn(model, batch)` returns a scalar, the mean loss over the last tokens of all
+            sequences. The argument `model` is not the model itself: it returns only the logits of
+            the last token, [batch, 1, vocabulary] in FP64.
         batch: passed to `loss_fn`. For one sequence the result is the paper's metric. For several
             sequences, one search covers all of them, and f is their mean loss.
         epsilon: ε, the half width of the box relative to |y| + 1.
         search: whether to search the box with L-BFGS-B. Otherwise the loss in the corner that the
-            gradient points to counts as the maximum, with the same result for cross-entropy.
+            gradient points to counts as the maximum, which gives the same result for cross-entropy.
 
     Returns:
         φ in percent; the loss itself if the loss is not finite.
@@ -144,7 +144,7 @@ class Landscape:
         return loss.squeeze()
 
     def _stand_in(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output with the current logits of the last token."""
+        """Return the model's output, with the logits replaced by the current last-token logits."""
         if self._current is None:
             with torch.no_grad():
                 self._output = self._model(*args, **kwargs)
@@ -224,7 +224,7 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def _use_evaluation_mode(model: Any) -> Iterator[None]:
-    """Switch all modules to evaluation mode, and restore the mode of each on exit."""
+    """Switch all modules to evaluation mode, and restore the mode of each module on exit."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     for module in modules:

@@ -77,7 +77,7 @@ def _make_host_table(title: str, offload: Offload) -> Table:
 
 
 def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
-    """Make the table of collectives, the most bytes first, with the reasons for high precision."""
+    """Make the table of collectives, the largest first, with the reasons for high precision."""
     columns = "×", "graph", "collective", "MiB"
     table = make_table(f"{title}: sent to other ranks", "module, tensor and reason", *columns)
     for path, count, c, _ in folding.fold_collectives(collectives):
@@ -89,7 +89,8 @@ def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
 def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
     """Make the table of error amplification by region.
 
-    Case 1 of the paper AGoQ stores the inputs of a region; case 2 also stores intermediate results.
+    The two columns are cases of the paper AGoQ. Case 1 stores the inputs of a region; case 2 also
+    stores its intermediate results.
     """
     columns = "×", "inputs stored", "results, too"
     table = make_table(f"{title}: error rules", "module, operators, inputs", *columns)
@@ -102,9 +103,9 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Make the table of memory budgets. Shares are relative to the largest budget.
+    """Make the table of plans for several memory budgets, with shares of the largest budget.
 
-    Saved bytes are rounded up, so that they can be pasted as a memory budget.
+    Saved bytes are rounded up, because a user may pass a number from the table as `memory_budget`.
     """
     points = sort_points({*plan.frontier, *([plan.point] if plan.point else [])})
     host = ["MiB on host"] if any(p.host_bytes for p in points) else []
@@ -125,7 +126,7 @@ def _make_frontier_table(title: str, plan: Plan) -> Table:
 
 
 def sort_points(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
-    """Sort points of a frontier by memory, the least first."""
+    """Sort points of a frontier by saved bytes, the smallest first."""
     return sorted(points, key=lambda p: (p.bytes, p.seconds))
 
 
@@ -236,7 +237,7 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
 
 
 def _describe_heads(plans: Sequence[Plan]) -> str:
-    """Describe each output head that is in a graph with its loss, in one line."""
+    """Describe each output head that is in the same graph as its loss, with one line each."""
     lines = dict.fromkeys(
         f"\nLogits of {head.module or 'the output head'}, {head.shape}: computed "
         + (f"in {head.chunks} chunks of tokens" if head.chunks > 1 else "for all tokens at once")

@@ -20,7 +20,7 @@ from fp8pass.tools.cli.parsing import (
 )
 
 REPORT = "--traceback shows where. To report the error, add the output of fp8pass env."
-# Unlike other commands, fit does not first run the model alone, so an error may be the model's.
+# Unlike other commands, fit does not first run the model alone, so the model may cause the error.
 REPORT_FIT = (
     "--traceback shows where. If the error is not in the model or its loss_fn, report it with the "
     "output of fp8pass env."
@@ -115,7 +115,7 @@ def _call_fit(options: argparse.Namespace, config: Config | None, found: target.
     import fp8pass
 
     loss_fn = make_loss_fn(found)
-    unpacks = isinstance(found.batch, torch.Tensor)  # fit passes a batch of one tensor as a tuple
+    unpacks = isinstance(found.batch, torch.Tensor)  # fit passes a single tensor as a tuple
     wrong: ConfigError | None = None
     with task("fp8pass.fit", REPORT_FIT):
         try:

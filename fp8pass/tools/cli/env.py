@@ -1,4 +1,4 @@
-"""`fp8pass env`: facts for a bug report. Missing or broken parts are reported, never raised."""
+"""`fp8pass env`: print facts for a bug report, even if parts of the installation are broken."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 VARIABLES = ("FP8PASS_", "TORCHINDUCTOR_", "TORCH_LOGS", "TORCH_TRACE")
 
 NO_DRIVER = "none found"
-# Largest relative error of a correct product. Rounding both operands to E4M3 gives about 4%.
+# A product with a larger relative error is wrong. Rounding both operands to E4M3 causes an error of
+# about 4%.
 LARGEST_ERROR = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Models from a Hugging Face config.json, with random weights and inputs; no downloads."""
+"""Build models from a Hugging Face config.json: random weights and inputs, no downloads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """
     make = _find_class(config)
     before = torch.get_default_dtype()
-    # Unlike a cast, the default dtype leaves buffers in FP32 that the model creates in FP32.
+    # A cast of the model would also convert buffers that the model creates in FP32. The default
+    # dtype does not change these.
     torch.set_default_dtype(dtype or _find_dtype(config) or torch.float32)
     try:
         with torch.device(device):
@@ -111,7 +112,7 @@ def note_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> str:
 
 
 def _describe_usual(model: Any, x: torch.Tensor) -> str:
-    """Describe an input like `x` of a usual size, in the syntax of `--input`."""
+    """Describe an input like `x`, but of a usual size, in the syntax of `--input`."""
     if x.is_floating_point():
         return "x".join(map(str, (USUAL_BATCH, *x.shape[1:])))
     if x.ndim == 1:

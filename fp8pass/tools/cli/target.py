@@ -1,4 +1,4 @@
-"""TARGET: the model of a command, and the arguments that it is called with."""
+"""Build TARGET: the model of a command, and the arguments to call the model with."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Input:
     """A random tensor to create.
 
     Attributes:
-        name: name of a keyword argument; empty for a positional one.
+        name: name of a keyword argument; empty for a positional argument.
         shape: sizes of the tensor.
         dtype: name of a dtype; empty for the dtype of the model's parameters.
         below: exclusive upper bound of integers.
@@ -274,7 +274,7 @@ def load(options: argparse.Namespace) -> Target:
 
 
 def build(text: str) -> Any:
-    """Call the function that `text` names. If it names a module of PyTorch, return the module.
+    """Call the function that `text` names. If `text` names an `nn.Module`, return this module.
 
     Raises:
         UsageError: the function does not exist, or needs arguments.
@@ -305,7 +305,7 @@ def build(text: str) -> Any:
 
 
 def _unpack(made: Any) -> Target:
-    """Unpack the return value of a function; raise UsageError if it has the wrong form."""
+    """Unpack the return value of TARGET; raise UsageError if the value has the wrong form."""
     from torch import Tensor, nn
 
     model, *rest = made if isinstance(made, tuple) and made else (made,)
@@ -331,7 +331,7 @@ def _unpack(made: Any) -> Target:
 
 
 def _move(target: Target, device: Any, dtype: Any) -> Target:
-    """Move a target to `device`, and convert floats to `dtype`; None changes nothing."""
+    """Move a target to `device`, and convert floats to `dtype`. Ignore an argument that is None."""
     import torch
 
     from fp8pass import compat

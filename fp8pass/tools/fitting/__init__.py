@@ -1,8 +1,8 @@
-"""`fit`: whether a model trains on a GPU and its host, and how, before anything is allocated.
+"""`fit`: find how a model can train on a GPU and its host, before anything is allocated.
 
     step.py        record of one step on fake tensors: allocations, and runs of compiled graphs
     planned.py     a compiled graph under a configuration: its plan, memory and work
-    traced.py      bytes alive at each moment of a recorded step, also for many equal layers
+    traced.py      bytes alive at each moment of a recorded step, extrapolated over equal layers
     setup.py       a way to train: options, as lines to paste
     parameters.py  bytes of weights, gradients and optimizer states, on the GPU and on the host
     candidates.py  the ways to train with their memory and time, the fastest first

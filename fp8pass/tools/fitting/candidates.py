@@ -1,7 +1,7 @@
-"""The ways to train, each with its memory and its step time, in the order of time.
+"""List the ways to train, each with its memory and its step time, the fastest first.
 
-The candidates are a small, fixed set: each configuration of the backend with each choice of data in
-host memory. Candidates with 4-bit saved values come last.
+The candidates are a small, fixed set: each configuration of the backend, combined with each choice
+of data to move to host memory. Candidates with 4-bit saved values come last.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from fp8pass.tools.fitting.traced import TracedLayers, TracedStep
 MIB = 1 << 20
 # GPU memory of CUDA, its libraries and kernels.
 CONTEXT_BYTES = 600 * MIB
-# Share of GPU memory that PyTorch's allocator reserves beyond the allocated bytes, if segments are
-# expandable.
+# GPU memory that PyTorch's allocator reserves beyond the allocated bytes, as a share of these
+# bytes, if segments are expandable.
 UNUSED_SHARE = 0.02
 # Host memory of Python, PyTorch and the driver.
 PROCESS_BYTES = 4 << 30
-# Unused share of pinned host memory: its blocks are powers of two, so the last is partly unused.
+# Unused share of pinned host memory. Pinned memory is allocated in blocks of 2^n bytes, and the
+# last block is partly unused.
 HOST_SHARE = 0.05
 # CPU time to launch the update of one parameter in the backward: 12 ms per step for the 291
 # parameters of Llama-2-7B on an H200 (benchmarks/results/model.json).
@@ -37,7 +38,7 @@ ATTACHED_SECONDS = 40e-6
 # Memory budgets, as shares of the bytes saved without a budget.
 BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2)
 HEAD_CHUNKS = 8
-# Values of `step_in_backward` and `offload`.
+# The combinations of `step_in_backward` and `offload` to try.
 PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (False, ()),
     (True, ()),
@@ -55,7 +56,7 @@ class Seconds:
     """The time of an optimizer step.
 
     Attributes:
-        forward, backward: seconds of all micro-batches.
+        forward, backward: seconds of the forwards and of the backwards of all micro-batches.
         update: seconds of the optimizer, and of adding up gradients.
         waiting: seconds of copies to and from the host that do not overlap with computation.
         link: seconds in which the link to the host is busy in one direction.
@@ -88,8 +89,8 @@ def estimate_step(
     forward, backward = map(gpu.seconds, work)
     here, host = parameters.place(setup, accumulate)
     gradients = parameters.gradient_bytes
-    # The update reads gradients, and reads and writes weights: three times the gradients' bytes. It
-    # also reads and writes the states.
+    # The update reads gradients, and reads and writes weights: three times the gradients' bytes.
+    # The update also reads and writes the states.
     update = (3 * gradients + 2 * (here.states + host.states)) / gpu.bandwidth
     if setup.step_in_backward:
         update += ATTACHED_SECONDS * len(parameters.trained)
@@ -134,7 +135,7 @@ class Candidate:
 
     @property
     def gpu_bytes(self) -> float:
-        """Bytes of GPU memory, including CUDA's context and the allocator's unused part."""
+        """Bytes of GPU memory, including CUDA's context and the allocator's unused memory."""
         return self.allocated * (1 + UNUSED_SHARE) + CONTEXT_BYTES
 
     @property
@@ -143,7 +144,7 @@ class Candidate:
         return sum(self.host.values()) * (1 + HOST_SHARE) + PROCESS_BYTES
 
     def why_not(self, gpu: float, host: float) -> str:
-        """Return why the candidate does not fit the given bytes of GPU and host; '' if it fits."""
+        """Return why `gpu` bytes on the GPU or `host` bytes on the host are too few, or ''."""
         reasons = []
         if (over := self.gpu_bytes - gpu) > 0:
             largest = sorted(self.gpu, key=self.gpu.__getitem__, reverse=True)[:2]
@@ -160,12 +161,12 @@ class Candidates:
     Args:
         traced: a step of the model.
         parameters: parameters of the model.
-        config: the configuration where the search begins.
+        config: the configuration that the search varies.
         accumulate: number of micro-batches of a step.
         gpu: rates of the GPU.
 
     Attributes:
-        impossible: configurations that could not be planned so far, each with the reason.
+        impossible: configurations for which planning failed so far, each with the reason.
     """
 
     def __init__(
@@ -204,7 +205,8 @@ class Candidates:
     def _evaluate(self, configs: Iterable[Config]) -> Iterator[Candidate]:
         """Yield candidates, the fastest first.
 
-        Planning takes time, so a configuration is planned only if one of its setups may be next.
+        Planning takes time, so a configuration is planned only when one of its setups may be the
+        next fastest.
         """
         waiting = deque(configs)
         timed: list[tuple[int, Setup, Seconds]] = []
@@ -240,7 +242,7 @@ class Candidates:
         return list(zip(keys, setups, times, strict=True))
 
     def _may_help(self, config: Config) -> bool:
-        """Check whether a configuration may be possible and differ from earlier configurations."""
+        """Check whether a configuration may have a plan that earlier configurations do not have."""
         unlimited = replace(config, memory_budget=None)
         if unlimited in self._too_small:
             return False

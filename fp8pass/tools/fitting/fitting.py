@@ -1,4 +1,4 @@
-"""`fp8pass.fit`: whether a model trains on a GPU, and how, before anything is allocated."""
+"""`fp8pass.fit`: find how a model can train on a GPU, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fp8pass.tools.fitting.result import UNNAMED, Fit
 from fp8pass.tools.fitting.step import LossFunction, compute_own_loss
 from fp8pass.tools.fitting.traced import trace
 
-# Exposed copies are noted if they take a larger share of the step.
+# The result has a note about exposed copies if they take a larger share of the step.
 MUCH = 0.02
-# Logits are noted if they take a larger share of the used GPU memory.
+# The result has a note about logits if they take a larger share of the used GPU memory.
 FEW = 0.001
-# An integer below this number of bytes was probably meant to be GiB.
+# If `gpu` is a smaller integer, the caller probably meant GiB instead of bytes.
 LEAST = 1 << 20
 
 
@@ -45,7 +45,7 @@ def fit(
 ) -> Fit:
     """Find the fastest way to train that fits a GPU and its host, without allocating memory.
 
-    Traces one forward and backward on fake tensors, and plans their graphs for several
+    Traces one forward and backward on fake tensors, and plans the traced graphs for several
     configurations. This machine need not have the GPU. Parameters and inputs may be on any device,
     including the meta device:
 
@@ -59,17 +59,18 @@ def fit(
         model: the module to train, in the dtype to train it in.
         *args: arguments of the model for one micro-batch.
         gpu: a name, a size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; or bytes. Default:
-            the GPU of this machine. A size alone uses the rates of this machine's GPU. Without a
-            GPU, or for a GPU with unknown rates, times are estimated for an H200, with a note.
+            the GPU of this machine. With a size alone, the rates of this machine's GPU are used.
+            Without a GPU, or for a GPU with unknown rates, times are estimated for an H200, with a
+            note.
         host: memory for offloaded data and the process, as a size or bytes. Default: the available
             memory of this machine.
-        config: the configuration where the search begins, instead of the model's own or the default
-            recipe. If it sets `memory_budget` or `head_chunks`, the search keeps their values.
+        config: the configuration that the search varies, instead of the model's own or the default
+            recipe. If it sets `memory_budget` or `head_chunks`, the search does not vary these.
         accumulate: number of micro-batches whose gradients are summed before an update.
         blocks: paths of modules that are compiled one by one, as shell-style patterns. A list of
             modules stands for its members. Default: the model is compiled as a whole.
-        loss_fn: returns the loss, given the model and the batch: `args`, `kwargs`, or both as a
-            tuple. Default: the model's output, or the output's `loss`.
+        loss_fn: `loss_fn(model, batch)` returns the loss. `batch` is `args`, `kwargs`, or both as a
+            tuple. Default: the loss is the model's output, or the output's `loss`.
         **kwargs: keyword arguments of the model, besides those named here.
 
     Returns:
@@ -127,7 +128,7 @@ def _describe_inputs(*values: Any) -> str:
 
 
 def _search(candidates: Candidates, found: Fit) -> None:
-    """Try candidates until one fits. Try only the first if the host cannot fit the process."""
+    """Try candidates until one fits. Stop after one if the host has no memory for the process."""
     for candidate in candidates.all():
         why_not = candidate.why_not(found.gpu.memory, found.host)
         found.tried.append((candidate, why_not))
@@ -175,7 +176,7 @@ def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
 
 
 def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of modules that match patterns. A list is replaced by its members.
+    """Return the paths of modules that match `patterns`. Replace a module list by its members.
 
     Raises:
         ConfigError: a pattern matches nothing.
@@ -222,7 +223,7 @@ def _parse_host(host: str | int | None) -> float:
 
 
 def _make_loss(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
-    """Return a function of a model and its arguments that returns the loss."""
+    """Return a function that runs a model on its arguments and returns the loss."""
     if loss_fn is None:
         return compute_own_loss
 
@@ -279,7 +280,7 @@ def _find_by_name(name: str) -> Gpu:
 
 
 def _detect_gpu() -> Gpu:
-    """Return this machine's GPU, with the rates known for its name, or assumed rates."""
+    """Return this machine's GPU. If the rates of this GPU are unknown, rates are assumed."""
     if not torch.cuda.is_available():
         return replace(GPUS[REFERENCE], name=UNNAMED, rates="assumed")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

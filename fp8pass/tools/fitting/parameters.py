@@ -27,7 +27,7 @@ class Standing:
     """Bytes that live for the whole step, on the GPU or on the host.
 
     Attributes:
-        weights: parameters and buffers. The GPU has FP8 data of the weights that are offloaded.
+        weights: parameters and buffers. Of an offloaded weight, the GPU still has the FP8 data.
         states: states of the optimizer.
         sums: sums of gradients over micro-batches.
         staging: staging buffers of offloaded values.
@@ -71,7 +71,7 @@ class Parameters:
             self.why_not_coded = str(error)
 
     def place(self, setup: Setup, accumulate: int) -> tuple[Standing, Standing]:
-        """Return the bytes that a setup needs on the GPU and on the host, for the whole step."""
+        """Return a setup's bytes that live for the whole step, on the GPU and on the host."""
         gpu, host = Standing(weights=self.buffer_bytes), Standing()
         group = {"offload": setup.offload}
         stored = moment_format(default_buffer(accumulate), signed=True).storage_dtype

@@ -32,9 +32,10 @@ fp8 = torch.ops.fp8pass
 
 # Generated code dequantizes values while it reads them, so these operators need no buffer.
 DEQUANTIZERS = {fp8.dequantize.default}
-# CUDA kernels of attention's backward accumulate the gradient of queries in FP32.
+# Bytes for each element of queries: CUDA kernels of attention's backward accumulate the gradient of
+# queries in FP32.
 BYTES_PER_QUERY = 4
-# Share of attention's operations that remain under a causal mask.
+# Share of attention's floating point operations that remain under a causal mask.
 CAUSAL_SHARE = 0.5
 
 KINDS = ("saved", "activations", "gradients", "workspace")
@@ -48,7 +49,7 @@ class Moment:
         module: path of the module whose operator runs, '' outside of compiled graphs.
         backward: whether the backward has begun.
         saved: bytes that compiled graphs save for the backward.
-        activations: bytes allocated in the forward outside of graphs, and results of graphs.
+        activations: bytes that the forward allocates outside of graphs, and results of graphs.
         gradients: bytes of parameters' gradients.
         workspace: all other bytes.
     """
@@ -71,11 +72,11 @@ class Planned:
     """The predicted result of compiling a region.
 
     Attributes:
-        plan: the decisions.
-        forward, backward: bytes alive after each operator.
-        kept: bytes saved for the backward, without inputs and results.
-        held_inputs, held_outputs: positions of the inputs and results that the backward reads.
-        forward_work, backward_work: work of both graphs.
+        plan: the decisions about layers and saved tensors.
+        forward, backward: bytes alive after each operator of the forward and backward graphs.
+        kept: bytes saved for the backward, except inputs and results of the region.
+        held_inputs, held_outputs: indices of the inputs and results that the backward reads.
+        forward_work, backward_work: work of the forward and backward graphs.
     """
 
     plan: Plan
@@ -89,7 +90,7 @@ class Planned:
 
 
 def plan_region(region: CompiledRegion, config: Config) -> Planned:
-    """Run the joint passes on a copy of a region, and measure the result.
+    """Run the joint passes on a copy of a region, and estimate memory and work of the result.
 
     Raises:
         ConfigError: the configuration's memory budget cannot be met.
@@ -160,7 +161,7 @@ def measure_memory(
 
     owned = set(inputs)
     for node in nodes:
-        # The kernel that quantizes also allocates the transposed FP8 data.
+        # The kernel that quantizes a matrix also allocates the transposed FP8 data.
         source = node.args[0] if graph.is_call(node, fp8.transpose.default) else node
         at = position.get(source, position[node])
         if node in owned or (node.op == "call_function" and has_buffer(node)):
@@ -213,7 +214,10 @@ def _measure_workspace(node: fx.Node) -> float:
 
 
 def estimate_work(g: fx.Graph) -> Work:
-    """Return the work of a graph. Generated code reads all operands once per written buffer."""
+    """Return the work of a graph.
+
+    Generated code is assumed to read all operands once for each buffer that it writes.
+    """
     total = Work()
     for node in g.nodes:
         if node.op == "call_function" and is_expensive(node):

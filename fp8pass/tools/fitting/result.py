@@ -29,13 +29,15 @@ KINDS = {
 }
 # Name of a GPU if only its memory size is known.
 UNNAMED = "unnamed GPU"
-# Kinds that have a row even without any bytes.
+# Kinds that have a row in the table even if their size is 0.
 ALWAYS = ("weights", "states", "gradients", "saved")
 
 
 @dataclass(repr=False)
 class Fit(Result):
-    """The memory and time of training. Print it, or use `lines`, `best`, `to_json()` and `plot()`.
+    """Result of `fit`: the memory and time of training.
+
+    Print this object, or use `lines`, `best`, `to_json()` and `plot()`.
 
     Attributes:
         model: name of the model's class.
@@ -50,7 +52,7 @@ class Fit(Result):
             does not fit ('' if it fits).
         best: the fastest way to train that fits; None if nothing fits.
         notes: further remarks, as sentences.
-        moments: bytes alive over a forward and backward of `shown`.
+        moments: bytes alive at each moment of a forward and backward with `shown`.
     """
 
     model: str
@@ -215,8 +217,8 @@ class Fit(Result):
     def _make_candidates_table(self) -> Table:
         """Make the table of ways to train, the fastest first.
 
-        It lists all candidates with the same `step_in_backward` and `offload` as `shown`, and the
-        smallest candidate of each other combination.
+        The table has all candidates with the same `step_in_backward` and `offload` as `shown`. For
+        each other combination of these two options, the table has only the smallest candidate.
         """
         least: dict[object, Candidate] = {}
         for candidate, _ in self.tried:

@@ -1,9 +1,9 @@
-"""Record one step of a model on fake tensors: the life of storages, and runs of compiled graphs.
+"""Record one step of a model on fake tensors: when storages exist, and compiled graphs run.
 
-Stand-ins replace compiled graphs. Each `CompiledRegion` has a joint graph before any pass, and the
-record lists when the region runs forward and backward. Operators outside of compiled graphs are
-recorded one by one, as PyTorch runs them. `traced.py` inserts the plan of any configuration into
-the record without tracing again.
+Stand-ins, which compute nothing, replace compiled graphs. Each `CompiledRegion` has a joint graph
+before any pass, and the record lists when the region runs forward and backward. Operators outside
+of compiled graphs are recorded one by one, as PyTorch runs them. `traced.py` inserts the plan of
+any configuration into the record without tracing again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CompiledRegion:
 
     Attributes:
         path: path of the module that first ran the region.
-        outputs: layout of each result of the forward, and whether it has a gradient.
+        outputs: layout of each result of the forward, and whether the result has a gradient.
         gm: the joint graph before any pass; None if the region has no backward.
         ctx: context of the joint graph.
     """
@@ -70,8 +70,9 @@ class RegionForward:
     """A region runs forward.
 
     Attributes:
-        call: number of the call.
-        inputs, outputs: numbers of the storages; None if a storage existed before the step.
+        call: number that this forward shares with its `RegionBackward`.
+        inputs, outputs: numbers of the storages of the region's inputs and results. None if a
+            storage existed before the step.
     """
 
     region: CompiledRegion
@@ -82,7 +83,7 @@ class RegionForward:
 
 @dataclass(frozen=True)
 class RegionBackward:
-    """The region of a forward call runs backward."""
+    """A region runs backward. The matching `RegionForward` has the same `call`."""
 
     region: CompiledRegion
     call: int
@@ -183,10 +184,10 @@ def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
     Parameters and buffers may be on any device, the meta device included. They are restored on
     exit. The CPU represents the GPU: `torch.autocast("cuda")` also applies to the CPU tensors.
     """
-    # setattr is not used, because modules may override it, and PyTorch runs hooks in it.
+    # Do not use setattr, because modules may override it, and PyTorch's version runs hooks.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     mode = compat.use_fake_tensors()
-    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that ids stay unique
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # ids are unique while originals live
 
     def replace(x: Tensor | None) -> Any:
         if x is not None and id(x) not in fakes:
@@ -303,7 +304,7 @@ class _Recorder(compat.OperatorObserver):
         return found
 
     def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module at a path, and note the path for graphs that are captured."""
+        """Run the module at `path`. Graphs that are captured during this run belong to `path`."""
         self.path = path
         return run(*args, **kwargs)
 
@@ -378,7 +379,7 @@ def _allocate(x: Any) -> Any:
 
 
 def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> CompiledRegion:
-    """Trace the joint graph of a graph that Dynamo captured."""
+    """Trace the joint graph of a graph from Dynamo, and return it as a region."""
     compat.rename_self(gm)
     results = compat.tree_leaves(gm(*example_inputs))
     outputs = [(_describe_layout(x), isinstance(x, Tensor) and x.requires_grad) for x in results]

@@ -1,10 +1,10 @@
-"""Bytes alive, work and plans of a traced step under any configuration.
+"""Compute the bytes alive, work and plans of a traced step under any configuration.
 
 `TracedStep` inserts planned regions into the record of a step. `TracedLayers` extrapolates from two
 short models, because tracing and planning many equal layers takes long. Each additional layer adds
-the same saved bytes, gradients and work; only the place of the peak may change. So moments of a
-model with three layers are matched with moments of a model with four, from the start and from the
-end, and extrapolated linearly.
+the same saved bytes, gradients and work; only the place of the peak may change. So the bytes of
+models with three and four layers are extrapolated linearly to more layers. Moments of both models
+are matched by their layer, once counted from the first layer and once from the last layer:
 
     three layers   before  0  1  2  after
     four layers    before  0  1  2  3  after       0-0, 1-1 from the start; 1-2, 2-3 from the end
@@ -48,8 +48,8 @@ FEW, MORE = 3, 4
 # From this number of layers on, tracing two short models is faster than tracing the whole model.
 WORTHWHILE = 8
 
-# Position of a layer, or "before" or "after" all layers. Each pair is a place in the model with
-# `FEW` layers, and the matching place in the model with `MORE` layers.
+# A place is the index of a layer, or "before" or "after" all layers. Each pair is a place in the
+# model with `FEW` layers, and the matching place in the model with `MORE` layers.
 Place = int | str
 PAIRS: tuple[tuple[Place, Place], ...] = (
     *(("before", "before"), ("after", "after")),
@@ -87,7 +87,10 @@ def trace(
 
 
 def is_in_list(path: str) -> bool:
-    """Check whether a module is in a list. Budgets apply only to such modules, if there are any."""
+    """Check whether a module is in a list.
+
+    If a model has lists, memory budgets apply only to the modules in lists.
+    """
     return any(part.isdigit() for part in path.split("."))
 
 
@@ -100,7 +103,7 @@ class Fate:
 
     Attributes:
         stay: whether all gradients live until the end of the backward. Otherwise the optimizer
-            consumes each of them.
+            consumes each gradient during the backward.
         waiting: bytes of gradients that may wait for the optimizer; if positive, at least one
             gradient waits.
     """
@@ -110,7 +113,7 @@ class Fate:
 
 
 class TracedStep:
-    """A recorded step. Its regions are planned when a configuration is first needed.
+    """A recorded step. Each configuration's plans are computed on first use.
 
     Raises:
         ConfigError: a memory budget cannot be met (all methods).
@@ -161,8 +164,8 @@ class _Replay:
         self.moments: list[Moment] = []
         self._alive: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
-        self._held: Counter[int] = Counter()  # uses by regions that have not run backward
-        self._freed: set[int] = set()  # freed by the model while regions hold them
+        self._held: Counter[int] = Counter()  # for each storage: how many backwards will read it
+        self._freed: set[int] = set()  # freed by the model before these backwards
         self._calls: dict[int, RegionForward] = {}
         self._backward = False
         self._waiting: deque[tuple[int, int]] = deque()  # gradients and their bytes
@@ -222,7 +225,7 @@ class _Replay:
         self._held.update(self._find_held(call))
 
     def _run_backward(self, region: CompiledRegion, call: RegionForward) -> None:
-        self._alive["saved"] -= self.plans[region].kept  # the moments below include these bytes
+        self._alive["saved"] -= self.plans[region].kept  # each moment below includes these bytes
         for moment in self.plans[region].backward:
             self._note(moment)
         for storage in self._find_held(call):
@@ -284,8 +287,8 @@ class TracedLayers:
 
     Raises:
         NotAlike: the two steps do not match.
-        ConfigError: a memory budget cannot be met (all methods). The message gives bytes of the
-            short models.
+        ConfigError: a memory budget cannot be met (all methods). The bytes in the message are for
+            the short models.
     """
 
     def __init__(self, layers: Layers, few: TracedStep, more: TracedStep) -> None:
@@ -312,7 +315,7 @@ class TracedLayers:
     def moments(self, config: Config, fate: Fate) -> list[Moment]:
         """Return the largest moments before, in and after the layers.
 
-        Only the first two and the last two layers have moments.
+        The result has moments of only the first two and the last two layers.
         """
         few = self._find_largest(self.few.moments(self._config(config, FEW), fate))
         more = self._find_largest(self.more.moments(self._config(config, MORE), fate))
@@ -324,7 +327,7 @@ class TracedLayers:
         return [self._extrapolate(few[a], more[b], b[1] != a[1]) for a, b in found]
 
     def _find_largest(self, moments: list[Moment]) -> dict[Slot, Moment]:
-        """Return the largest moment of each slot."""
+        """Return the moment with the most bytes in each slot."""
         largest: dict[Slot, Moment] = {}
         begun = {False: False, True: False}
         for moment in moments:
@@ -375,7 +378,7 @@ class TracedLayers:
 
 
 def _make_sort_key(slot: Slot) -> tuple[bool, float]:
-    """Key that sorts slots by time. The backward runs the layers in reverse."""
+    """Return a key that sorts slots by time. The backward runs the layers in reverse."""
     backward, place = slot
     if isinstance(place, str):
         return backward, -1.0 if place == "before" else MORE + 1.0

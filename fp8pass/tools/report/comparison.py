@@ -28,13 +28,13 @@ class ModuleCosts:
     seconds: float = 0.0
 
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for equal modules. Rounding errors of seconds are ignored."""
+        """Return a key that is equal for equal costs. Rounding errors of seconds are ignored."""
         return self.bytes, tuple(self.formats.items()), self.fp8, f"{self.seconds:.6e}"
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """`count` modules that equal each other in both explanations, and the costs of one module."""
+    """`count` modules that have equal costs in each explanation, and the costs of one of them."""
 
     module: str
     count: int
@@ -43,12 +43,12 @@ class ComparedRow:
 
     @property
     def more_bytes(self) -> int:
-        """Difference of the saved bytes of all these modules, second explanation minus first."""
+        """Difference of the saved bytes of all `count` modules: `theirs` minus `ours`."""
         return self.count * (self.theirs.bytes - self.ours.bytes)
 
     @property
     def more_seconds(self) -> float:
-        """Difference of the seconds of all these modules, second explanation minus first."""
+        """Difference of the seconds of all `count` modules: `theirs` minus `ours`."""
         return self.count * (self.theirs.seconds - self.ours.seconds)
 
 
@@ -68,7 +68,7 @@ class Comparison:
 
 
 def compare(ours: ExplanationData, theirs: ExplanationData) -> Comparison:
-    """Compare two explanations. Rows are sorted by the difference in bytes, then in time.
+    """Compare two explanations. Rows with the largest difference in bytes, then in time, are first.
 
     Raises:
         ValueError: the explanations are of different models.

@@ -1,4 +1,4 @@
-"""The code that a pass changes, by module. Equal changes of repeated layers are listed once."""
+"""List the code that a pass changes, by module, with equal changes of repeated layers once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTEXT = 1  # unchanged lines around a change
 
 @dataclass(frozen=True)
 class ModuleDiff:
-    """The change of one module's code. In `count` modules it is equal except for numbers."""
+    """The change of one module's code. `count` modules have this change, except for numbers."""
 
     module: str
     count: int

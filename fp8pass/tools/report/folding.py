@@ -1,4 +1,4 @@
-"""Draw repeated layers once: consecutive equal layers become the first layer, with a count.
+"""Draw repeated layers once: the first of several equal consecutive layers stands for all of them.
 
     before   layers.0   layers.1   layers.2   …   layers.31
     after    layers.0   layers.1 (30 equal, to layers.30)   layers.31
@@ -33,7 +33,7 @@ class Span:
 
     @property
     def pattern(self) -> str:
-        """The path without the number."""
+        """The path with `*` instead of the last number."""
         return re.sub(r"\d+$", "*", self.path)
 
     def signature(self) -> tuple[object, ...]:
@@ -80,7 +80,7 @@ def fold(picture: Picture) -> Picture:
 
 
 def find_spans(picture: Picture) -> list[Span]:
-    """Return the numbered layers in order, with all columns between the first and the last."""
+    """Return the numbered layers in order. A layer has all columns from its first to its last."""
     columns: dict[str, list[int]] = {}
     for column, module in enumerate(picture.columns):
         if path := find_layer(module):
@@ -103,7 +103,7 @@ def _merge_edges(
 ) -> list[Edge]:
     """Replace the ends of edges by drawn operators.
 
-    Edges between folded layers are dropped, unless their tensors are saved.
+    Edges between two layers that are drawn as one are dropped, unless their tensors are saved.
     """
     merged: dict[tuple[str, str], Edge] = {}
     for edge in edges:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 FP8_LINEAR = "linear layers in FP8"
 
 _FOLDER = Path(__file__).parent
-_MOST_EXPENSIVE = 8  # rows
+_MOST_EXPENSIVE = 8  # rows in the table of the largest saved tensors
 
-# A plan is listed only if it saves less memory than the explained plan, by more than this share.
+# A plan is listed only if it uses less memory than the explained plan, by more than this share.
 _SAME_MEMORY = 0.005
 
 
@@ -117,7 +117,7 @@ def render(
 
 
 def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """Return the data of the drawings: pictures, timeline, memory against time, errors."""
+    """Return the data that the page draws: pictures, timeline, memory against time, errors."""
     return {
         "kinds": KINDS,
         "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
@@ -129,7 +129,7 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
 
 
 def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> dict[str, Any]:
-    """Return the template's data of one graph, which ran in `modules`."""
+    """Return the data that the template shows about one graph, which `modules` ran."""
     plan = compiled.plan
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     sources = {name: find_source_line(n) for name, n in nodes.items()}

@@ -1,9 +1,10 @@
 """Draw a compiled graph: operators in columns by module, with the tensors between them.
 
 Columns are in the order in which the forward runs the modules, with one column for each run.
-Operators of the backward are in the column of the forward operator that they belong to. PyTorch
-adds up gradients without a module. Such a sum is in the column of the first module that reads the
-forward value, because gradients flow through the columns in reverse.
+Operators of the backward are in the column of the forward operator that they belong to. If several
+modules read a forward value, PyTorch adds up the value's gradients, and these sums have no module.
+Such a sum is in the column of the first module that reads the value, because gradients flow through
+the columns in reverse.
 
 Views, casts, constants, sizes and parameters are half of the nodes of a graph. They are not drawn;
 edges pass through them. Tensors saved for the backward are always drawn.
@@ -78,7 +79,7 @@ class Edge:
     Attributes:
         source, target: ids of the operators.
         crosses: whether the tensor is saved by the forward and used by the backward.
-        bytes: saved bytes of the tensor; 0 at all but the first of the tensor's edges.
+        bytes: saved bytes of the tensor; 0 if an earlier edge of the same tensor has them.
     """
 
     source: str
@@ -115,7 +116,7 @@ def draw(compiled: CompiledGraph) -> Picture:
 
 
 def find_forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
-    """Return the nodes that compute outputs of the forward and saved tensors."""
+    """Return the nodes that the outputs of the forward and the saved tensors are computed from."""
     if not any(compat.is_tangent(n) for n in compiled.gm.graph.nodes):
         return set(compiled.gm.graph.nodes)
     return graph.ancestors([*_find_outputs(compiled), *compiled.ctx.saved])
@@ -275,7 +276,7 @@ def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
 
 
 def name_input(node: fx.Node, names: Sequence[str]) -> str:
-    """Return the model's name of an input; '' if it is unknown or the node is not an input."""
+    """Return an input's name in the model; '' if it is unknown, or if `node` is not an input."""
     index = compat.input_index(node) if node.op == "placeholder" else None
     return names[index] if index is not None and index < len(names) else ""
 

@@ -23,7 +23,8 @@ class TimelinePoint:
     """Saved bytes after an operator.
 
     Attributes:
-        position: number of the operator in the step; for `stock`, scaled to fp8pass's step.
+        position: number of the operator in the step; for `stock`, scaled to the length of fp8pass's
+            step.
         operator: module and name of the operator.
         change: saved bytes that the operator adds; negative if it frees bytes.
     """
@@ -36,7 +37,9 @@ class TimelinePoint:
 
 
 def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list[TimelinePoint]:
-    """Return a point for each change of the saved bytes: forwards, then backwards in reverse.
+    """Return a point for each change of the saved bytes in one step.
+
+    The step runs the forwards of all graphs, then the backwards in reverse order.
 
     With `stock`, PyTorch's partitioner determines the operators and saved tensors.
     """
@@ -73,7 +76,7 @@ def _list_calls(g: fx.Graph) -> list[fx.Node]:
 
 
 def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
-    """Return the bytes of each saved tensor on the device."""
+    """Return the bytes of each tensor that is saved on the device, by name."""
     tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
     return {t.name: t.bytes for t in tensors if not t.on_host}
 
@@ -81,16 +84,17 @@ def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
 def _find_changes(
     forward: list[fx.Node], backward: list[fx.Node], sizes: dict[str, int]
 ) -> tuple[list[Change], list[Change]]:
-    """Return the operators of the forward and of the backward, with the bytes that each adds.
+    """Return the operators of the forward and of the backward, each with the bytes that it adds.
 
-    Saved tensors are nodes of the forward, or inputs of the backward if it is a separate graph.
+    Saved tensors are nodes of the forward. If the backward is a separate graph, saved tensors are
+    its inputs.
     """
     order = {node: i for i, node in enumerate(backward)}
     freed: Counter[fx.Node] = Counter()
     for name, node in {n.name: n for n in (*forward, *backward)}.items():
         if name in sizes:
             last = max(_find_uses(node, order), key=order.__getitem__, default=None)
-            freed[last or backward[-1]] += sizes[name]  # without a use, the backward returns it
+            freed[last or backward[-1]] += sizes[name]  # not used: the backward returns it
     return [(n, sizes.get(n.name, 0)) for n in forward], [(n, -freed[n]) for n in backward]
 
 
