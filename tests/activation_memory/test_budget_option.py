@@ -43,7 +43,7 @@ def test_sizes(text, bytes_):
         (-5, "must be positive and finite, got -5"),
         (math.nan, "must be positive and finite, got nan"),
         ([1], "must be positive and finite, got \\[1\\]"),
-        (2.5, "a float is a share, up to 2.0; for bytes give an int or a size such as '24GiB'"),
+        (2.5, "a float is a share, up to 2.0. For bytes give an int, or a size such as '24GiB'"),
     ],
 )
 def test_errors_name_valid_budgets(budget, says):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -147,7 +147,7 @@ def ranks_with_different_arguments(device: str, way: str) -> None:
 
 def a_late_rank(device: str) -> None:
     """The other rank warns that it waits."""
-    compression = sys.modules["fp8pass.distributed.compression"]
+    compression = importlib.import_module("fp8pass.distributed.compression")
     model, warned = distributed("ddp", device, "exact"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compression, "PATIENCE_S", 0.2)

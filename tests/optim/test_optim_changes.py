@@ -151,9 +151,7 @@ def test_a_parameter_of_another_shape_is_refused():
     run(params, optimizer, range(1))
     p.data = torch.zeros(32)
     p.grad = torch.zeros(32)
-    with pytest.raises(
-        fp8pass.ConfigError, match=r"shape \(64,\), but the parameter has shape"
-    ):
+    with pytest.raises(fp8pass.ConfigError, match=r"shape \(64,\), but the parameter has shape"):
         optimizer.step()
 
 
