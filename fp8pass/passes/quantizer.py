@@ -36,7 +36,7 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
-    """Return why a linear layer or experts stay in high precision, by the checks that both share."""
+    """Return why a layer stays in high precision, by checks that apply to experts, too."""
     pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
@@ -113,8 +113,8 @@ class Quantizer:
 
     Attributes:
         backward: the nodes that depend on a gradient.
-        gemm, layer: the GEMM that is being rewritten, and its layer. New nodes get the metadata of
-            the GEMM's origin in the model.
+        gemm, layer: the GEMM that is being rewritten, and its layer. New nodes get the GEMM's
+            metadata, such as its module path.
     """
 
     gemm: fx.Node
@@ -124,15 +124,14 @@ class Quantizer:
         self.config = config
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, Quantization], tuple[fx.Node, fx.Node]] = {}
-        # The amaxes of a matrix, by matrix and block.
+        # The nodes with the amaxes of a matrix, by the matrix (`identity_of`) and the block.
         self._amaxes: dict[tuple[fx.Node, str, Block], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
     def quantize(
         self, matrix: fx.Node, quantization: Quantization, *, contract_rows: bool
     ) -> tuple[fx.Node, fx.Node]:
-        """Return FP8 data and scales of an operand, with the contracted dimension as the last
-        dimension.
+        """Return FP8 data and scales of an operand. The last dimension of the data is contracted.
 
         With `contract_rows` the GEMM contracts `matrix` over its first dimension.
         """
