@@ -12,7 +12,7 @@ __all__ = ["compile_call", "rename_self"]
 
 
 def rename_self(gm: fx.GraphModule) -> None:
-    """In a graph's module paths, replace the name that the traced method gives its `self` by `self`."""
+    """In module paths, replace the name of the traced method's first argument by `self`."""
     name = _find_self()
     if name in (None, "self"):
         return

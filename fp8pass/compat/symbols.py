@@ -40,7 +40,10 @@ _LARGEST_BOUND = 1 << 40
 
 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a key for the storage of `tensor`. While the key lives, no other storage has this key."""
+    """Return a key for the storage of `tensor`.
+
+    No other storage gets an equal key as long as the key object lives.
+    """
     return StorageWeakRef(tensor.untyped_storage())
 
 

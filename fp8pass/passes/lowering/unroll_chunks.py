@@ -72,7 +72,7 @@ class Unroller:
         return [*whole, *(totals[n] for n in self.sums)]
 
     def _emit_chunk(self, start: Any, end: Any, done: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Emit a chunk that runs after `done`; return the new node of each node of the body.
+        """Emit a chunk that runs after the nodes `done`. Map each node of the body to its new node.
 
         Without the dependency Inductor would compute the losses where they are concatenated, and
         keep the logits of all chunks until then.
@@ -80,7 +80,7 @@ class Unroller:
         env = dict(self.once)
         for placeholder, rows in self.row_inputs:
             part = self._emit(aten.slice.Tensor, rows, 0, start, end, like=rows)
-            if done and tensor(part).ndim > 1 and tensor(part).shape[-1] > 1:  # not labels, losses
+            if done and tensor(part).ndim > 1 and tensor(part).shape[-1] > 1:  # no labels or losses
                 part = self._emit(after, part, done, like=rows)
             env[placeholder] = part
         for node in self.body.nodes:
@@ -97,7 +97,7 @@ class Unroller:
         return self._emit(node.target, *args, like=node, fake=fake, **kwargs)
 
     def _add_to(self, total: fx.Node | None, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return a sum over the chunks so far plus this chunk."""
+        """Add `node` of the current chunk to the sum over earlier chunks, and return the sum."""
         if total is None:
             return self._copy(node, env) if node in self.products else env[node]
         if node not in self.products:
