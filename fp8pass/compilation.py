@@ -32,8 +32,8 @@ class Inputs:
         weights: inputs that are an `nn.Parameter`, trained or frozen. Buffers are not included.
         held: leaves that require a gradient. Autograd keeps leaves alive until the backward, so
             saving leaves costs no memory.
-        activations: inputs that require a gradient and are computed by another graph. Saving such a
-            tensor may extend its lifetime.
+        activations: inputs that require a gradient and are computed by another graph. Saving such
+            inputs may extend their lifetime.
         moving: parameters whose memory address changes in every step; empty without CUDA graphs.
     """
 
@@ -50,8 +50,7 @@ class Inputs:
     ) -> Inputs:
         """Classify the inputs with which Dynamo traced the graph.
 
-        Dynamo has no guard on `is_leaf`, so an input that was a leaf may be no leaf in a later
-        call.
+        Dynamo has no guard on `is_leaf`, so later inputs may differ from the traced inputs in kind.
         """
         differentiable = {
             i: x.is_leaf
@@ -105,10 +104,10 @@ class Compilation:
         config: the user's choices.
         inputs: the graph's inputs by kind.
         hooks: called while the graph is compiled.
-        requests: optional contents of the plan, which `explain` shows.
-        by_name: the result of `match_names`.
+        requests: which optional contents of the plan to compute.
+        by_name: which patterns match the module paths of the operators (`match_names`).
         is_main: whether this is the version of the graph that runs in most steps.
-        compiled: the graph after the joint passes; None before them.
+        compiled: the graph after the joint or inference passes; None before.
     """
 
     config: Config
@@ -172,7 +171,7 @@ class Compilation:
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
-# Folders that compiled code does not depend on. Caches stay valid after an edit there.
+# Folders that compiled code does not depend on. Caches stay valid after an edit in these folders.
 INDEPENDENT = frozenset(
     ("demo", "distributed", "integrations", "optim", "progress", "stability", "testing", "tools")
 )

@@ -35,7 +35,7 @@ class Backend:
     Attributes:
         config: the user's choices.
         observer: called with each compiled graph.
-        requests: optional contents of the plans.
+        requests: which optional contents of the plans to compute.
         hooks: called while graphs are compiled.
     """
 
@@ -187,8 +187,8 @@ def rewrite_inference(
 def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str, Any]:
     """Return fp8pass's defaults of Inductor's options, for graphs with low-bit saved tensors.
 
-    The values were chosen by measurements on GPUs. A CPU is only for experiments, so Inductor's
-    own, better tested defaults apply there.
+    The values were chosen by measurements on GPUs. On a CPU, which is only for experiments,
+    Inductor's own defaults apply, because they are better tested.
     """
     if _on_cpu(example_inputs):
         return {}

@@ -76,7 +76,7 @@ class ConfigError(ValueError):
     """A recipe, option or value that does not exist. The message names the nearest valid choice."""
 
 
-# A pass of the user: `before` or `after`, the name of a pass of fp8pass, and the function.
+# A pass that the user adds: `before` or `after`, the name of a pass of fp8pass, and the function.
 AddedPass = tuple[str, str, Callable[..., None]]
 # A shell-style pattern of module paths, or a function that takes a path and returns a bool.
 Pattern = str | Callable[[str], bool]
@@ -120,11 +120,11 @@ class Config:
             `e5m2` or `exact`. Scales are computed from the values of the current step (papers COAT,
             section 5.2, and LLMQ, section 3).
         gradient_format: format of output gradients in the GEMMs of linear layers.
-        forward_scales: scales in the GEMMs of the forward: `rowwise` (one per token and per output
-            feature) or `tensorwise`. With `rowwise`, quantizing takes one pass over a tensor, and
-            the error is smaller. GEMMs of the backward always have one scale per tensor. Experts
-            always have row scales in forward and dgrad, because PyTorch's grouped GEMM requires row
-            scales.
+        forward_scales: scales in the GEMMs of the forward: `rowwise` (one scale per token and per
+            output feature) or `tensorwise`. With `rowwise`, quantizing takes one pass over a
+            tensor, and the error is smaller. GEMMs of the backward always have one scale per
+            tensor. Experts always have row scales in forward and dgrad, because PyTorch's grouped
+            GEMM requires row scales.
         fast_accumulation: the GEMMs, out of `forward`, `dgrad` and `wgrad`, that may use Hopper's
             fast accumulation. With fast accumulation the tensor cores keep a running sum of 14 bits
             over the whole contraction. Otherwise the running sum is added to an FP32 sum every 128
@@ -140,19 +140,20 @@ class Config:
             low-bit formats, for tests.
         attention_output: format in which the output of attention is saved for the backward:
             `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of 1×32).
-            The worst-case error of `e2m5` has no bound. Its measured errors in gradients are less
-            than half of the errors that FP8 linear layers add to the same gradients. q, k and v are
-            saved exactly.
+            The worst-case error of `e2m5` has no bound. In measurements, the errors of `e2m5` in
+            gradients are less than half of the errors that FP8 linear layers add to the same
+            gradients. q, k and v are saved exactly.
         error_tolerance: largest relative error that one saved tensor may cause in a gradient, in
             the worst case and to first order. `inf` disables the error rules.
         calibration: means and standard deviations of tensors, from `fp8pass.calibrate`. The error
             rules use these values. For tensors without an entry the error rules assume unit
             variance.
         memory_budget: limit of the bytes that each graph saves, except parameters: a share of the
-            bytes without a budget (a float up to 2), or a number of bytes (`"24GiB"`, an int).
-            Tensors that do not fit are recomputed, even if this repeats GEMMs or attention. A
-            budget that is larger than needed is spent on formats with more bits than `save_format`,
-            up to `e4m3`. A share does not apply to graphs that save less than 4 KiB.
+            bytes that the graph saves without a budget (a float up to 2), or a number of bytes
+            (`"24GiB"`, an int). Tensors that do not fit are recomputed, even if this repeats GEMMs
+            or attention. A budget that is larger than needed is spent on formats with more bits
+            than `save_format`, up to `e4m3`. A share does not apply to graphs that save less than 4
+            KiB.
         offload: whether tensors that do not fit in the budget may be saved in host memory, if
             copying them takes less time than recomputing them. The option has no effect without a
             budget.
@@ -182,8 +183,8 @@ class Config:
             `("before", ...)`. See "A pass from outside" in CONTRIBUTING.md.
 
     Raises:
-        ConfigError: an option is unknown, has a wrong value, or excludes another one. The message
-            names the nearest valid choice.
+        ConfigError: an option is unknown, has a wrong value, or conflicts with another option. The
+            message names the nearest valid choice.
     """
 
     forward_format: LinearFormat = "e4m3"
@@ -287,7 +288,7 @@ class Config:
 
     @property
     def quantizations(self) -> dict[tuple[Gemm, str], str]:
-        """The quantization of each operand of each GEMM, as text such as `e4m3 row`."""
+        """The quantization of every GEMM operand, as text such as `e4m3 row`."""
         forward, gradient = f"{self.forward_format} tensor", f"{self.gradient_format} tensor"
         rowwise = self.quantizes_linears and self.forward_scales == "rowwise"
         in_forward = f"{self.forward_format} row" if rowwise else forward
@@ -441,7 +442,7 @@ def _is_number(value: object) -> bool:
 def checked_patterns(
     field: str, given: object, of: str = "module path", *, functions: bool = True
 ) -> tuple[Any, ...]:
-    """Return one pattern or several as a tuple.
+    """Return a tuple of patterns, from one pattern or a sequence of patterns.
 
     Args:
         field: the option, for the message.
@@ -589,7 +590,7 @@ CHECKS: dict[str, Check] = {
     "passes": _checked_passes,
 }
 
-# Options that exclude each other: a condition, and the message if it holds.
+# Options that exclude each other: a condition, and the error message if the condition holds.
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: c.attention_output != "exact" and c.save_format in ("none", "exact"),

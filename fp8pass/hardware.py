@@ -58,7 +58,7 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
 
 
 def _is_reference(device: torch.device) -> bool:
-    """Whether `device` is a CPU with reference kernels, outside of `planning_for`."""
+    """Whether `device` is a CPU that runs reference kernels, and not the GPU of `planning_for`."""
     return device.type == "cpu" and _planned_gpu.get() is None
 
 
@@ -93,7 +93,7 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
 
 
 def why_no_triton_kernels(device: torch.device) -> str | None:
-    """Return why the Triton kernels of `codegen/` do not run on `device`, or None if they do."""
+    """Return why the Triton kernels of `codegen/` do not run on `device`, or None if they run."""
     if device.type != "cuda":
         return "Triton kernels run on NVIDIA GPUs only"
     return why_no_fp8_gemm(device)
@@ -147,7 +147,7 @@ class Gpu:
     """A GPU to plan for.
 
     Attributes:
-        name: name of the model.
+        name: name of the GPU model.
         memory: size of the GPU's memory in bytes.
         fp8_flops, bf16_flops, attention_flops: operations per second that GEMMs and attention
             reach.
@@ -195,7 +195,7 @@ def _gpu(
     """Return the name of a GPU, and the GPU with rates from its datasheet.
 
     Args:
-        name: name of the model.
+        name: name of the GPU model.
         gib: memory that CUDA reports, in GiB.
         capability: compute capability.
         fp8: dense FP8 TFLOP/s with FP32 sums; None if the GPU has no FP8 tensor cores.

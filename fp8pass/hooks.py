@@ -66,7 +66,7 @@ class CompiledGraph:
 
     @property
     def runs_kept(self) -> int:
-        """The number of runs with saved tensors that stay in memory until the backward."""
+        """The number of runs whose saved tensors stay in memory until the backward."""
         return sum(not run.checkpointed for run in self.runs)
 
 

@@ -124,12 +124,12 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
     forward, backward = compat.extract_forward_backward(
         gm, tensors, symbols, objects, num_fwd_outputs=ctx.facts.num_fwd_outputs
     )
-    crossing = {n.name for n in tensors}  # `extract_forward_backward` extends the list
+    crossing = {n.name for n in tensors}  # `extract_forward_backward` extends `tensors`
     if crossing != set(planned):
         raise AssertionError(
             f"The backward reads {sorted(crossing)}, but the plan saves {planned}. {BUG}"
         )
     for half in (forward, backward):
-        remove_unused(half.graph)  # such as collectives with unused results
+        remove_unused(half.graph)  # for example collectives with unused results
         half.recompile()
     return forward, backward

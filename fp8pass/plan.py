@@ -1,4 +1,4 @@
-"""The plan of a graph as data: FP8 GEMMs, tensors saved for the backward, and the reasons."""
+"""The plan of a graph as data: FP8 GEMMs, tensors saved for the backward, and reasons."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class Offload:
 class SavedTensor:
     """One forward value that the backward uses, and how it is saved.
 
-    `name` is the value's node in the joint graph, computed by operator `op` of `module`.
+    `name` is the name of the value's node in the joint graph. The node is the operator `op` of the
+    model's submodule `module`.
 
     Attributes:
         saved_as: `exact`, or a format with its group, such as `e4m3 1×128`.

@@ -65,7 +65,7 @@ def has_cpp_compiler() -> bool:
 
 
 def multiplies_bf16_on_cpu() -> bool:
-    """Whether this CPU has instructions for BF16 matrix products."""
+    """Whether PyTorch can use instructions of this CPU for BF16 matrix products."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -101,9 +101,9 @@ def box(function: Any) -> Any:
 def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None) -> Any:
     """Return a function for AOTAutograd that runs `gm` op by op, or calls `run` if it is given.
 
-    A result of `gm` may be a view of an intermediate value. The returned function replaces such a
-    view by a tensor that is no view, as generated code does. Otherwise autograd would raise an
-    error when a model writes in place to the view.
+    A result of `gm` may be a view of an intermediate value. The returned function replaces the view
+    by a separate tensor, as generated code does. Otherwise autograd would raise an error when a
+    model writes in place to the view.
     """
     match_generated_code(gm)
     run = run or make_boxed_func(gm.forward)
@@ -357,7 +357,7 @@ def _live_entries(code: CodeType) -> list[Any]:
 
 
 def _forget(code: CodeType, known: set[int]) -> None:
-    """Drop all compiled versions of a function, except those with guard managers of ids `known`."""
+    """Drop the compiled versions of a function whose guard managers have no id in `known`."""
     if not known:
         reset_code(code)
         return

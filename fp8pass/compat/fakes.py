@@ -83,8 +83,8 @@ class RealPositions(TorchDispatchMode):
 def autocast_for_cpu() -> Iterator[None]:
     """Within the context, redirect this thread's `torch.autocast("cuda")` to the CPU.
 
-    Programs that simulate a GPU on a CPU need this, because PyTorch disables autocast if there is
-    no GPU. The autocast objects that Dynamo and its graphs create are redirected, too.
+    Programs that simulate a GPU on a CPU need this, because PyTorch disables autocast on a machine
+    without a GPU. The autocast objects that Dynamo and its graphs create are redirected, too.
     """
     thread = threading.get_ident()
     with _lock:

@@ -53,7 +53,7 @@ def _find_self() -> str | None:
 
 
 def _is_method(code: CodeType, module: nn.Module) -> bool:
-    """Whether `code` is the code of a method of a module, or of a function assigned to it."""
+    """Whether `code` is the code of a function that is an attribute of `module` or its class."""
     owners = module, *type(module).__mro__
     attributes = (x for owner in owners for x in vars(owner).values())
     return any(getattr(x, "__code__", None) is code for x in attributes)

@@ -106,7 +106,7 @@ def recompute_always(node: fx.Node) -> None:
 
 
 def save_always(node: fx.Node) -> None:
-    """Forbid recomputing `node`, unless the user has checkpointed it."""
+    """Forbid recomputing `node`, unless `torch.utils.checkpoint` requires recomputing it."""
     if not must_recompute(node):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

@@ -91,9 +91,10 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
 
 @contextmanager
 def _cache_kernel_analyses() -> Iterator[None]:
-    """Cache Inductor's analysis of which arguments a kernel writes, since it compiles the kernel.
+    """Within the context, cache Inductor's analysis of the arguments that a kernel writes.
 
-    PyTorch 2.13 renamed the analysis, so both names are tried.
+    The analysis is slow, because it compiles the kernel. PyTorch 2.13 renamed the analysis, so both
+    names are tried.
     """
     names = ("identify_mutated_tensors", "identify_accessed_tensors")
     originals = {name: f for name in names if (f := getattr(triton_kernel_wrap, name, None))}

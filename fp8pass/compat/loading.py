@@ -11,9 +11,9 @@ from typing import Any
 __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
-# A function of the flat state dict, whose entries it may replace, and of the checkpoint's metadata.
-# It returns a dict from names of entries to conversions. DCP's planner calls a conversion when all
-# entries with this conversion have been read.
+# A function of the flat state dict and of the checkpoint's metadata. It may replace entries of the
+# state dict. It returns a dict from names of entries to conversions. DCP's planner calls a
+# conversion when all entries with this conversion have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 
@@ -34,8 +34,8 @@ def _patch_planner(prepare: Prepare) -> None:
         for name in ("finish_plan", "commit_tensor"):  # from an earlier load of this planner
             vars(planner).pop(name, None)
         set_up(planner, *args, **kwargs)
-        # Without flattening, `planner.state_dict` is the caller's own dict, whose entries must not
-        # be replaced.
+        # Without flattening, `planner.state_dict` is the caller's own dict. Its entries must not be
+        # replaced.
         if planner.metadata is not None and planner.flatten_state_dict:
             conversions = prepare(planner.state_dict, planner.metadata.state_dict_metadata)
             _call_after_reads(planner, conversions)

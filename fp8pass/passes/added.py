@@ -46,7 +46,8 @@ def cache_key(function: Pass) -> str:
     """Return the name of a function with a hash of the file that defines it.
 
     A closure depends on more than its file, and a function from a notebook has no file. Such
-    functions get a new key in each process, so that their results are never read from a cache.
+    functions get a new key in each process, so that graphs compiled with them are never read from a
+    cache.
     """
     plain = inspect.isfunction(function) and function.__closure__ is None
     file = inspect.getsourcefile(function) if plain else None

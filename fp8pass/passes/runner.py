@@ -45,7 +45,7 @@ class PassRecord:
         graph: `joint`, `inference`, `forward` or `backward`.
         before, after: the graph's code, with comments that name modules; '' unless recorded.
         seconds: the time that the pass took.
-        nodes_before, nodes_after: the number of nodes of the graph.
+        nodes_before, nodes_after: the number of nodes of the graph before and after the pass.
     """
 
     name: str

@@ -9,10 +9,10 @@
 See "Chunking" in section 3 of the paper LLMQ. The forward computes all gradients as if the tangent,
 the gradient of the graph's result, were 1. The backward multiplies these gradients by the tangent.
 The pass checks that gradients are multiples of the tangent. Operators between the GEMM and the loss
-must compute each token by itself (`graph/row_writer.py`), such as casts, a softcap, label
-smoothing, a z-loss, a shift by one token. The arithmetic of each token does not change. Only the
-weight's gradient changes: it is accumulated over chunks in the weight's dtype, as over
-micro-batches.
+must not combine the values of several tokens (`graph/row_writer.py`). Casts, a softcap, label
+smoothing, a z-loss and a shift by one token are supported. The arithmetic of each token does not
+change. Only the weight's gradient changes: it is accumulated over chunks in the weight's dtype, as
+over micro-batches.
 
 The head is not chunked if logits are returned, have users outside of the loss, or have gradients
 that are not multiples of one tangent. The plan reports the reason.
@@ -146,7 +146,7 @@ def _is_wide(node: fx.Node, most: int) -> bool:
 
 
 def _between(g: fx.Graph, part: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes on paths between nodes of the part: users of one and operands of another."""
+    """Return the nodes on paths that begin and end at nodes of the part."""
     after: set[fx.Node] = set()
     for node in g.nodes:
         is_computed = any(n in after for n in node.all_input_nodes)

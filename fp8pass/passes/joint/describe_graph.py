@@ -56,7 +56,7 @@ def _describe(collective: fx.Node, backward: set[fx.Node]) -> Collective:
 
 
 def fp8_work(g: fx.Graph) -> Work:
-    """Return the FLOPs of FP8 GEMMs, and the bytes that their casts move as separate kernels."""
+    """Return the FLOPs of FP8 GEMMs, and the bytes that casts for them move as separate kernels."""
     total = Work()
     for node in g.nodes:
         if is_fp8_gemm(node):

@@ -95,7 +95,7 @@ def gather_quantized(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def find_readers(whole: fx.Node) -> tuple[list[GatheredMatrix], list[fx.Node]]:
-    """Return the quantized matrices that are views of a gathered tensor, and its other readers."""
+    """Return the quantized matrices that are views of `whole`, and the other readers of `whole`."""
     matrices: dict[fx.Node, GatheredMatrix] = {}
     others: list[fx.Node] = []
     pending: list[tuple[fx.Node, tuple[fx.Node, ...]]] = [(whole, ())]
@@ -167,7 +167,7 @@ def _keeps_last_dimension(move: fx.Node) -> bool:
 
 
 def _is_stacked(gather: Gather, matrix: GatheredMatrix) -> bool:
-    """Whether a matrix consists of the matrices of all ranks, stacked along the rows."""
+    """Whether a matrix consists of the shards of all ranks, stacked along the rows."""
     leading = tensor(gather.shard).shape[: gather.dim]
     is_first = all(compat.statically_known_true(size == 1) for size in leading)
     permutes = any(graph.is_call(n, aten.permute.default) for n in matrix.moves)
@@ -266,7 +266,7 @@ class Sender:
         return self._emit(WAIT_TENSOR, self._emit(ALL_GATHER, shard, *self.gather.group))
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit a node with the origin of the gather, in the checkpoint region of the reader."""
+        """Emit a node with the metadata of the gather, but the checkpointing tag of the reader."""
         node = emit(self.graph, target, *args, like=self.gather.node, **kwargs)
         compat.copy_region(self.reader, node)
         return node

@@ -140,7 +140,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _is_sum_of_two(node: fx.Node) -> bool:
-    """Whether a node is the sum of two different tensors of its own shape and dtype."""
+    """Whether a node adds two different tensors, which have the shape and dtype of the sum."""
     if not graph.is_call(node, aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     return all(

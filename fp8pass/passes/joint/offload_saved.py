@@ -6,12 +6,12 @@
              ...                             q' = settled(c, h')
              h' = settled(h, q)              y = dequantize([q'], s)     h' crosses
 
-A copy to the host begins when its tensor is computed. `settled` waits for a copy. It is placed
-where the copy should be done, by a roofline of all operators, so that the wait takes no time. A
-copy back begins as late as possible. A tensor takes GPU memory while it is copied. Therefore the
-bytes of copies in flight are limited to the bytes that the link carries in `IN_FLIGHT_SECONDS`, or
-to the bytes of the two largest copies if these are more. A copy back has the result of a GEMM (`g`)
-as operand, so that compilers do not move the copy before the GEMM.
+A copy to the host begins when its tensor is computed. `settled` waits for a copy. This pass places
+`settled` where a roofline of all operators expects the copy to be done, so that the wait takes no
+time. A copy back begins as late as possible. A tensor takes GPU memory while it is copied.
+Therefore the bytes of copies in flight are limited to the bytes that the link carries in
+`IN_FLIGHT_SECONDS`, or to the bytes of the two largest copies if these are more. A copy back has
+the result of a GEMM (`g`) as operand, so that compilers do not move the copy before the GEMM.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Copy:
     used: float = 0.0
 
     def describe(self) -> HostCopy:
-        """Return the plan's entry."""
+        """Return the entry for the plan."""
         val = graph.tensor(self.node)
         return HostCopy(
             module=graph.module_path(self.node),
@@ -184,7 +184,7 @@ class _Schedule:
         return min(users, key=self.order.__getitem__)
 
     def emit_sends(self) -> None:
-        """Emit copies to the host, and a wait for each copy where the copy should be done.
+        """Emit copies to the host, and waits where the roofline expects the copies to be done.
 
         A wait is placed earlier if the copies in flight would exceed the limit.
         """
@@ -248,7 +248,7 @@ class _Schedule:
         return found
 
     def _fetch(self, copy: _Copy, anchor: fx.Node | None, places: dict[fx.Node, fx.Node]) -> None:
-        """Emit a copy back after the GEMM `anchor`; without `anchor`, right before the first use."""
+        """Emit a copy back after the GEMM `anchor`; if None, right before the copy's first use."""
         node, on_host = copy.node, copy.on_host
         place = (
             copy.first
@@ -267,7 +267,7 @@ class _Schedule:
             user.replace_input_with(node, fetched)
 
     def describe(self) -> Offload:
-        """Return the plan's entry."""
+        """Return the entry for the plan."""
         ends = [running_times(self.graph, half) for half in (self.forward, self.backward)]
         forward, backward = (max((end for _, end in each.values()), default=0.0) for each in ends)
         return Offload(

@@ -79,7 +79,7 @@ MOST_EXPERTS = 1023
 
 
 def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
-    """Rewrite the GEMMs of experts, and add them to the linear layers of the plan, in order."""
+    """Rewrite the GEMMs of experts, and insert the experts in the plan's list of linear layers."""
     has_experts = any(n.target in GROUPED_GEMMS | BATCHED_GEMMS for n in gm.graph.nodes)
     if ctx.config.simulate is not None or not has_experts:
         return
@@ -307,7 +307,7 @@ class ExpertRewriter(Quantizer):
         return base if is_flipped else self.derive(base, aten.permute.default, [0, 2, 1])
 
     def _offsets_of(self, batch: fx.Node) -> fx.Node:
-        """Return the end of each matrix of a batch in the stacked rows, as int32 [E].
+        """Return the end of each matrix in the stacked rows of a batch: row indices, int32 [E].
 
         E comes from the layer, since the batch dimension of tokens may be symbolic.
         """

@@ -14,8 +14,8 @@ Scales are computed from the values of the current step (papers COAT, section 5.
 3). Each operand of the backward has one scale for the tensor, because its data is used in two
 layouts, and scales must not vary along the contracted dimension. Operands of the forward are used
 in one layout, so each row of `x` and `W` can have a scale (torchao's rowwise scaling). A kernel
-that holds a row then computes the scale and quantizes the row in one pass. Every tensor is
-quantized once per layout and quantization, however many GEMMs share it. A tensor that Inductor
+that holds a whole row then computes the row's scale and quantizes the row in one pass. Every tensor
+is quantized once per layout and quantization, however many GEMMs share it. A tensor that Inductor
 padded for one of the GEMMs counts as a separate tensor.
 
 For a linear layer `einsum` emits a `bmm` with a batch of one. The pass first replaces this `bmm` by
@@ -190,7 +190,7 @@ class LinearRewriter(Quantizer):
         replace_gemm(gemm, product, result)
 
     def _choose_quantization(self, operand: fx.Node) -> Quantization:
-        """Return the configured quantization, or one with a tensor scale if blocks do not fit."""
+        """Return the configured quantization, but with a tensor scale if its blocks do not fit."""
         role, name = self.gemm.meta[ROLE], self.name_operand(operand)
         chosen = parse(self.config.quantizations[role, name])
         fits = _takes_rows(self.gemm) if chosen.block == ROW else _divides(chosen.block, self.gemm)

@@ -43,9 +43,10 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _fuse(total: fx.Node) -> bool:
-    """Replace a residual sum by a kernel; return False if it contains no suitable norm.
+    """Replace a residual sum by a kernel, or return False.
 
-    Nodes outside of the kernel that use its intermediate values recompute these values.
+    The operators that compute the sum must include a suitable backward of a norm. Nodes outside of
+    the kernel that use its intermediate values recompute these values.
     """
     if why_not_a_matrix(total) or tensor(total).shape[-1] > LONGEST_SUMMED:
         return False

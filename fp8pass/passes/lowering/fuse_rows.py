@@ -6,8 +6,9 @@
              c  = scale(amax(s));  d = quantize(s, c)
     after    s, d, c, a, b = rows([w, x, mm], program)
 
-The kernel also stores its intermediate values that have users outside of the kernel. Values that
-are saved for the backward in groups are quantized in the same kernel.
+The kernel also stores its intermediate values that have users outside of the kernel. If a value of
+the kernel is saved for the backward with a scale for each group, the kernel also quantizes this
+value.
 
 Dialect operators that do not fit in a kernel are left to `lower_dialect`.
 """

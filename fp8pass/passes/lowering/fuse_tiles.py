@@ -6,9 +6,9 @@
              b  = quantize(d, t);  c = transpose(b)
     after    a, b, c = tiles([s, t, dy, g, u], program)
 
-The program of a kernel stores a quantized matrix that is needed transposed. It contains the
-pointwise operators that compute the matrix from tensors in memory. Matrices computed from the same
-tensors share a program, so that each tensor is read once. Operators with users outside of the
+The program of a kernel stores a quantized matrix that is needed transposed. The program contains
+the pointwise operators that compute the matrix from tensors in memory. Matrices computed from the
+same tensors share a program, so that each tensor is read once. Operators with users outside of the
 kernel also stay in the graph: computing them twice costs less than writing and reading their
 results.
 
@@ -98,7 +98,7 @@ class Concatenation:
         return int(tensor(self.node).shape[1])
 
     def offset_of(self, nodes: Iterable[fx.Node]) -> int:
-        """Return the index of the first column of the part in `nodes`; -1 if `nodes` has no part."""
+        """Return the index of the first column of the part in `nodes`; -1 if there is no part."""
         offsets = accumulate((tensor(part).shape[1] for part in self.parts), initial=0)
         found = dict(zip(self.parts, offsets, strict=False))
         return max((int(found[node]) for node in nodes if node in found), default=-1)
@@ -190,7 +190,10 @@ def _find_measured(x: fx.Node) -> TiledMatrix | None:
 
 
 def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
-    """Return the matrices of each kernel. The first matrix has all large loads of the kernel."""
+    """Return a list of matrices for each kernel.
+
+    The first matrix of a list has all large loads of the kernel.
+    """
     groups: list[list[TiledMatrix]] = []
     groups_by_load: dict[fx.Node, list[list[TiledMatrix]]] = {}
     for matrix in sorted(matrices, key=lambda m: -len(m.reader.large_loads)):

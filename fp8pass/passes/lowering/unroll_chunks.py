@@ -57,7 +57,7 @@ class Unroller:
         self.products = {n for n in self.sums if n.target is aten.mm.default and len(n.users) == 1}
 
     def emit_results(self) -> list[fx.Node]:
-        """Return the results of the call."""
+        """Emit all chunks, and return the nodes that replace the results of the call."""
         parts: list[list[fx.Node]] = [[] for _ in self.row_results]
         totals: dict[fx.Node, fx.Node] = {}
         done: list[fx.Node] = []
@@ -72,7 +72,7 @@ class Unroller:
         return [*whole, *(totals[n] for n in self.sums)]
 
     def _emit_chunk(self, start: Any, end: Any, done: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Emit a chunk that runs after the nodes `done`. Map each node of the body to its new node.
+        """Emit a chunk after the nodes `done`; return a dict from nodes of the body to new nodes.
 
         Without the dependency Inductor would compute the losses where they are concatenated, and
         keep the logits of all chunks until then.
@@ -80,7 +80,7 @@ class Unroller:
         env = dict(self.once)
         for placeholder, rows in self.row_inputs:
             part = self._emit(aten.slice.Tensor, rows, 0, start, end, like=rows)
-            if done and tensor(part).ndim > 1 and tensor(part).shape[-1] > 1:  # no labels or losses
+            if done and tensor(part).ndim > 1 and tensor(part).shape[-1] > 1:  # not labels, losses
                 part = self._emit(after, part, done, like=rows)
             env[placeholder] = part
         for node in self.body.nodes:
