@@ -32,8 +32,8 @@ class Inputs:
         weights: inputs that are an `nn.Parameter`, trained or frozen. Buffers are not included.
         held: leaves that require a gradient. Autograd keeps leaves alive until the backward, so
             saving leaves costs no memory.
-        activations: inputs that require a gradient and are computed by another graph. Saving such
-            inputs may extend their lifetime.
+        activations: inputs that require a gradient and are not leaves, such as outputs of other
+            graphs. Saving such inputs may extend their lifetime.
         moving: parameters whose memory address changes in every step; empty without CUDA graphs.
     """
 

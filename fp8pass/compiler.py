@@ -30,7 +30,7 @@ from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights
 
 @dataclass(frozen=True)
 class Backend:
-    """A `torch.compile` backend with its configuration. Backends that are equal share code.
+    """A `torch.compile` backend with its configuration. Equal backends share compiled code.
 
     Attributes:
         config: the user's choices.
@@ -132,7 +132,7 @@ class Captured:
     def compile_version(
         self, config: Config, inner_compile: Callable[..., Any] | None = None
     ) -> Program:
-        """Compile a copy of the graph with another configuration; see `hooks.CompileVersion`."""
+        """Compile a copy of the graph with `config`; see `hooks.CompileVersion`."""
         compilation = self.compilation(config, is_main=False)
         # Cache keys do not contain `inner_compile`, so a cache could return a version that another
         # `inner_compile` compiled.
@@ -209,9 +209,9 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
         "static_launch_user_defined_triton_kernels": True,
     }
     if config.packs:
-        # By default Inductor stores an expression of 30 operators. Unpacking an element takes about
-        # 15 operators, so Inductor would store each expression of two unpacked values. These are
-        # 0.55 GiB of FP32 values per layer in SwiGLU's backward.
+        # By default Inductor stores the value of an expression once it has 30 operators. Unpacking
+        # an element takes about 15 operators, so Inductor would store each expression of two
+        # unpacked values. These are 0.55 GiB of FP32 values per layer in SwiGLU's backward.
         options["realize_opcount_threshold"] = 64
     return options
 

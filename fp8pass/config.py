@@ -173,8 +173,9 @@ class Config:
             "LLMQ" advise against FP8 in the output head.
         head_chunks: number of chunks into which the tokens are split in the output head and the
             loss. Forward and backward run chunk by chunk, so that the logits of all tokens never
-            exist at once (section 3 of the paper LLMQ). None chooses the number by size; 1 disables
-            chunking. The gradient of the head's weight is summed over chunks in the weight's dtype.
+            exist at once (section 3 of the paper LLMQ). None chooses the number by the sizes of the
+            head's input; 1 disables chunking. The gradient of the head's weight is summed over
+            chunks in the weight's dtype.
         simulate: a format that linear layers simulate: a name such as `e8m3`, or a `Simulation`.
             With `simulate` no layer runs in FP8 and no tensor is saved in low bits, as in recipe
             `exact`.

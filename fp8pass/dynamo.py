@@ -42,7 +42,7 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
 
     Args:
         config: the options.
-        monitor: samples the health of quantized tensors in training.
+        monitor: measures the quantized tensors in sampled training steps.
 
     Raises:
         TypeError: `config` is not a `Config`, or `monitor` not a `Monitor`.
@@ -61,5 +61,8 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
 
 
 def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """Compile a graph for `torch.compile(model, backend="fp8pass")`, by recipe `coat`."""
+    """Compile a graph for `torch.compile(model, backend="fp8pass")`.
+
+    Without options the recipe is `coat`.
+    """
     return Backend(hooks=HOOKS)(gm, example_inputs, **kwargs)

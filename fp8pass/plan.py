@@ -224,7 +224,7 @@ class FrontierPoint:
         peak_bytes: estimated peak of the bytes alive during the backward, including gradients.
         seconds: time that recomputation and copies add to a step, compared with the plan without a
             budget; estimated by the roofline of one GPU (`hardware.py`).
-        error: root mean square of the expected gradient errors of the saved values.
+        error: root mean square of the `expected_error` of all saved values.
     """
 
     bytes: int
@@ -332,7 +332,7 @@ class Plan:
 
     @property
     def unexpected(self) -> list[Linear]:
-        """The layers in high precision that are not `chosen` and that the user can change."""
+        """The layers in high precision that are neither `chosen` nor `routine`."""
         return [y for y in self.high_precision if not y.chosen and not y.routine]
 
     @property

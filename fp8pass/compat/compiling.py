@@ -51,7 +51,7 @@ def half_of(kwargs: dict[str, Any]) -> str:
 
 
 def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
-    """Return the indices of inputs with fixed addresses, such as parameters and buffers."""
+    """Return the indices of the graph's inputs with fixed addresses, such as parameters."""
     return frozenset(kwargs.get("static_input_idxs") or ())
 
 
@@ -93,7 +93,7 @@ def activation_quantization_is_on(options: Mapping[str, Any]) -> bool:
 
 
 def box(function: Any) -> Any:
-    """Mark a function of one list of arguments as compiled code for AOTAutograd, and return it."""
+    """Mark `function`, which takes one list of arguments, as compiled code for AOTAutograd."""
     function._boxed_call = True
     return function
 
@@ -138,7 +138,7 @@ def match_generated_code(gm: fx.GraphModule) -> None:
 
     In eager mode, random operators ignore the seed, so a backward would recompute different
     numbers. `iota` does not support unsigned dtypes. Results may have other strides than in the
-    trace, where a traced `view` would raise an error.
+    trace, so that a traced `view` would raise an error.
     """
     aten, prims = torch.ops.aten, torch.ops.prims
     for node in gm.graph.nodes:
@@ -210,7 +210,7 @@ def _compiles_torch_classes_in_place() -> bool:
 
 
 def original_of(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wrapped, or `model` itself."""
+    """Return the module that `torch.compile` wrapped, or `model` itself if it is no wrapper."""
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 

@@ -143,7 +143,7 @@ class GradientBuffer(Tensor):
 def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Allow in-place writes to gathered weights that autograd saved, without an error in backward.
 
-    The backward still reads correct values, because FSDP2 gathers the weights again before it.
+    The backward still reads correct values, because FSDP2 gathers the weights again.
     """
     tracked = tuple(x for x in tensors if not x.is_inference())
     return torch.autograd._unsafe_preserve_version_counter(tracked) if tracked else nullcontext()
@@ -182,7 +182,7 @@ def _list_groups(module: FSDPModule) -> Sequence[Any]:
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[GatheredParameter]:
-    """Yield the parameters in the FSDP2 groups of `module`, but not of its submodules, in order."""
+    """Yield the parameters in the FSDP2 groups of `module` itself, in FSDP2's order."""
     for group in _list_groups(module):
         fewer = group.post_forward_mesh_info not in (None, group.mesh_info)
         for each in group.fsdp_params:

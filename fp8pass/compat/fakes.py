@@ -61,8 +61,8 @@ class OperatorObserver(TorchDispatchMode):
 class RealPositions(TorchDispatchMode):
     """Mode in which results of `arange`, and values computed only from them, are real tensors.
 
-    Use it together with fake tensors if a model reads the values of positions. For example, Hugging
-    Face models omit the mask if the positions form whole sequences.
+    Use this mode together with fake tensors if a model reads the values of positions. For example,
+    Hugging Face models omit the mask if the positions form whole sequences.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A hook into loads of `torch.distributed.checkpoint` (DCP), after metadata and before data."""
+"""A hook into loads of `torch.distributed.checkpoint` (DCP), before the data is read."""
 
 from __future__ import annotations
 

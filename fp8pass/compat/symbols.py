@@ -48,7 +48,7 @@ def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Make a wrapper subclass instance with the sizes, strides and device of `like`."""
+    """Make an instance of wrapper subclass `cls` with the sizes, strides and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
     )
@@ -60,7 +60,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_unbacked(value: object) -> bool:
-    """Whether a tensor has data-dependent sizes."""
+    """Whether a size, or a size of a tensor, depends on data."""
     return bool(free_unbacked_symbols(value))
 
 
@@ -88,7 +88,7 @@ def guard_count(graph: torch.fx.Graph) -> int:
 
 
 def restrictions(graph: torch.fx.Graph, known: int) -> list[str]:
-    """Return the guards after the first `known` guards that can trigger a recompilation, as text.
+    """Return, as text, the guards after the first `known` that can trigger a recompilation.
 
     Each text contains the place in the code that added the guard. Guards are left out if they hold
     for all sizes that the known guards allow (tested with some sizes). Guards on strides alone are

@@ -58,7 +58,7 @@ class PassRecord:
 
     @property
     def diff(self) -> str:
-        """Unified diff of the graph's code."""
+        """Unified diff between the graph's code before and after the pass."""
         lines = difflib.unified_diff(
             self.before.splitlines(), self.after.splitlines(), "before", "after", lineterm="", n=2
         )

@@ -216,7 +216,7 @@ class Chunking:
         return call
 
     def _with_unit_tangent(self, node: fx.Node) -> fx.Node:
-        """Return a value as it would be if the tangent were 1."""
+        """Return the node that computes the value of `node` as if the tangent were 1."""
         pending = [node] if node in self.backward else []
         while pending:
             current = pending[-1]
@@ -278,7 +278,7 @@ class Chunking:
                     user.replace_all_uses_with(self._to_args([user.meta["val"]])[0])
 
     def _to_args(self, shape: Sequence[Any]) -> list[Any]:
-        """Return a shape as arguments of a node, with nodes of the graph for symbolic sizes."""
+        """Return a shape as arguments for an operator. Symbolic sizes become nodes."""
         arguments: list[Any] = []
         for size in shape:
             if not isinstance(size, int):

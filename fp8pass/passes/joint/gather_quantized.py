@@ -223,7 +223,7 @@ class Sender:
         return self._emit(fp8.amax.default, x, block_text(block))
 
     def _shard_as_matrix(self) -> fx.Node:
-        """Return this rank's shard as a matrix, in the dtype that is quantized."""
+        """Return this rank's shard as a matrix, in the dtype of the matrix to quantize."""
         if self._shard is None:
             shard = self.gather.shard
             for cast in (n for n in self.matrix.path if n.target in CASTS):

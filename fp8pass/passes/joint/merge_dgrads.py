@@ -87,8 +87,8 @@ class Term:
 def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
     """Merge FP8 dgrad GEMMs whose results are only added to one another.
 
-    A GEMM is not merged if the plan saves its FP8 weight in the forward, since merging requantizes
-    the weight.
+    A GEMM is not merged if its FP8 weight is saved for the backward, since merging requantizes the
+    weight.
     """
     sums: dict[fx.Node, list[Term]] = {}
     for node in gm.graph.nodes:

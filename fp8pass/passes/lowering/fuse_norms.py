@@ -7,8 +7,8 @@
     after    g, p, r = rows([w, rstd, dy, x, residual], program)
              a = amax(r);  v = sum(p, 0)
 
-The kernel stores the residual's gradient `g`, the amax of each row of `g`, and partial sums `p` of
-the weight's gradient. The order of summation is fixed, so results are deterministic.
+The kernel stores the residual's gradient `g`, the amax `r` of each row of `g`, and partial sums `p`
+of the weight's gradient. The order of summation is fixed, so results are deterministic.
 """
 
 from __future__ import annotations
