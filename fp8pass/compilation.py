@@ -159,7 +159,7 @@ class Compilation:
             yield
 
     def cache_key(self) -> str:
-        """Return a hash of everything except the graph that determines the compiled code."""
+        """Return a hash of everything that determines the compiled code, except the graph."""
         key = (
             source_hash(),
             describe_config(self.config),

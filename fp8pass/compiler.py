@@ -251,7 +251,7 @@ def _on_cpu(example_inputs: Sequence[Any]) -> bool:
 def _check_cpp_compiler() -> None:
     """Raise RuntimeError if no C++ compiler works.
 
-    Inductor would raise an error of a hundred lines.
+    Without this check Inductor would raise an error of a hundred lines.
     """
     if not compat.has_cpp_compiler():
         raise RuntimeError(

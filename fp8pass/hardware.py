@@ -106,8 +106,7 @@ def has_fp8_casts(device: torch.device) -> bool:
 
 GIB = 1 << 30
 
-# Shares of the operations and bytes per second in its datasheet that an H200 reaches in a training
-# step.
+# Shares of the datasheet's operations and bytes per second that an H200 reaches in a training step.
 FP8_SHARE = FP8_FLOPS / 1979e12
 BF16_SHARE = BF16_FLOPS / 989e12
 ATTENTION_SHARE = ATTENTION_FLOPS / 989e12
@@ -151,7 +150,7 @@ class Gpu:
         memory: size of the GPU's memory in bytes.
         fp8_flops, bf16_flops, attention_flops: operations per second that GEMMs and attention
             reach.
-        bandwidth: bytes per second between memory and processors.
+        bandwidth: bytes per second between the GPU's memory and its processors.
         link: bytes per second of copies to the host while copies from the host run at the same
             rate.
         capability: compute capability, which decides whether linear layers and experts run in FP8.

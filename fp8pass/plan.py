@@ -260,7 +260,7 @@ class RuleSummary:
         case_1: upper bound of the amplification from all saved values to a gradient, if the inputs
             are saved and all other values are recomputed.
         case_2: the same bound if intermediate results are saved, too.
-        bound: formula for case 1: the absolute error of the gradient with the largest relative
+        bound: formula of the absolute error in case 1, for the gradient with the largest relative
             error.
         reason: why no rule could be derived, or ''.
     """

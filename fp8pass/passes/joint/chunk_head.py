@@ -106,7 +106,7 @@ def choose_chunks(rows: int, hidden: int) -> int:
 
 
 def find_part(head: fx.Node) -> list[fx.Node]:
-    """Return, in graph order, the nodes of logits' size, their users, and the nodes between them.
+    """Return, in graph order, the nodes as large as logits, their users, and nodes between these.
 
     Raises:
         NotRowwise: the graph returns logits.

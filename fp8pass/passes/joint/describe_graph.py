@@ -56,7 +56,10 @@ def _describe(collective: fx.Node, backward: set[fx.Node]) -> Collective:
 
 
 def fp8_work(g: fx.Graph) -> Work:
-    """Return the FLOPs of FP8 GEMMs, and the bytes that casts for them move as separate kernels."""
+    """Return the FLOPs of FP8 GEMMs, and the bytes that their operands' casts read and write.
+
+    Each cast counts as a separate kernel.
+    """
     total = Work()
     for node in g.nodes:
         if is_fp8_gemm(node):

@@ -219,7 +219,7 @@ class _Schedule:
         """Emit copies back as late as possible, and the wait for each copy before its first use.
 
         A copy back begins after the last GEMM that ends early enough. If the copies in flight would
-        then exceed the limit, it begins only after enough earlier copies have been used.
+        then exceed the limit, the copy begins only after enough earlier copies have been used.
         """
         times = running_times(self.graph, self.backward)
         copies = sorted(self.copies, key=lambda copy: self.order[copy.first])

@@ -15,9 +15,9 @@ rules allow. A single cut is not possible: each value would have three states (e
 absent), with costs that are not submodular.
 
 Several first cuts may have the same cost. The cut closest to the backward recomputes least, and the
-cut closest to the inputs lets the second cut recompute the most values. Both are tried, and the
-plan with the lower cost is used. Both are also tried with additional exact needs: masks, and values
-of checkpointed regions, that no low-bit format can represent.
+cut closest to the inputs lets the second cut recompute the most values. Both cuts are tried, and
+the plan with the lower cost is used. Both cuts are also tried with additional exact needs: masks,
+and values of checkpointed regions, that no low-bit format can represent.
 
 For a value that is never recomputed, it does not matter how its inputs are saved. So results of
 GEMMs and attention split the graph into regions. The cuts of each region are computed separately

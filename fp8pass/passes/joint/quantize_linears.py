@@ -57,8 +57,8 @@ from fp8pass.passes.quantizer import (
 
 fp8 = torch.ops.fp8pass
 
-# If a size of a weight is smaller, padding it to run in FP8 gains nothing, as for an adapter of
-# rank 8 or a head with 10 classes.
+# If a size of a weight is smaller, padding the weight for an FP8 GEMM gains nothing, as for an
+# adapter of rank 8 or a head with 10 classes.
 WORTH_PADDING = 64
 
 

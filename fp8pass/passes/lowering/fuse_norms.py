@@ -43,7 +43,7 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _fuse(total: fx.Node) -> bool:
-    """Replace a residual sum by a kernel, or return False.
+    """Replace a residual sum by a kernel if possible, and return whether it was replaced.
 
     The operators that compute the sum must include a suitable backward of a norm. Nodes outside of
     the kernel that use its intermediate values recompute these values.

@@ -71,7 +71,7 @@ def _group_amaxes(g: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _finishes_amax(node: fx.Node) -> bool:
-    """Whether a node is the second stage of an amax, of few enough numbers for one kernel."""
+    """Whether a node is the second stage of an amax, and its input fits in one kernel."""
     if not graph.is_call(node, fp8.amax.default) or node.args[1] != "tensor":
         return False
     source = node.args[0]

@@ -170,7 +170,7 @@ def _find_received(data: fx.Node) -> TiledMatrix | None:
 
 
 def _find_measured(x: fx.Node) -> TiledMatrix | None:
-    """Return a node as a matrix if a kernel should compute only the amax of the node.
+    """Return the matrix `x` if a kernel should compute its amax without storing the matrix.
 
     The matrix must be dequantized from groups, or in memory. For any other matrix, the generated
     kernel that computes the matrix can compute the amax as well.
