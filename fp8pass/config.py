@@ -396,8 +396,8 @@ def parse_bytes(
 def bytes_text(count: float, *, up: bool = False) -> str:
     """Format a number of bytes with about three digits, so that `parse_bytes` can read it.
 
-    With `up` the number is never rounded down. The smallest possible memory budget is formatted so,
-    because a smaller budget could not be met.
+    With `up` the number is never rounded down. The smallest possible memory budget is formatted
+    with `up`, because a smaller budget could not be met.
     """
     units = ["B", "KiB", "MiB", "GiB"]
     while count >= 1024 and len(units) > 1:

@@ -144,7 +144,7 @@ def _find_groups(reader: Reader) -> list[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _can_store_groups(planes: list[fx.Node]) -> bool:
-    """Whether the kernel can quantize in the groups of `planes`, of a power-of-two size."""
+    """Whether the kernel supports the groups of `planes`. The group size must be a power of two."""
     how = quantization_of(planes[0])
     rows, size = how.block
     fits = rows == 1 and 0 < size <= CHUNK and size & (size - 1) == 0
