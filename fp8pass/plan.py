@@ -203,7 +203,7 @@ class Collective:
         module: path of the calling module; for a gathered weight, of its parametrization.
         shape: shape of the tensor that this rank sends.
         dtype: dtype of that tensor; `uint8` for FP8 data, which is sent as bytes.
-        bytes: bytes of that tensor, counted once for any number of receivers.
+        bytes: size of that tensor in bytes, counted once for any number of receivers.
         reason: why the tensor is not quantized; '' for FP8 data and scales.
     """
 

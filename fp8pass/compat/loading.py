@@ -11,9 +11,9 @@ from typing import Any
 __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
-# A function of the flat state dict and of the checkpoint's metadata. It may replace entries of the
-# state dict. It returns a dict from names of entries to conversions. DCP's planner calls a
-# conversion when all entries with this conversion have been read.
+# A function of the flat state dict and of the checkpoint's metadata. The function may replace
+# entries of the state dict. It returns a dict from names of entries to conversions. DCP's planner
+# calls a conversion when all entries with this conversion have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 

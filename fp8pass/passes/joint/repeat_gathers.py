@@ -12,9 +12,9 @@ marks
   saves only the FP8 data that it sends.
 
 Other collectives run once, as in PyTorch's own partitioner. All ranks must run the same
-collectives. So the decision depends on nothing that may differ between ranks, such as sizes or free
-memory. Copies of a gathered tensor, in any layout, are never saved: a rank that saved a copy would
-not repeat the gather.
+collectives. So the choice of the repeated gathers does not depend on anything that may differ
+between ranks, such as sizes or free memory. Copies of a gathered tensor, in any layout, are never
+saved: a rank that saved a copy would not repeat the gather.
 """
 
 from __future__ import annotations
