@@ -68,8 +68,8 @@ _SUBMODULES = {"distributed": "distributed", "optim": "optim", "testing": "testi
 
 __all__ = [*_MODULES, *_SUBMODULES]
 
-# Names that users look up in `fp8pass` although a submodule has them. The error names the
-# submodule.
+# Names that users look up in `fp8pass`, with the submodule that defines each name. The
+# AttributeError contains the right path.
 _ELSEWHERE = {
     "AdamW": "optim",
     "compress": "distributed",
@@ -79,7 +79,10 @@ _ELSEWHERE = {
 
 
 def _add_prefix(record: logging.LogRecord) -> bool:
-    """Prefix a log message with `fp8pass:` if no handler is configured to add the name."""
+    """Prefix a log message with `fp8pass:` if no log handler is configured.
+
+    Without handlers, Python prints messages without the name of the logger.
+    """
     if not logging.getLogger(__name__).hasHandlers():
         record.msg = f"fp8pass: {record.msg}"
     return True

@@ -1,4 +1,4 @@
-"""One compilation of a graph: its inputs, its hooks and its cache key."""
+"""The state of one compilation: the kinds of the graph's inputs, the hooks, and the cache key."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a Dynamo graph by kind, as indices.
+    """The indices of a Dynamo graph's inputs, by kind. An input may have several kinds.
 
     Attributes:
-        weights: each `nn.Parameter`, trained or frozen, but no buffers or other tensors of modules.
+        weights: inputs that are an `nn.Parameter`, trained or frozen. Buffers are not included.
         held: leaves that require a gradient. Autograd keeps leaves alive until the backward, so
             saving leaves costs no memory.
-        activations: outputs of other graphs that require a gradient. Saving such a tensor may
-            extend its lifetime.
-        moving: parameters that have a new address in every step; empty without CUDA graphs.
+        activations: inputs that require a gradient and are not leaves, such as outputs of other
+            graphs. Saving such inputs may extend their lifetime.
+        moving: parameters whose memory address changes in every step; empty without CUDA graphs.
     """
 
     weights: frozenset[int] = frozenset()
@@ -48,9 +48,9 @@ class Inputs:
         example_inputs: Sequence[object],
         moving: frozenset[int] = frozenset(),
     ) -> Inputs:
-        """Classify the inputs that Dynamo traced with.
+        """Classify the inputs with which Dynamo traced the graph.
 
-        Dynamo has no guard on `is_leaf`, so later inputs may be of another kind.
+        Dynamo has no guard on `is_leaf`, so later inputs may differ from the traced inputs in kind.
         """
         differentiable = {
             i: x.is_leaf
@@ -67,11 +67,11 @@ class Inputs:
 
 
 def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
-    """Return the patterns that match the module path of each operator, for the cache key.
+    """Return which patterns match the module path of each operator, as part of the cache key.
 
-    Caches compare graphs without module paths. The key contains the matches instead of the paths,
-    so that equal layers share compiled code. If options name single values, the key contains the
-    paths, because names of values contain paths.
+    Inductor's caches compare graphs without module paths. The key contains the matches instead of
+    the paths, so that equal layers share compiled code. If options refer to values by name, the key
+    contains the paths, too, because these names contain paths.
     """
     subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
@@ -90,7 +90,7 @@ def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
 def describe_config(config: Config) -> str:
     """Return the configuration as text that is the same in every process.
 
-    A function in `skip` appears by name alone. `match_names` adds the paths that it matches.
+    For a function in `skip` the text has only its name, because `match_names` has its results.
     """
     names = tuple(map(pattern_text, config.skip_patterns))
     return repr((replace(config, passes=(), skip=names), cache_keys(config.passes)))
@@ -104,10 +104,10 @@ class Compilation:
         config: the user's choices.
         inputs: the graph's inputs by kind.
         hooks: called while the graph is compiled.
-        requests: additional content of the plan, for `explain`.
-        by_name: the result of `match_names`.
+        requests: which optional contents of the plan to compute.
+        by_name: which patterns match the module paths of the operators (`match_names`).
         is_main: whether this is the version of the graph that runs in most steps.
-        compiled: the graph after the joint passes; None before them.
+        compiled: the graph after the joint or inference passes; None before.
     """
 
     config: Config
@@ -119,16 +119,19 @@ class Compilation:
     compiled: CompiledGraph | None = None
 
     def finish(self, compiled: CompiledGraph) -> None:
-        """Store the result of the joint passes, and call the hooks. The lowering passes follow."""
+        """Store the graph after its joint or inference passes, and call `after_passes` of hooks."""
         self.compiled = compiled
         for hook in self.hooks if self.is_main else ():
             hook.after_passes(compiled)
 
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
-        """Run the lowering passes on a forward or backward graph, and add records of the passes."""
+        """Run the lowering passes on a graph, and append their records.
+
+        `half` is `forward`, `backward` or `inference`.
+        """
         ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
-        # PyTorch may compile a backward when it first runs, outside of the forward's tracing
-        # context. There, composite operators would turn dynamic sizes into constants.
+        # PyTorch may compile a backward only when the backward first runs. The forward's tracing
+        # context has then ended, and composite operators would turn dynamic sizes into constants.
         with compat.enable_dynamic_shapes():
             records = run_passes(LOWERING_PASSES, gm, ctx, of=half, record=self.records)
         if self.compiled:
@@ -136,24 +139,27 @@ class Compilation:
 
     @property
     def shows_halves(self) -> bool:
-        """Whether the lowering passes run on copies of the graphs, only for reports."""
+        """Whether to run the lowering passes on copies of the graphs.
+
+        The compiler `eager` does not need these passes, but reports show their results.
+        """
         return self.records and self.config.compiler == "eager"
 
     @property
     def records(self) -> bool:
-        """Whether a hook needs the graph around each pass, and the figures for reports."""
+        """Whether a hook needs the graph's code around each pass, and the figures for reports."""
         return self.is_main and any(hook.records for hook in self.hooks)
 
     @contextmanager
     def while_compiling(self, what: str) -> Iterator[None]:
-        """Enter the hooks' contexts while Inductor compiles `what`. Compiling may take minutes."""
+        """Within the context, enter `while_compiling(what)` of all hooks."""
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.enter_context(hook.while_compiling(what))
             yield
 
     def cache_key(self) -> str:
-        """Return a hash of everything that determines the result, except the graph."""
+        """Return a hash of everything that determines the compiled code, except the graph."""
         key = (
             source_hash(),
             describe_config(self.config),
@@ -165,7 +171,7 @@ class Compilation:
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
-# Folders that compiled code does not depend on. Caches stay valid after an edit there.
+# Folders that compiled code does not depend on. Caches stay valid after an edit in these folders.
 INDEPENDENT = frozenset(
     ("demo", "distributed", "integrations", "optim", "progress", "stability", "testing", "tools")
 )

@@ -1,4 +1,4 @@
-"""Compile a graph of Dynamo: run fp8pass's passes inside Inductor, and return a program."""
+"""Compile a graph from Dynamo: run fp8pass's passes inside Inductor, and return a callable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Backend:
     Attributes:
         config: the user's choices.
         observer: called with each compiled graph.
-        requests: optional contents of the plans.
+        requests: which optional contents of the plans to compute.
         hooks: called while graphs are compiled.
     """
 
@@ -118,7 +118,7 @@ class Captured:
         compilation: Compilation,
         inner_compile: Callable[..., Any] | None = None,
     ) -> Program:
-        """Compile `gm`, which is the graph or a copy of it."""
+        """Compile `gm`, which is `self.gm` or a copy of `self.gm`."""
         patches = {**self.patches, "custom_partitioner_fn": Partitioner(compilation)}
         program: Any = compat.compile_fx(
             gm,
@@ -132,16 +132,17 @@ class Captured:
     def compile_version(
         self, config: Config, inner_compile: Callable[..., Any] | None = None
     ) -> Program:
-        """Compile a copy of the graph, see `CompileVersion`."""
+        """Compile a copy of the graph with `config`; see `hooks.CompileVersion`."""
         compilation = self.compilation(config, is_main=False)
-        # Cache keys do not contain `inner_compile`, so a cache could return another version.
+        # Cache keys do not contain `inner_compile`, so a cache could return a version that another
+        # `inner_compile` compiled.
         with compat.uncached() if inner_compile else nullcontext():
             return self.compile(compat.copy_captured(self.gm), compilation, inner_compile)
 
 
 @dataclass(frozen=True)
 class InnerCompile:
-    """Compiles one graph of aten and dialect operators, forward, backward or inference."""
+    """Compiles one forward, backward or inference graph of aten and dialect operators."""
 
     compilation: Compilation
 
@@ -165,9 +166,10 @@ class InnerCompile:
 def rewrite_inference(
     gm: fx.GraphModule, compilation: Compilation, parameters: frozenset[int]
 ) -> None:
-    """Run the passes on a graph without a backward.
+    """Run the inference passes on a graph without a backward.
 
-    Skip backwards that compiled autograd captured: they contain no forward of a layer.
+    A graph that compiled autograd captured is left unchanged: it is a backward and contains no
+    forward of a layer. `parameters` has the indices of the inputs with fixed addresses.
     """
     if compat.captures_backward():
         return
@@ -183,32 +185,33 @@ def rewrite_inference(
 
 
 def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """Return the defaults of Inductor's options for graphs with low-bit saved tensors.
+    """Return fp8pass's defaults of Inductor's options, for graphs with low-bit saved tensors.
 
-    The values were chosen by measurements on GPUs. On a CPU Inductor's defaults apply, because
-    Inductor is tested with them and the CPU is only for experiments.
+    The values were chosen by measurements on GPUs. On a CPU, which is only for experiments,
+    Inductor's own defaults apply, because they are better tested.
     """
     if _on_cpu(example_inputs):
         return {}
     options: dict[str, Any] = {
-        # By a wrong estimate of memory Inductor would move nodes that materialize_plan placed well.
+        # Inductor's estimate of the peak memory is wrong for these graphs, so Inductor would move
+        # nodes that materialize_plan placed well.
         "reorder_for_peak_memory": False,
-        # Inductor keeps a buffer alive until another result reuses it, maybe a layer later. Without
-        # such reuse, the allocator gets the memory back earlier: the peak of four layers of hidden
-        # size 4096 is 0.6 GiB lower.
+        # With reuse, Inductor holds the memory of an unused buffer until another result needs it,
+        # maybe a layer later. Without reuse, the allocator gets the memory back at once: the peak
+        # of four layers of hidden size 4096 is 0.6 GiB lower.
         "allow_buffer_reuse": False,
-        # By default Inductor stores an expression of more than four tensors if two kernels use it.
-        # Writing and reading gradients of gated activations in 16 bits takes longer than
-        # recomputing them.
+        # By default Inductor stores an expression that reads more than four tensors if two kernels
+        # use the expression. For gradients of gated activations, writing and reading 16 bits takes
+        # longer than recomputing.
         "realize_reads_threshold": 8,
-        # Launch the dialect's kernels like Inductor's own, without Triton's Python code. A layer of
-        # hidden size 2048 then takes 8% less CPU time.
+        # Launch the dialect's kernels like Inductor's own kernels, without Triton's launcher in
+        # Python. A layer of hidden size 2048 then takes 8% less CPU time.
         "static_launch_user_defined_triton_kernels": True,
     }
     if config.packs:
-        # Unpacking an element takes about 15 operators, and by default Inductor stores a result
-        # after 30. So Inductor would store expressions of two unpacked values: for SwiGLU's
-        # backward in fp32, 0.55 GiB per layer.
+        # By default Inductor stores the value of an expression once it has 30 operators. Unpacking
+        # an element takes about 15 operators, so Inductor would store each expression of two
+        # unpacked values. These are 0.55 GiB of FP32 values per layer in SwiGLU's backward.
         options["realize_opcount_threshold"] = 64
     return options
 
@@ -246,7 +249,10 @@ def _on_cpu(example_inputs: Sequence[Any]) -> bool:
 
 
 def _check_cpp_compiler() -> None:
-    """Raise a short RuntimeError before Inductor raises an error of a hundred lines."""
+    """Raise RuntimeError if no C++ compiler works.
+
+    Without this check Inductor would raise an error of a hundred lines.
+    """
     if not compat.has_cpp_compiler():
         raise RuntimeError(
             "No working C++ compiler was found, which PyTorch's Inductor needs on a CPU. Install "
@@ -256,7 +262,10 @@ def _check_cpp_compiler() -> None:
 
 
 def _with_bandwidth(config: Config, example_inputs: Sequence[Any]) -> Config:
-    """Fill in the measured host bandwidth, because the plan and its cache key depend on it."""
+    """Fill in the measured host bandwidth, if `offload` needs it and the user has not given it.
+
+    The plan and its cache key depend on the bandwidth.
+    """
     if not config.offload or config.host_bandwidth is not None:
         return config
     devices = (x.device for x in example_inputs if isinstance(x, Tensor) and x.is_cuda)
@@ -285,7 +294,7 @@ def _check_types(options: Mapping[str, Any]) -> None:
 
 
 def _warn_about_checkpointing(hooks: Sequence[Hooks]) -> None:
-    """Warn if `torch.utils.checkpoint` runs around the graph. Reports do not need the warning."""
+    """Warn if the graph runs inside `torch.utils.checkpoint`, unless the graph is for a report."""
     if compat.is_checkpointing() and not any(hook.records for hook in hooks):
         warn_about_checkpointing()
 

@@ -1,4 +1,4 @@
-"""The options of a compilation: the frozen, validated `Config`, and its presets, the recipes."""
+"""The options of a compilation: the frozen, validated `Config`, and the recipes, its presets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fp8pass.dialect.formats import (
     simulated_format,
 )
 
-# The valid names of some options, for type checkers. Tests compare these names with the tables of
-# formats.
+# The valid values of some options, for type checkers. Tests compare these values with the tables in
+# `dialect/formats.py`.
 LinearFormat = Literal["e4m3", "e5m2", "exact"]
 SaveFormat = Literal["e4m3", "e2m3", "e2m2", "e2m1", "none", "exact"]
 Scales = Literal["rowwise", "tensorwise"]
@@ -31,7 +31,8 @@ Gemm = Literal["forward", "dgrad", "wgrad"]
 Recipe = Literal["linear", "coat", "agoq", "exact"]
 
 GEMMS: tuple[Gemm, ...] = get_args(Gemm)
-# The largest share that a budget may be: 8 bits for every tensor, if 4 bits are planned.
+# The largest `memory_budget` that is a share. A plan of 4 bits for every tensor takes this multiple
+# of its bytes if every tensor gets 8 bits instead.
 LARGEST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
 # Arguments of `torch.compile` that users mistake for options.
 ARGUMENTS = ("mode", "dynamic", "fullgraph")
@@ -39,16 +40,16 @@ ARGUMENTS = ("mode", "dynamic", "fullgraph")
 LISTS = ("skip", "keep_exact", "fast_accumulation")
 
 RECIPES: dict[Recipe, dict[str, Any]] = {
-    # Only FP8 GEMMs. The backward reuses the forward's quantized operands, so these have one scale
-    # per tensor.
+    # Only FP8 GEMMs, without low-bit saved tensors of other layers. The backward reuses operands
+    # that the forward quantized, which requires one scale per tensor.
     "linear": {"save_format": "none", "forward_scales": "tensorwise"},
-    # FP8 GEMMs, and the saved tensors of non-linear layers in groups of 1×G (section 5.2 of the
-    # paper COAT).
+    # FP8 GEMMs. Tensors that non-linear layers save are quantized in groups of 1×G (section 5.2 of
+    # the paper COAT).
     "coat": {},
-    # Like coat, but in 5 bits where the error rules allow it. The paper AGoQ (section 4) saves 4
-    # bits. That raises the loss by another 0.12% (docs/quality.md).
+    # Like coat, but with 5 bits for saved tensors where the error rules allow 5 bits. The paper
+    # AGoQ (section 4) saves 4 bits, which raises the loss by another 0.12% (docs/quality.md).
     "agoq": {"save_format": "e2m2"},
-    # All rewrites, with lossless formats. Results are bit-equal to the model without fp8pass.
+    # All rewrites, with lossless formats. Results are bit-equal to results without fp8pass.
     "exact": {
         "forward_format": "exact",
         "gradient_format": "exact",
@@ -57,7 +58,8 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
     },
 }
 
-# The values that other options may have together with `simulate`. The first is the default then.
+# The values that other options may have together with `simulate`. With `simulate` the first value
+# is the default.
 WITH_SIMULATION: dict[str, tuple[str, ...]] = {
     "forward_format": ("exact",),
     "gradient_format": ("exact",),
@@ -74,7 +76,7 @@ class ConfigError(ValueError):
     """A recipe, option or value that does not exist. The message names the nearest valid choice."""
 
 
-# A pass of the user: `before` or `after`, the name of one of our passes, and the function.
+# A pass that the user adds: `before` or `after`, the name of a pass of fp8pass, and the function.
 AddedPass = tuple[str, str, Callable[..., None]]
 # A shell-style pattern of module paths, or a function that takes a path and returns a bool.
 Pattern = str | Callable[[str], bool]
@@ -84,7 +86,8 @@ Pattern = str | Callable[[str], bool]
 class Simulation:
     """A number format that linear layers simulate (section 3.2 of the paper FP8 and back).
 
-    Operands and results of GEMMs are rounded to the format. GEMMs run in the model's precision.
+    Operands and results of GEMMs are rounded to the format. The GEMMs themselves run in the model's
+    precision.
 
     Attributes:
         format: `e8m3` or another ExMy of 1 to 8 exponent bits and 0 to 23 mantissa bits.
@@ -114,21 +117,22 @@ class Config:
 
     Attributes:
         forward_format: format of activations and weights in the GEMMs of linear layers: `e4m3`,
-            `e5m2` or `exact`. Scales are computed from current values (papers COAT, section 5.2,
-            and LLMQ, section 3).
-        gradient_format: format of output gradients in those GEMMs.
-        forward_scales: scales in the GEMMs of the forward: `rowwise` (one per token and per output
-            feature) or `tensorwise`. With `rowwise`, quantizing takes one pass over a tensor, and
-            the error is smaller. GEMMs of the backward always have one scale per tensor. Experts
-            always have rowwise scales in forward and dgrad, because PyTorch's grouped GEMM requires
-            them.
+            `e5m2` or `exact`. Scales are computed from the values of the current step (papers COAT,
+            section 5.2, and LLMQ, section 3).
+        gradient_format: format of output gradients in the GEMMs of linear layers.
+        forward_scales: scales in the GEMMs of the forward: `rowwise` (one scale per token and per
+            output feature) or `tensorwise`. With `rowwise`, quantizing takes one pass over a
+            tensor, and the error is smaller. GEMMs of the backward always have one scale per
+            tensor. Experts always have row scales in forward and dgrad, because PyTorch's grouped
+            GEMM requires row scales.
         fast_accumulation: the GEMMs, out of `forward`, `dgrad` and `wgrad`, that may use Hopper's
-            fast accumulation. Then the tensor cores keep a running sum of 14 bits over the whole
-            contraction. Otherwise they add it to an FP32 sum every 128 products. Fast accumulation
-            truncates sums, with a bias that grows with the length of the contraction.
-        longest_fast: the longest contraction with fast accumulation. A GEMM with a dynamic length
-            accumulates precisely. The length for the wgrad of experts is the average number of
-            tokens per expert.
+            fast accumulation. With fast accumulation the tensor cores keep a running sum of 14 bits
+            over the whole contraction. Otherwise the running sum is added to an FP32 sum every 128
+            products. Fast accumulation truncates sums, with a bias that grows with the length of
+            the contraction.
+        longest_fast: largest length of a contraction with fast accumulation. A GEMM whose
+            contraction has a dynamic length accumulates precisely. In the wgrad of experts the
+            length is the average number of tokens per expert.
         save_format: smallest format of the tensors that non-linear layers save for backward, in
             groups of 1×`group_size`: `e4m3`, `e2m3`, `e2m2` or `e2m1`, of 8, 6, 5 and 4 bits. A
             tensor with too large an amplification gets a larger format or is saved exactly. `none`
@@ -136,37 +140,42 @@ class Config:
             low-bit formats, for tests.
         attention_output: format in which the output of attention is saved for the backward:
             `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of 1×32).
-            The worst-case error of `e2m5` has no bound. Measured errors of `e2m5` are less than
-            half of the error that FP8 linear layers add to the same gradients. q, k and v are saved
-            exactly.
-        error_tolerance: largest relative error of a gradient that one saved tensor may cause, in
+            The worst-case error of `e2m5` has no bound. In measurements, the errors of `e2m5` in
+            gradients are less than half of the errors that FP8 linear layers add to the same
+            gradients. q, k and v are saved exactly.
+        error_tolerance: largest relative error that one saved tensor may cause in a gradient, in
             the worst case and to first order. `inf` disables the error rules.
         calibration: means and standard deviations of tensors, from `fp8pass.calibrate`. The error
-            rules use these values, and otherwise assume unit variance.
+            rules use these values. For tensors without an entry the error rules assume unit
+            variance.
         memory_budget: limit of the bytes that each graph saves, except parameters: a share of the
-            bytes without a budget (a float up to 2), or a number of bytes (`"24GiB"`, an int).
-            Tensors that do not fit are recomputed, even if this repeats GEMMs or attention. A
-            budget that is larger than needed is spent on formats with more bits than `save_format`,
-            up to `e4m3`. A share does not apply to graphs that save less than 4 KiB.
+            bytes that the graph saves without a budget (a float up to 2), or a number of bytes
+            (`"24GiB"`, an int). Tensors that do not fit are recomputed, even if this repeats GEMMs
+            or attention. A budget that is larger than needed is spent on formats with more bits
+            than `save_format`, up to `e4m3`. A share does not apply to graphs that save less than 4
+            KiB.
         offload: whether tensors that do not fit in the budget may be saved in host memory, if
             copying them takes less time than recomputing them. The option has no effect without a
             budget.
         host_bandwidth: bytes per second of copies between GPU and host, in each direction; measured
             if None.
-        group_size: elements that share one scale in a saved tensor; the COAT paper uses 16.
+        group_size: number of consecutive elements of a saved tensor that share a scale; the COAT
+            paper uses 16.
         skip: modules that stay in high precision: shell-style patterns of module paths, or a
             function that takes a path and returns a bool. A pattern matches a module and all
             modules below it, at any level: `"layers.0"`, `"*.down_proj"`. A single pattern may be
             passed without a tuple.
         keep_exact: shell-style patterns of tensors that the backward gets exactly: saved exactly,
             or recomputed from exact tensors. A pattern matches the name of a tensor, as `explain`
-            and `calibrate` print it, or the module that computes it, as in `skip`.
-        quantize_lm_head: whether the output head runs in FP8, too. The papers FP8 and back and LLMQ
-            advise against FP8 there.
-        head_chunks: number of chunks of tokens. The output head and the loss run chunk by chunk,
-            forward and backward, so that the logits of all tokens never exist at once (section 3 of
-            the paper LLMQ). None chooses the number by size; 1 disables chunking. The gradient of
-            the head's weight is summed over chunks in the weight's dtype.
+            and `calibrate` print it, or the path of the module that computes the tensor, as in
+            `skip`.
+        quantize_lm_head: whether the output head runs in FP8, too. The papers "FP8 and back" and
+            "LLMQ" advise against FP8 in the output head.
+        head_chunks: number of chunks into which the tokens are split in the output head and the
+            loss. Forward and backward run chunk by chunk, so that the logits of all tokens never
+            exist at once (section 3 of the paper LLMQ). None chooses the number by the sizes of the
+            head's input; 1 disables chunking. The gradient of the head's weight is summed over
+            chunks in the weight's dtype.
         simulate: a format that linear layers simulate: a name such as `e8m3`, or a `Simulation`.
             With `simulate` no layer runs in FP8 and no tensor is saved in low bits, as in recipe
             `exact`.
@@ -175,8 +184,8 @@ class Config:
             `("before", ...)`. See "A pass from outside" in CONTRIBUTING.md.
 
     Raises:
-        ConfigError: an option is unknown, has a wrong value, or excludes another one. The message
-            names the nearest valid choice.
+        ConfigError: an option is unknown, has a wrong value, or conflicts with another option. The
+            message names the nearest valid choice.
     """
 
     forward_format: LinearFormat = "e4m3"
@@ -280,7 +289,7 @@ class Config:
 
     @property
     def quantizations(self) -> dict[tuple[Gemm, str], str]:
-        """The quantizations of operands as text, by GEMM and operand."""
+        """The quantization of every GEMM operand, as text such as `e4m3 row`."""
         forward, gradient = f"{self.forward_format} tensor", f"{self.gradient_format} tensor"
         rowwise = self.quantizes_linears and self.forward_scales == "rowwise"
         in_forward = f"{self.forward_format} row" if rowwise else forward
@@ -318,7 +327,7 @@ def split_options(
     """Split `torch.compile(options=...)` into our `Config` and options for Inductor.
 
     Raises:
-        ConfigError: an option belongs to neither.
+        ConfigError: an option belongs neither to `Config` nor to Inductor.
     """
     known = set(inductor_options)
     ours: dict[str, Any] = {}
@@ -343,10 +352,10 @@ def split_options(
 
 
 def checked_config(config: Any, argument: str = "config") -> Config:
-    """Return the `Config` that was passed as `argument`, or the default one for None.
+    """Return `config`, the value of `argument`, or the default `Config` if it is None.
 
     Raises:
-        TypeError: the argument is not a `Config`.
+        TypeError: `config` is neither a `Config` nor None.
     """
     if config is None:
         return Config()
@@ -360,7 +369,7 @@ def checked_config(config: Any, argument: str = "config") -> Config:
 
 
 def configured(options: Mapping[str, Any]) -> Config:
-    """Return the `Config` of options that may name a recipe.
+    """Return the `Config` for a dict of options, which may contain `recipe`.
 
     The default recipe is `coat`, or `exact` with `simulate`.
     """
@@ -387,7 +396,8 @@ def parse_bytes(
 def bytes_text(count: float, *, up: bool = False) -> str:
     """Format a number of bytes with about three digits, so that `parse_bytes` can read it.
 
-    Memory budgets are rounded `up`, because a smaller budget could not be met.
+    With `up` the number is never rounded down. The smallest possible memory budget is formatted
+    with `up`, because a smaller budget could not be met.
     """
     units = ["B", "KiB", "MiB", "GiB"]
     while count >= 1024 and len(units) > 1:
@@ -398,12 +408,13 @@ def bytes_text(count: float, *, up: bool = False) -> str:
     return f"{count:.0f} {units[0]}" if count >= 100 else f"{count:.3g} {units[0]}"
 
 
-# Takes the name and value of an option. Returns the value to store, or raises ConfigError.
+# A function of the name and value of an option. It returns the value to store, or raises
+# ConfigError.
 Check = Callable[[str, Any], Any]
 
 
 def _must_be(what: str, fits: Callable[[Any], bool], hint: str = "") -> Check:
-    """Return a check that a value `fits`."""
+    """Return a check that raises ConfigError unless `fits(value)`; `what` names valid values."""
 
     def check(field: str, value: Any) -> Any:
         if not fits(value):
@@ -414,7 +425,7 @@ def _must_be(what: str, fits: Callable[[Any], bool], hint: str = "") -> Check:
 
 
 def _one_of(kind: Any) -> Check:
-    """Return a check that a value is one of the values of a `Literal`."""
+    """Return a check that raises ConfigError unless a value is one of the values of a `Literal`."""
     return lambda field, value: check_choice(field, value, get_args(kind))
 
 
@@ -432,13 +443,13 @@ def _is_number(value: object) -> bool:
 def checked_patterns(
     field: str, given: object, of: str = "module path", *, functions: bool = True
 ) -> tuple[Any, ...]:
-    """Return one pattern or several as a tuple.
+    """Return a tuple of patterns, from one pattern or a sequence of patterns.
 
     Args:
         field: the option, for the message.
         given: the value of the option.
         of: what the patterns match, for the message.
-        functions: whether a function that takes a path and returns a bool is a pattern, too.
+        functions: whether a pattern may also be a function that takes a path and returns a bool.
 
     Raises:
         ConfigError: `given` contains an object that is not a pattern.
@@ -453,13 +464,13 @@ def checked_patterns(
 
 
 def _is_function(given: object) -> bool:
-    """Whether an object is a function of a path, rather than a class or a module of PyTorch."""
+    """Whether an object is a hashable callable that is neither a class nor an `nn.Module`."""
     is_module = isinstance(given, type) or hasattr(given, "forward")
     return callable(given) and not is_module and getattr(given, "__hash__", None) is not None
 
 
 def _checked_gemms(field: str, gemms: Any) -> tuple[str, ...]:
-    """Return the GEMMs of an option, in the order of `GEMMS`."""
+    """Return the GEMMs of an option, sorted as in `GEMMS`. Raise ConfigError for other names."""
     if not isinstance(gemms, (tuple, list)) or not all(gemms):
         fix = f". Write {field}=({gemms!r},)" if gemms in GEMMS else ""
         raise ConfigError(f"{field} must be a tuple with some of {GEMMS}, got {gemms!r}{fix}.")
@@ -580,7 +591,7 @@ CHECKS: dict[str, Check] = {
     "passes": _checked_passes,
 }
 
-# Options that exclude each other: a condition, and the message if it holds.
+# Options that exclude each other: a condition, and the error message if the condition holds.
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: c.attention_output != "exact" and c.save_format in ("none", "exact"),
@@ -623,12 +634,15 @@ def checks_are_on() -> bool:
     return os.environ.get("FP8PASS_CHECK", "0") != "0"
 
 
-# End of the message of an error that users cannot cause.
+# The last sentence of messages about errors that only a bug of fp8pass can cause.
 BUG = "This is a bug of fp8pass: please report it, with the output of fp8pass env."
 
 
 def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] = ()) -> str:
-    """Return a message about `got` that names the nearest of `choices`, or else of `also`."""
+    """Return a message that `got` is unknown.
+
+    The message contains the most similar name in `choices`, or else in `also`.
+    """
     nearest = difflib.get_close_matches(str(got), list(choices), n=1) or difflib.get_close_matches(
         str(got), list(also), n=1, cutoff=0.8
     )
@@ -637,7 +651,7 @@ def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] 
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
-    """Return `value`. Raise ConfigError, with the nearest choice, if it is not in `choices`."""
+    """Return `value`. Raise ConfigError, with the nearest choice, if `value` is not a choice."""
     if value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise ConfigError(f"{unknown(name, value, choices)} {name} is one of {listed}.")

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 
 
 def _needs_call(make: Callable[P, Backend]) -> Callable[P, Backend]:
-    """Wrap `make` so that its use as a backend raises an error with the right call."""
+    """Wrap `make` to raise TypeError if the user passes it as a backend instead of calling it."""
 
     @wraps(make)
     def checked(*args: P.args, **kwargs: P.kwargs) -> Backend:
@@ -42,11 +42,11 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
 
     Args:
         config: the options.
-        monitor: samples the health of quantized tensors in training.
+        monitor: measures the quantized tensors in sampled training steps.
 
     Raises:
         TypeError: `config` is not a `Config`, or `monitor` not a `Monitor`.
-        ConfigError: the position of an added pass does not exist.
+        ConfigError: an added pass is to run before or after a pass that does not exist.
     """
     if not isinstance(config, Config):
         raise TypeError(
@@ -61,5 +61,8 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
 
 
 def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """The backend behind `torch.compile(model, backend="fp8pass")`, recipe `coat`."""
+    """Compile a graph for `torch.compile(model, backend="fp8pass")`.
+
+    Without options the recipe is `coat`.
+    """
     return Backend(hooks=HOOKS)(gm, example_inputs, **kwargs)

@@ -17,7 +17,8 @@ FP8_CAPABILITY = (8, 9)
 GROUPED_CAPABILITY = 9
 
 # The measured rates of one GPU, in operations and bytes per second. The planner for a memory budget
-# uses these rates on every GPU: only their ratios matter, and these differ little between GPUs.
+# uses these rates on every GPU: only the ratios of the rates matter, and the ratios differ little
+# between GPUs.
 RATES_OF = "NVIDIA H200"
 FP8_FLOPS = 1300e12
 BF16_FLOPS = 680e12
@@ -25,13 +26,13 @@ ATTENTION_FLOPS = 530e12
 BANDWIDTH = 4.27e12
 
 
-# The GPU that `planning_for` lets the CPU represent.
+# The GPU that the CPU represents inside `planning_for`; None outside.
 _planned_gpu: ContextVar[Gpu | None] = ContextVar("planned_gpu", default=None)
 
 
 @contextmanager
 def planning_for(gpu: Gpu) -> Iterator[None]:
-    """Treat the CPU as `gpu` within the context, because `fit` plans graphs of fake CPU tensors."""
+    """Within the context, treat the CPU as `gpu`: `fit` plans graphs of fake CPU tensors."""
     token = _planned_gpu.set(gpu)
     try:
         yield
@@ -42,7 +43,7 @@ def planning_for(gpu: Gpu) -> Iterator[None]:
 def why_no_fp8_gemm(device: torch.device) -> str | None:
     """Return why `device` cannot run FP8 GEMMs, or None if it can.
 
-    The CPU can: it has reference kernels, which compute the same as tensor cores.
+    The CPU can run FP8 GEMMs: its reference kernels compute the same as tensor cores.
     """
     if _is_reference(device):
         return None
@@ -57,7 +58,7 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
 
 
 def _is_reference(device: torch.device) -> bool:
-    """Whether a device is a CPU that runs reference kernels, and does not represent a GPU."""
+    """Whether `device` is a CPU that runs reference kernels, and not the GPU of `planning_for`."""
     return device.type == "cpu" and _planned_gpu.get() is None
 
 
@@ -92,7 +93,7 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
 
 
 def why_no_triton_kernels(device: torch.device) -> str | None:
-    """Return why the Triton kernels of `codegen/` do not run on `device`, or None if they do."""
+    """Return why the Triton kernels of `codegen/` do not run on `device`, or None if they run."""
     if device.type != "cuda":
         return "Triton kernels run on NVIDIA GPUs only"
     return why_no_fp8_gemm(device)
@@ -105,7 +106,7 @@ def has_fp8_casts(device: torch.device) -> bool:
 
 GIB = 1 << 30
 
-# Share of a datasheet's operations and bytes per second that an H200 reaches in a training step.
+# Shares of the datasheet's operations and bytes per second that an H200 reaches in a training step.
 FP8_SHARE = FP8_FLOPS / 1979e12
 BF16_SHARE = BF16_FLOPS / 989e12
 ATTENTION_SHARE = ATTENTION_FLOPS / 989e12
@@ -114,12 +115,12 @@ BANDWIDTH_SHARE = BANDWIDTH / 4.8e12
 
 @dataclass(frozen=True)
 class Work:
-    """Operations and memory traffic that a GPU executes.
+    """Amounts of computation and memory traffic of a GPU.
 
     Attributes:
-        fp8_flops, bf16_flops: operations of GEMMs.
-        attention_flops: operations of attention.
-        bytes: bytes that generated code moves between memory and the GPU.
+        fp8_flops, bf16_flops: floating-point operations of GEMMs in FP8 and in BF16.
+        attention_flops: floating-point operations of attention.
+        bytes: bytes that generated code reads from GPU memory and writes to it.
     """
 
     fp8_flops: float = 0.0
@@ -136,7 +137,7 @@ class Work:
         return Work(*(count * x for x in vars(self).values()))
 
 
-# The source of a GPU's rates. `assumed`: the GPU is unknown, and gets the rates of `REFERENCE`.
+# The source of a GPU's rates. `assumed`: the GPU is unknown, so the rates of `REFERENCE` are used.
 Rates = Literal["measured", "datasheet", "given", "assumed"]
 
 
@@ -145,12 +146,13 @@ class Gpu:
     """A GPU to plan for.
 
     Attributes:
-        name: name of the model.
-        memory: bytes of memory.
+        name: name of the GPU model.
+        memory: size of the GPU's memory in bytes.
         fp8_flops, bf16_flops, attention_flops: operations per second that GEMMs and attention
             reach.
-        bandwidth: bytes per second between memory and processors.
-        link: bytes per second to the host, and from the host at the same time.
+        bandwidth: bytes per second between the GPU's memory and its processors.
+        link: bytes per second of copies to the host while copies from the host run at the same
+            rate.
         capability: compute capability, which decides whether linear layers and experts run in FP8.
         rates: where the rates come from: `measured`, `datasheet`, `given`, or `assumed`.
     """
@@ -171,7 +173,7 @@ class Gpu:
         return self.capability >= FP8_CAPABILITY
 
     def seconds(self, work: Work) -> float:
-        """Return the time of some work by the roofline."""
+        """Estimate the time of `work` by the roofline, in seconds."""
         return (
             work.fp8_flops / self.fp8_flops
             + work.bf16_flops / self.bf16_flops
@@ -192,13 +194,13 @@ def _gpu(
     """Return the name of a GPU, and the GPU with rates from its datasheet.
 
     Args:
-        name: name of the model.
+        name: name of the GPU model.
         gib: memory that CUDA reports, in GiB.
         capability: compute capability.
-        fp8: dense TFLOP/s with FP32 sums; None without FP8 tensor cores.
-        bf16: dense TFLOP/s with FP32 sums.
+        fp8: dense FP8 TFLOP/s with FP32 sums; None if the GPU has no FP8 tensor cores.
+        bf16: dense BF16 TFLOP/s with FP32 sums.
         terabytes: bandwidth of the memory in TB/s.
-        link: bandwidth of the link in GB/s each way.
+        link: bandwidth of the link to the host in GB/s, in each direction.
     """
     return name, Gpu(
         name,
@@ -213,8 +215,8 @@ def _gpu(
     )
 
 
-# The rates of the H200 are measured. Copies ran in both directions at once for the rate of the
-# link. Other GPUs are assumed to reach the same share of their datasheets.
+# The rates of the H200 are measured, the link's rate with copies in both directions at once. Other
+# GPUs are assumed to reach the same share of their datasheets.
 REFERENCE = "H200"
 GPUS = dict(
     (
@@ -234,10 +236,11 @@ GPUS = dict(
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Return the GPU with a device name such as `NVIDIA H100 80GB HBM3`; None if it is unknown.
+    """Return the GPU for a device name such as `NVIDIA H100 80GB HBM3`; None if no GPU fits.
 
-    The device name must contain all words of a GPU's name, so an `L40S` is not an `L4`. The longest
-    name wins: `A100 40GB` before `A100`. Slower variants, such as laptop GPUs, are unknown.
+    The device name must contain all words of a key of `GPUS`, so an `L40S` is not an `L4`. If
+    several keys fit, the longest is taken: `A100 40GB` before `A100`. Slower variants, such as
+    laptop GPUs, are unknown.
     """
     words = set(re.split(r"[\s-]+", name.lower()))
     if words & {"laptop", "max", "nvl"} or words >= {"h100", "pcie"}:
@@ -247,5 +250,5 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def normalize(name: str) -> str:
-    """Remove the parts of a GPU's name that users may omit."""
+    """Return a GPU's name in lower case, without the parts that users may omit."""
     return re.sub(r"nvidia|geforce|[\s-]", "", name.lower())

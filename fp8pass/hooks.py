@@ -1,4 +1,7 @@
-"""Hooks that observe or extend a compilation. The compiler does not import the observers."""
+"""The interface of hooks, which observe or extend a compilation.
+
+The compiler imports no other module with hooks.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class GraphRun:
-    """A run of the forward of a compiled graph.
+    """One run of a compiled graph's forward.
 
     Attributes:
-        weights: the parameters of the run, by module path in the graph.
+        weights: the parameters that were passed to the graph, by module path in the graph.
         checkpointed: whether `torch.utils.checkpoint`, outside of compiled code, repeats the run in
             the backward. The run's saved tensors are then freed after the forward.
     """
@@ -63,18 +66,19 @@ class CompiledGraph:
 
     @property
     def runs_kept(self) -> int:
-        """The number of runs with saved tensors that stay in memory until the backward."""
+        """The number of runs whose saved tensors stay in memory until the backward."""
         return sum(not run.checkpointed for run in self.runs)
 
 
 class CompileVersion(Protocol):
-    """Compiles another version of the current graph, and calls no hook but `while_compiling`."""
+    """Compiles another version of the current graph, and calls only the hook `while_compiling`."""
 
     def __call__(self, config: Config, inner_compile: Callable[..., Any] | None = None) -> Program:
-        """Compile with `config`, by Inductor or by `inner_compile` if that is given."""
+        """Compile with `config`. If `inner_compile` is given, it is called instead of Inductor."""
 
 
-# Takes a graph's program and returns the program to run. Cached programs come without a graph.
+# A function that takes a graph's program and returns the program to run instead. The second
+# argument is None if the program comes from a cache.
 Wrap = Callable[[Program, CompiledGraph | None], Program]
 
 
@@ -94,7 +98,7 @@ class Hooks(Protocol):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap | None:
-        """Prepare for Dynamo's graph `gm`. Return a function that wraps its program, or None.
+        """Prepare for the compilation of `gm`. Return a function that wraps its program, or None.
 
         Other versions of the graph must be compiled here, before the main version, because Dynamo
         keeps only the information that the last compilation reports.

@@ -1,4 +1,4 @@
-"""AOTAutograd's partitioner: runs the passes on a joint graph and splits it as planned."""
+"""The partitioner for AOTAutograd: runs the passes on a joint graph and splits it by the plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8pass.plan import Checkpointing
 
 
 class Partitioner(compat.CustomPartitionerFn):
-    """Runs the passes on a joint graph and splits it into a forward and a backward graph.
+    """Runs the passes on a joint graph and splits the graph into a forward and a backward graph.
 
     Args:
         compilation: the compilation of the graph.
@@ -64,6 +64,7 @@ class Partitioner(compat.CustomPartitionerFn):
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
         # `inputs` has indices of the Dynamo graph's inputs, where a tensor subclass is one input.
+        # `select_inputs` returns the primals that belong to the indices.
         inputs = self.compilation.inputs
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
         parameters = select_inputs(primals, static)
@@ -92,9 +93,9 @@ class Partitioner(compat.CustomPartitionerFn):
 
 
 def find_checkpointing(gm: fx.GraphModule) -> Checkpointing | None:
-    """Count the matrix products that `torch.utils.checkpoint` tags for recomputation.
+    """Count the GEMMs and attentions that `torch.utils.checkpoint` tags for recomputation.
 
-    Call this before any pass. The result is None if no product is tagged.
+    Call this before any pass. The result is None if none of these operators is tagged.
     """
     products = (Kind.GEMM, Kind.ATTENTION)
     count = sum(compat.must_recompute(n) and kind(n) in products for n in gm.graph.nodes)
@@ -102,7 +103,7 @@ def find_checkpointing(gm: fx.GraphModule) -> Checkpointing | None:
 
 
 def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointing:
-    """Plan a copy of a joint graph without its recompute tags, and return the saved bytes."""
+    """Plan a copy of a joint graph without checkpointing tags, and return its saved bytes."""
     copies: dict[fx.Node, fx.Node] = {}
     copy = graph.copy_module(gm, copies)
     compat.forget_checkpointing(copy.graph)
@@ -115,7 +116,7 @@ def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointin
 
 
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split the joint graph at `ctx.saved`, and check that the backward reads no other tensor."""
+    """Split the joint graph. Check that the backward reads no forward tensor but `ctx.saved`."""
     symbols = [n for n in ctx.saved if compat.is_sym_node(n)]
     objects = [n for n in ctx.saved if compat.is_opaque(n)]
     tensors = [n for n in ctx.saved if not graph.is_non_tensor(n)]
@@ -123,12 +124,12 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
     forward, backward = compat.extract_forward_backward(
         gm, tensors, symbols, objects, num_fwd_outputs=ctx.facts.num_fwd_outputs
     )
-    crossing = {n.name for n in tensors}  # `extract_forward_backward` extends the list
+    crossing = {n.name for n in tensors}  # `extract_forward_backward` extends `tensors`
     if crossing != set(planned):
         raise AssertionError(
             f"The backward reads {sorted(crossing)}, but the plan saves {planned}. {BUG}"
         )
     for half in (forward, backward):
-        remove_unused(half.graph)  # such as collectives with unused results
+        remove_unused(half.graph)  # for example collectives with unused results
         half.recompile()
     return forward, backward

@@ -1,4 +1,4 @@
-"""The plan of a graph as data: FP8 GEMMs, tensors saved for the backward, and the reasons."""
+"""The plan of a graph as data: FP8 GEMMs, tensors saved for the backward, and reasons."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class CrossingTensor:
-    """One tensor that crosses from forward to backward, on the device or in host memory."""
+    """One tensor that the forward passes to the backward, on the device or in host memory."""
 
     name: str
     dtype: str
@@ -60,9 +60,10 @@ class Offload:
     """The tensors that one graph saves in host memory.
 
     Attributes:
-        bandwidth: bytes a second, each way.
-        forward_s, backward_s: computing time of each graph in seconds, by the roofline.
-        wait_s: seconds that a step additionally waits for copies.
+        bandwidth: bytes per second of copies, in each direction.
+        forward_s, backward_s: computing time of the forward and of the backward in seconds, by the
+            roofline.
+        wait_s: seconds that a step waits for copies, in addition to the computing time.
         in_flight_bytes: largest GPU memory that unfinished copies take at once, in bytes.
     """
 
@@ -80,7 +81,7 @@ class Offload:
 
     @property
     def copy_s(self) -> float:
-        """Seconds of all copies of a step, both ways together."""
+        """Seconds that all copies of a step take, to the host and back."""
         return 2 * self.bytes / self.bandwidth
 
 
@@ -88,16 +89,17 @@ class Offload:
 class SavedTensor:
     """One forward value that the backward uses, and how it is saved.
 
-    `name` is the value's node in the joint graph, computed by operator `op` of `module`.
+    `name` is the name of the value's node in the joint graph. The node is the operator `op` of the
+    model's submodule `module`.
 
     Attributes:
         saved_as: `exact`, or a format with its group, such as `e4m3 1×128`.
         bytes: bytes saved on the device, including scales. 0 for a leaf that requires a gradient,
             because autograd keeps it alive anyway.
-        value: the name that `keep_exact` and `calibration` use.
+        value: the name of the value in `keep_exact` and `calibration`.
         place: number of linear layers before the value in the forward.
-        expected_error: relative RMS error of gradients that this value is expected to cause: the
-            rounding error of its format times the amplification. 0 for a value that is saved
+        expected_error: relative RMS error that saving this value is expected to cause in gradients:
+            the rounding error of the format times the amplification. 0 if the value is saved
             exactly.
     """
 
@@ -127,7 +129,7 @@ class SavedTensor:
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether the value is saved in 8 bits or fewer, also as an operand of FP8 GEMMs."""
+        """Whether the value is saved in 8 bits or fewer. Saved operands of FP8 GEMMs count, too."""
         return bool(self.expected_error) or self.dtype.startswith("float8")
 
 
@@ -138,10 +140,10 @@ class Linear:
     Attributes:
         fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
         reason: why the layer stays in high precision; else ''.
-        chosen: whether the layer stays in high precision by a skip pattern, or by the default for
-            output heads.
-        routine: whether the user cannot change the precision, or would gain nothing, as for an
-            adapter of rank 8.
+        chosen: whether the layer stays in high precision by choice: by an option such as `skip`, or
+            by default, as an output head or a router.
+        routine: whether the user cannot change the precision, or would gain nothing from FP8, as
+            for an adapter of rank 8.
         simulated: the GEMMs that simulate a format; `fp8` is empty then.
         experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
@@ -181,7 +183,7 @@ class Head:
     Attributes:
         bytes: bytes of the logits that exist at once.
         chunks: number of chunks of tokens. Logits, loss and gradients are computed chunk by chunk.
-        reason: why there is only one chunk; '' if there are more.
+        reason: why there is only one chunk; '' if there are several.
         can_chunk: whether the logits can be computed in chunks, if `head_chunks` is set.
     """
 
@@ -201,7 +203,7 @@ class Collective:
         module: path of the calling module; for a gathered weight, of its parametrization.
         shape: shape of the tensor that this rank sends.
         dtype: dtype of that tensor; `uint8` for FP8 data, which is sent as bytes.
-        bytes: bytes of that tensor, counted once for any number of receivers.
+        bytes: size of that tensor in bytes, counted once for any number of receivers.
         reason: why the tensor is not quantized; '' for FP8 data and scales.
     """
 
@@ -219,10 +221,10 @@ class FrontierPoint:
     """The costs of the plan for a memory budget.
 
     Attributes:
-        peak_bytes: the most bytes alive during the backward, estimated, including gradients.
+        peak_bytes: estimated peak of the bytes alive during the backward, including gradients.
         seconds: time that recomputation and copies add to a step, compared with the plan without a
             budget; estimated by the roofline of one GPU (`hardware.py`).
-        error: root mean square of the expected gradient errors of the saved values.
+        error: root mean square of the `expected_error` of all saved values.
     """
 
     bytes: int
@@ -234,7 +236,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The recomputation that `torch.utils.checkpoint` causes, and the saved bytes without it.
+    """The recomputation by `torch.utils.checkpoint`, and the bytes that would be saved without it.
 
     Attributes:
         products: number of matrix products of the forward that run twice.
@@ -258,7 +260,7 @@ class RuleSummary:
         case_1: upper bound of the amplification from all saved values to a gradient, if the inputs
             are saved and all other values are recomputed.
         case_2: the same bound if intermediate results are saved, too.
-        bound: formula for case 1: the absolute error of the gradient with the largest relative
+        bound: formula of the absolute error in case 1, for the gradient with the largest relative
             error.
         reason: why no rule could be derived, or ''.
     """
@@ -279,14 +281,16 @@ class Plan:
     Attributes:
         saved: the saved values, except parameters.
         stock_bytes: bytes that PyTorch's own partitioner would save; None if not computed.
-        flops, fp8_flops: operations of all GEMMs, convolutions and attention, and of FP8 GEMMs; 0
-            if not computed.
-        fp8_work: operations of FP8 GEMMs, and bytes that the casts of their operands move.
+        flops, fp8_flops: floating-point operations of all GEMMs, convolutions and attention, and of
+            FP8 GEMMs alone; 0 if not computed.
+        fp8_work: floating-point operations of FP8 GEMMs, and bytes that the casts of their operands
+            read and write.
         frontier, point: costs of the plans for other memory budgets, and of this plan, on request.
         least_bytes: the smallest budget that can be met, on request.
         rules: the error rules, on request.
         kernels: how the forward and the backward graph quantize matrices, if computed.
-        merged: names of layers that share a GEMM for the gradient of their common input.
+        merged: the layers of each merged GEMM, which computes the gradient of the layers' common
+            input.
         simulated: format that linear layers simulate, if any.
         note: remark for the log.
     """
@@ -318,7 +322,7 @@ class Plan:
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes of the saved values without low-bit formats."""
+        """Bytes that the saved values would take if all of them were saved exactly."""
         return sum(s.bytes_exact for s in self.saved if s.bytes or s.host_bytes)
 
     @property
@@ -328,12 +332,12 @@ class Plan:
 
     @property
     def unexpected(self) -> list[Linear]:
-        """The layers in high precision that are not `chosen` and that the user can change."""
+        """The layers in high precision that are neither `chosen` nor `routine`."""
         return [y for y in self.high_precision if not y.chosen and not y.routine]
 
     @property
     def unexpected_share(self) -> float:
-        """The share of all weights that belongs to unexpected layers."""
+        """The share of the elements of all weights that belongs to the layers in `unexpected`."""
         total = sum(y.weights for y in self.linears)
         return sum(y.weights for y in self.unexpected) / total if total else 0.0
 

@@ -1,8 +1,8 @@
 """All private PyTorch symbols that fp8pass uses, for all supported versions.
 
-Nothing else in the package imports from `torch._*`. If a PyTorch release moves or changes a symbol,
-only this folder needs a change. Each module lists in `__all__` the names that this package
-re-exports.
+No module outside of this folder imports from `torch._*`. If a PyTorch release moves or changes a
+symbol, only this folder needs a change. `fp8pass.compat` re-exports the names in each module's
+`__all__`.
 
 compiling.py      Dynamo, AOTAutograd and Inductor
 joint.py          joint graphs: inputs, checkpointing tags, partitioning

@@ -51,7 +51,7 @@ def half_of(kwargs: dict[str, Any]) -> str:
 
 
 def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
-    """Return the indices of inputs with fixed addresses, such as parameters and buffers."""
+    """Return the indices of the graph's inputs with fixed addresses, such as parameters."""
     return frozenset(kwargs.get("static_input_idxs") or ())
 
 
@@ -65,18 +65,18 @@ def has_cpp_compiler() -> bool:
 
 
 def multiplies_bf16_on_cpu() -> bool:
-    """Whether this CPU has instructions for BF16 matrix products."""
+    """Whether PyTorch can use instructions of this CPU for BF16 matrix products."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_checkpointing() -> bool:
-    """Whether this code runs inside `torch.utils.checkpoint`, which recomputes saved tensors."""
+    """Whether the caller runs inside `torch.utils.checkpoint`, which recomputes saved tensors."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def captures_backward() -> bool:
-    """Whether compiled autograd is compiling a whole backward, which contains our graphs."""
+    """Whether compiled autograd is compiling a whole backward, which contains fp8pass's graphs."""
     return bool(compiled_autograd.in_compiled_autograd_region)
 
 
@@ -87,23 +87,23 @@ def type_of_option(name: str) -> type | None:
 
 
 def activation_quantization_is_on(options: Mapping[str, Any]) -> bool:
-    """Whether PyTorch's own activation quantization is on, by `options` or globally."""
+    """Whether PyTorch's own activation quantization is on, by Inductor's `options` or globally."""
     fusions = options.get("post_grad_fusion_options", inductor_config.post_grad_fusion_options)
     return "activation_quantization_aten_pass" in fusions
 
 
 def box(function: Any) -> Any:
-    """Mark a function of one list of arguments as compiled code for AOTAutograd, and return it."""
+    """Mark `function`, which takes one list of arguments, as compiled code for AOTAutograd."""
     function._boxed_call = True
     return function
 
 
 def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None) -> Any:
-    """Return compiled code for AOTAutograd that runs `gm` op by op, or calls `run`.
+    """Return a function for AOTAutograd that runs `gm` op by op, or calls `run` if it is given.
 
-    A result may be a view of an intermediate value. Generated code returns a separate tensor, and
-    so does this function: autograd raises an error when a model writes in place to a view that was
-    created inside of a graph.
+    A result of `gm` may be a view of an intermediate value. The returned function replaces the view
+    by a separate tensor, as generated code does. Otherwise autograd would raise an error when a
+    model writes in place to the view.
     """
     match_generated_code(gm)
     run = run or make_boxed_func(gm.forward)
@@ -118,14 +118,14 @@ def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None)
 
 
 def _detach_from_base(value: Any) -> Any:
-    """Return a tensor in the same memory that autograd does not treat as a view."""
+    """Return a tensor that shares the memory of a view, but is not a view for autograd."""
     if not isinstance(value, torch.Tensor) or not value._is_view():
         return value
     return torch.ops.aten._unsafe_view.default(value, value.shape)
 
 
 def seeded_random_ops() -> Iterable[Any]:
-    """Return Inductor's random operators: pure functions of a seed, so recomputing is exact."""
+    """Return Inductor's random operators. They are functions of a seed, so recomputing is exact."""
     return (
         torch.ops.prims.inductor_random.default,
         torch.ops.prims.inductor_randint.default,
@@ -136,9 +136,9 @@ def seeded_random_ops() -> Iterable[Any]:
 def match_generated_code(gm: fx.GraphModule) -> None:
     """Change a graph so that running it op by op gives the results of generated code.
 
-    Eager random operators ignore the seed, so that a backward would recompute other numbers.
-    Eager `iota` does not support unsigned dtypes. Eager operators may choose other strides than
-    their fake values have, and then a `view` that was traced raises an error.
+    In eager mode, random operators ignore the seed, so a backward would recompute different
+    numbers. `iota` does not support unsigned dtypes. Results may have other strides than in the
+    trace, so that a traced `view` would raise an error.
     """
     aten, prims = torch.ops.aten, torch.ops.prims
     for node in gm.graph.nodes:
@@ -181,10 +181,11 @@ def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def compiled_in_vain(module: nn.Module) -> bool:
-    """Whether `module.compile()` has no effect, because Dynamo does not trace the module's class.
+    """Whether a compiled module runs eagerly, because Dynamo does not trace the module's class.
 
-    Before PyTorch 2.14 Dynamo traces the forward of a `torch.nn` class only inside of other code.
-    Dynamo does trace the module that a DistributedDataParallel calls.
+    `module.compile()` then has no effect. Before PyTorch 2.14 Dynamo traces the forward of a
+    `torch.nn` class only when other traced code calls it. For a DistributedDataParallel, the class
+    of the wrapped module counts.
     """
     if module._compiled_call_impl is None:
         return False
@@ -209,13 +210,13 @@ def _compiles_torch_classes_in_place() -> bool:
 
 
 def original_of(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wrapped, or `model` itself."""
+    """Return the module that `torch.compile` wrapped, or `model` itself if it is no wrapper."""
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 @contextmanager
 def recompile(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
-    """Within the context, use another backend for parts of a model that are already compiled."""
+    """Within the context, use `backend` for `parts`, which were compiled with another backend."""
     earlier: list[tuple[nn.Module, str, Any]] = []
     for part in parts:
         if isinstance(part, OptimizedModule):
@@ -248,7 +249,8 @@ def run_uncompiled(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """Within the context, disable the post-accumulate-gradient hooks of tensors."""
-    # Cleared in place: the engine holds a reference to this dict, and would not see a new dict.
+    # The dicts are cleared in place, because the autograd engine holds references to them and would
+    # not see new dicts.
     hooks = [h for x in leaves if (h := x._post_accumulate_grad_hooks)]
     registered = [dict(h) for h in hooks]
     for h in hooks:
@@ -261,7 +263,7 @@ def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy a graph that Dynamo captured, with the sources of its inputs.
+    """Copy a graph that Dynamo captured, including the sources of the graph's inputs.
 
     AOTAutograd recognizes parameters by these sources.
     """
@@ -279,7 +281,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def source_of(node: fx.Node) -> str:
-    """Return the expression that Dynamo read a graph input from; '' for other nodes."""
+    """Return the Python expression from which Dynamo read a graph input; '' for other nodes."""
     source = getattr(node, "_dynamo_source", None)
     # `name` is a method in older versions, and an attribute in newer versions.
     name = "" if source is None else source.name
@@ -298,7 +300,7 @@ def is_of_fsdp(node: fx.Node) -> bool:
 
 
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
-    """Whether a compilation with these options makes CUDA graphs."""
+    """Whether a compilation with the Inductor options `patches` makes CUDA graphs."""
     return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
@@ -320,11 +322,12 @@ def fresh_compilation() -> Iterator[None]:
     """Within the context, ignore caches and recompile limits. On exit, drop the compiled code.
 
     The code is dropped because Dynamo limits the number of versions of a function, and never
-    retries a function after its compilation raised an exception. A function that was compiled
-    before keeps empty entries, which count only towards `accumulated_recompile_limit`.
+    retries a function after its compilation raised an exception. For a function that was compiled
+    before, each dropped version leaves an empty entry, which counts only towards
+    `accumulated_recompile_limit`.
     """
     unlimited = 1 << 20
-    # Keeps code and guard objects alive, because they are compared by id.
+    # The list keeps code and guard objects alive, because the ids of dead objects may be reused.
     before = [
         (code, [entry.guard_manager for entry in _live_entries(code)]) for code in _compiled_codes()
     ]
@@ -342,19 +345,19 @@ def fresh_compilation() -> Iterator[None]:
 
 
 def _compiled_codes() -> list[CodeType]:
-    """Return the functions that Dynamo has compiled, or tried to."""
+    """Return the code of the functions that Dynamo has compiled, or has tried to compile."""
     codes = (reference() for reference in convert_frame.input_codes.seen)
     return [code for code in codes if code is not None]
 
 
 def _live_entries(code: CodeType) -> list[Any]:
-    """Return the valid compiled versions of a function."""
+    """Return Dynamo's cache entries for a function, one for each valid compiled version."""
     entries = _debug_get_cache_entry_list(code)
     return [e for e in entries if getattr(e.guard_manager, "extra_state", None) is not None]
 
 
 def _forget(code: CodeType, known: set[int]) -> None:
-    """Drop all versions of a function, except versions with the given ids of guard managers."""
+    """Drop the compiled versions of a function whose guard managers have no id in `known`."""
     if not known:
         reset_code(code)
         return
@@ -364,7 +367,7 @@ def _forget(code: CodeType, known: set[int]) -> None:
 
 
 class _Forgotten(DeletedGuardManagerWrapper):
-    """Guards of a dropped version. They match no object, so no limit counts the version."""
+    """Guards of a dropped version. No object matches them, so no limit counts the version."""
 
     def __init__(self) -> None:
         super().__init__("compiled by an fp8pass tool that has ended")
@@ -372,7 +375,7 @@ class _Forgotten(DeletedGuardManagerWrapper):
 
 
 def find_replayed_memory(device: torch.device) -> frozenset[int]:
-    """Return the addresses of CUDA graph outputs that the next replays may overwrite.
+    """Return the addresses of CUDA graph outputs that the next replay may overwrite.
 
     Call this before a graph runs. The result is empty while a forward waits for its backward.
     """
@@ -387,7 +390,7 @@ def find_replayed_memory(device: torch.device) -> frozenset[int]:
 
 
 def running_backward() -> int:
-    """Return a number that identifies the running backward, the innermost if several are nested."""
+    """Return an id of the running backward; of the innermost backward if several are nested."""
     return torch._C._current_graph_task_id()
 
 
@@ -405,7 +408,7 @@ def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) 
 
 
 class _Ending:
-    """Callback at the end of a backward. If the backward fails, autograd deletes it uncalled."""
+    """Callback at the end of a backward. If the backward fails, autograd only deletes it."""
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
         self._function, self._otherwise = function, otherwise

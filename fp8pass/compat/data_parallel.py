@@ -23,14 +23,14 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def find_replicas(module: Replicated) -> Any:
-    """Return the process group of a replicated module that has not run yet."""
+    """Return the process group of the replicas of a module that has not run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)
 
 
 def replicas_have_begun(module: Replicated) -> bool:
-    """Whether a module has run, and so does not accept gradient hooks anymore."""
+    """Whether a replicated module has run, and therefore does not accept gradient hooks anymore."""
     return replicate.state(cast(Any, module)).has_initialized
 
 
@@ -40,14 +40,18 @@ def fsdp_has_run(module: FSDPModule) -> bool:
 
 
 def get_shard(parameter: DTensor) -> Tensor:
-    """Return the tensor on which FSDP2 looks up its extension. `to_local` returns a new object."""
+    """Return a parameter's local tensor: the object on which FSDP2 looks up its extension methods.
+
+    `to_local` returns a new object, which FSDP2 does not use.
+    """
     return parameter._local_tensor
 
 
 def find_factor(op: Any, ranks: int) -> float | None:
-    """Return the factor that turns a sum over ranks into reduction `op`; None for other reductions.
+    """Return the factor that turns a sum over ranks into reduction `op`; None if no factor does.
 
-    `set_gradient_divide_factor` makes NCCL multiply the terms before it adds them up.
+    With FSDP2's `set_gradient_divide_factor`, `op` is a sum for which NCCL multiplies each term by
+    a factor.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0
@@ -61,14 +65,14 @@ def find_factor(op: Any, ranks: int) -> float | None:
 
 @contextmanager
 def reduce_separately(model: nn.Module) -> Iterator[None]:
-    """Within the context, let FSDP2 reduce gradients without the gradients accumulated before.
+    """Within the context, let FSDP2 reduce new gradients without gradients accumulated earlier.
 
-    The accumulated gradients are set aside, and restored on exit. FSDP2 then reduces or accumulates
-    as before.
+    The accumulated gradients, and FSDP2's settings for reductions, are set aside and restored on
+    exit.
     """
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
-    # Unsharded parameters exist from the first forward on.
+    # A parameter has the attribute `_unsharded_param` only after the first forward.
     unsharded = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
     changes = [
         *((g, "reduce_grads", True) for g in groups),
@@ -88,10 +92,10 @@ def reduce_separately(model: nn.Module) -> Iterator[None]:
 
 
 class GradientBuffer(Tensor):
-    """Memory that FSDP2 copies gradients to. The buffer records the shapes of the gradients.
+    """A buffer to which FSDP2 copies gradients. The buffer records the shapes of the gradients.
 
-    A custom reduce-scatter gets only the buffer, so the buffer must have the shapes. Parameters
-    without a gradient are not in the buffer.
+    FSDP2 passes only the buffer to a custom reduce-scatter, which needs the shapes. Parameters
+    without a gradient have no shape and no memory in the buffer.
     """
 
     shapes: list[torch.Size]
@@ -108,7 +112,7 @@ class GradientBuffer(Tensor):
         return self.as_subclass(Tensor)
 
     def compute_sizes(self, ranks: int) -> tuple[int, ...]:
-        """Return the number of elements of each parameter in one rank's part.
+        """Return, for each gradient, the number of elements that one rank receives.
 
         Raises:
             RuntimeError: FSDP2 filled the buffer with another operator than `fsdp.chunk_cat`.
@@ -137,16 +141,16 @@ class GradientBuffer(Tensor):
 
 
 def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Allow writes to gathered weights that autograd saved, without an error in the backward.
+    """Allow in-place writes to gathered weights that autograd saved, without an error in backward.
 
-    The backward reads correct values, because FSDP2 gathers the weights again.
+    The backward still reads correct values, because FSDP2 gathers the weights again.
     """
     tracked = tuple(x for x in tensors if not x.is_inference())
     return torch.autograd._unsafe_preserve_version_counter(tracked) if tracked else nullcontext()
 
 
 def same_placements(like: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor with the placements of `like` and the shard `local`, on any device."""
+    """Return a DTensor of the shard `local`, on any device, with the placements of `like`."""
     return DTensor(local, like._spec, requires_grad=False)
 
 
@@ -158,7 +162,7 @@ class GatheredParameter:
         module, name: the module that owns the parameter, and its name there; the first module if
             several share the parameter.
         dtype: dtype of the gathered tensor.
-        group: a number, equal for parameters that are gathered together.
+        group: a number that is equal for parameters that FSDP2 gathers together.
         resharded_to_fewer_ranks: whether `reshard_after_forward` is a number of ranks.
     """
 
@@ -178,7 +182,7 @@ def _list_groups(module: FSDPModule) -> Sequence[Any]:
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[GatheredParameter]:
-    """Yield the parameters that FSDP2 gathers for a module itself, in FSDP2's order."""
+    """Yield the parameters in the FSDP2 groups of `module` itself, in FSDP2's order."""
     for group in _list_groups(module):
         fewer = group.post_forward_mesh_info not in (None, group.mesh_info)
         for each in group.fsdp_params:

@@ -26,17 +26,17 @@ __all__ = [
     "autocast_for_cpu", "use_fake_tensors",
 ]  # fmt: skip
 
-# Errors of operators on fake tensors if a result or shape depends on values. `func` is the
-# operator.
+# Errors that operators on fake tensors raise if a result or its shape depends on values. The
+# attribute `func` of an error is the operator.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-# Ids of the threads in which `torch.autocast("cuda")` applies to the CPU, with an entry for each
-# active context.
+# For each active `autocast_for_cpu`, the id of its thread. In these threads
+# `torch.autocast("cuda")` applies to the CPU.
 _redirected: list[int] = []
 _lock = threading.Lock()
 
 
 def use_fake_tensors() -> Any:
-    """Return a context in which new tensors are fake. Operators accept real tensors, too."""
+    """Return a context in which new tensors are fake, and operators accept real tensors, too."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -59,9 +59,10 @@ class OperatorObserver(TorchDispatchMode):
 
 
 class RealPositions(TorchDispatchMode):
-    """Mode in which `arange`, and values computed from it alone, are real among fake tensors.
+    """Mode in which results of `arange`, and values computed only from them, are real tensors.
 
-    Models read the positions: Hugging Face models omit the mask if positions show whole sequences.
+    Use this mode together with fake tensors if a model reads the values of positions. For example,
+    Hugging Face models omit the mask if the positions form whole sequences.
     """
 
     @classmethod
@@ -82,8 +83,8 @@ class RealPositions(TorchDispatchMode):
 def autocast_for_cpu() -> Iterator[None]:
     """Within the context, redirect this thread's `torch.autocast("cuda")` to the CPU.
 
-    For programs that simulate a GPU on a CPU: PyTorch disables autocast for a missing GPU. Dynamo
-    and its graphs also create autocast objects, which are redirected, too.
+    Programs that simulate a GPU on a CPU need this, because PyTorch disables autocast on a machine
+    without a GPU. The autocast objects that Dynamo and its graphs create are redirected, too.
     """
     thread = threading.get_ident()
     with _lock:

@@ -1,4 +1,4 @@
-"""The function that Dynamo is tracing: its `self`, and the call of `torch.compile`."""
+"""The function that Dynamo is tracing: the name of its `self`, and its `torch.compile` call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["compile_call", "rename_self"]
 
 
 def rename_self(gm: fx.GraphModule) -> None:
-    """In a graph's module paths, replace the name of the traced method's owner by `self`."""
+    """In module paths, replace the name of the traced method's first argument by `self`."""
     name = _find_self()
     if name in (None, "self"):
         return
@@ -27,7 +27,10 @@ def rename_self(gm: fx.GraphModule) -> None:
 
 
 def compile_call() -> object:
-    """Return an object that all graphs of one `torch.compile` call share; None if not tracing."""
+    """Return an object that identifies the current `torch.compile` call; None if not tracing.
+
+    All graphs of the call get the same object.
+    """
     current = getattr(tls, "current_tx", None)
     return current.output.compiler_fn if current is not None else None
 
@@ -50,7 +53,7 @@ def _find_self() -> str | None:
 
 
 def _is_method(code: CodeType, module: nn.Module) -> bool:
-    """Whether `code` belongs to an attribute of a module or of its class."""
+    """Whether `code` is the code of a function that is an attribute of `module` or its class."""
     owners = module, *type(module).__mro__
     attributes = (x for owner in owners for x in vars(owner).values())
     return any(getattr(x, "__code__", None) is code for x in attributes)

@@ -27,7 +27,7 @@ _EXTRACT_TAKES_OPAQUE = (
 
 
 def normalize_joint_graph(gm: fx.GraphModule) -> None:
-    """Run the first steps of PyTorch's partitioner: CSE, and tags for values that must be saved."""
+    """Run the first steps of PyTorch's partitioner: CSE, and tagging values that must be saved."""
     gm.graph.eliminate_dead_code()
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)
@@ -46,7 +46,7 @@ def extract_forward_backward(
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward, which reads the given saved values."""
+    """Split a joint graph into forward and backward. The backward reads the given saved values."""
     extra: dict[str, Any] = {}
     if _EXTRACT_TAKES_OPAQUE:
         extra["saved_opaque_nodes"] = saved_objects
@@ -76,7 +76,7 @@ def is_primal(node: fx.Node) -> bool:
 
 
 def input_name(node: fx.Node) -> str:
-    """Return the expression of a Dynamo graph's input, such as `L['ids']`; '' if it is unknown."""
+    """Return the Python expression of a Dynamo graph's input, such as `L['ids']`; '' if unknown."""
     return getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
 
 
@@ -89,14 +89,14 @@ def must_recompute(node: fx.Node) -> bool:
 
 
 def forget_checkpointing(g: fx.Graph) -> None:
-    """Remove the user's recomputation tags, so that every value may be saved."""
+    """Remove the tags of `torch.utils.checkpoint`, so that every value may be saved."""
     for node in g.nodes:
         if must_recompute(node):
             del node.meta["recompute"]
 
 
 def must_save(node: fx.Node) -> bool:
-    """Whether `node` must not be recomputed, by the user's policy or because of a side effect."""
+    """Whether recomputing `node` is forbidden, by the user's policy or because of a side effect."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
@@ -106,7 +106,7 @@ def recompute_always(node: fx.Node) -> None:
 
 
 def save_always(node: fx.Node) -> None:
-    """Forbid recomputing `node`, unless the user has checkpointed it."""
+    """Forbid recomputing `node`, unless `torch.utils.checkpoint` requires recomputing it."""
     if not must_recompute(node):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -119,7 +119,7 @@ def copy_region(source: fx.Node, node: fx.Node) -> None:
 
 
 def input_index(node: fx.Node) -> int | None:
-    """Return the index of the Dynamo graph's input that contains a primal; None if unknown."""
+    """Return the index of the Dynamo graph's input to which a primal belongs; None if unknown."""
     desc = node.meta.get("desc")
     while isinstance(desc, SubclassGetAttrAOTInput):  # a DTensor's local tensor
         desc = desc.base

@@ -24,8 +24,8 @@ __all__ = ["ceil_div", "load_source", "lower_to_buffer", "lower_to_parts", "lowe
 def lower_to_buffer(op: Any) -> None:
     """Lower `op(x, order)` to a buffer that stores `x` with its dimensions in `order`.
 
-    `order` lists dimensions from the outermost to the innermost. A tensor that is already stored
-    like this is not copied.
+    `order` lists dimensions from the largest stride to the smallest. A tensor that is already
+    stored in this order is not copied.
     """
 
     def lowering(x: Any, order: Sequence[int]) -> Any:
@@ -36,7 +36,10 @@ def lower_to_buffer(op: Any) -> None:
 
 
 def lower_to_parts(op: Any) -> None:
-    """Lower `op(parts, dim)` to one buffer that each part is written to directly."""
+    """Lower `op(parts, dim)` to a concatenation along `dim` in one buffer.
+
+    The kernels that compute the parts write directly to the buffer.
+    """
 
     def lowering(parts: Sequence[Any], dim: int) -> Any:
         dim %= len(parts[0].get_size())
@@ -88,9 +91,10 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
 
 @contextmanager
 def _cache_kernel_analyses() -> Iterator[None]:
-    """Cache Inductor's analysis of a kernel's written arguments, because it compiles the kernel.
+    """Within the context, cache Inductor's analysis of the arguments that a kernel writes.
 
-    PyTorch 2.13 renamed the analysis, so both names are tried.
+    The analysis is slow, because it compiles the kernel. PyTorch 2.13 renamed the analysis, so both
+    names are tried.
     """
     names = ("identify_mutated_tensors", "identify_accessed_tensors")
     originals = {name: f for name in names if (f := getattr(triton_kernel_wrap, name, None))}
@@ -121,5 +125,5 @@ def ceil_div(a: Any, b: int) -> Any:
 
 
 def load_source(source: str) -> Any:
-    """Write source text to a file, which Triton needs, and import it. Return the module."""
+    """Write source text to a file, which Triton requires, and return it as an imported module."""
     return PyCodeCache.load(source)

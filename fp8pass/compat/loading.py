@@ -1,4 +1,4 @@
-"""A hook into loads of `torch.distributed.checkpoint` (DCP), between metadata and data."""
+"""A hook into loads of `torch.distributed.checkpoint` (DCP), before the data is read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
-# Takes the flat state dict, in which it may replace entries, and the checkpoint's metadata. The
-# result maps entries to functions. A function is called once all of its entries have been read.
+# A function of the flat state dict and of the checkpoint's metadata. The function may replace
+# entries of the state dict. It returns a dict from names of entries to conversions. DCP's planner
+# calls a conversion when all entries with this conversion have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 
 def prepare_loads(prepare: Prepare) -> None:
-    """Make DCP call `prepare` in every later load. Do nothing if DCP has not been imported."""
+    """Make DCP call `prepare` in every later load. Do nothing if DCP is not imported."""
     if "torch.distributed.checkpoint" in sys.modules:
         _patch_planner(prepare)
 
@@ -30,10 +31,10 @@ def _patch_planner(prepare: Prepare) -> None:
 
     @wraps(set_up)
     def set_up_and_prepare(planner: Any, *args: Any, **kwargs: Any) -> None:
-        for name in ("finish_plan", "commit_tensor"):  # left by an earlier load of this planner
+        for name in ("finish_plan", "commit_tensor"):  # from an earlier load of this planner
             vars(planner).pop(name, None)
         set_up(planner, *args, **kwargs)
-        # Without flattening, this is the caller's state dict. The caller's entries must not be
+        # Without flattening, `planner.state_dict` is the caller's own dict. Its entries must not be
         # replaced.
         if planner.metadata is not None and planner.flatten_state_dict:
             conversions = prepare(planner.state_dict, planner.metadata.state_dict_metadata)
@@ -43,7 +44,7 @@ def _patch_planner(prepare: Prepare) -> None:
 
 
 def _call_after_reads(planner: Any, conversions: Mapping[str, Convert]) -> None:
-    """Call each conversion after the last read into its entries."""
+    """Call each conversion after the last read into the entries that map to it."""
     remaining: Counter[Convert] = Counter()
     finish, commit = planner.finish_plan, planner.commit_tensor
 

@@ -23,9 +23,9 @@ class PipelineAction(NamedTuple):
     """One action of a rank.
 
     Attributes:
-        kind: `F` forward, `B` backward, `I` and `W` backward for inputs and for weights. Other
-            kinds compute nothing.
-        stage: number of the stage, from 0.
+        kind: `F` for forward, `B` for backward, `I` and `W` for the backward of inputs and of
+            weights. Actions of other kinds compute nothing.
+        stage: index of the stage.
     """
 
     kind: str
@@ -33,15 +33,15 @@ class PipelineAction(NamedTuple):
 
 
 def pipeline_actions(schedule: object) -> list[list[PipelineAction]]:
-    """Return the actions of each rank for one batch, in order; [] if the schedule has no table."""
+    """Return each rank's actions for one batch, in order; [] if the schedule does not list them."""
     order = getattr(schedule, "pipeline_order", None) or {}
     return [[*_flatten(order[rank])] for rank in sorted(order)]
 
 
 def _flatten(row: list[Any]) -> Iterator[PipelineAction]:
     for step in row:
-        if step is not None:  # not a bubble
-            # A forward that overlaps with a backward is one step.
+        if step is not None:  # None is a bubble
+            # A forward that overlaps with a backward is one step with two sub-actions.
             for action in step.sub_actions or (step,):
                 yield PipelineAction(action.computation_type.value, action.stage_index)
 
@@ -64,7 +64,7 @@ def find_schedule(model: nn.Module) -> Any:
 
 
 def in_shape_inference() -> bool:
-    """Whether a pipeline stage calls its module on uninitialized memory, to learn shapes."""
+    """Whether a pipeline stage calls its module only to infer shapes, on uninitialized memory."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _SHAPE_INFERENCE:
@@ -73,7 +73,7 @@ def in_shape_inference() -> bool:
     return False
 
 
-# PyTorch 2.11 and newer versions.
+# The functions of PyTorch 2.11 and of newer versions that infer shapes.
 _SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference")
 
 
@@ -83,7 +83,7 @@ def gradient_divisor(schedule: Any) -> int:
 
 
 def _iterate_modules(schedule: Any) -> Iterator[nn.Module]:
-    """Yield the modules of this rank's stages. Stages of `planned_schedule` have no module."""
+    """Yield the modules of this rank's stages. Stages of a `planned_schedule` have no module."""
     one = getattr(schedule, "_stage", None)
     for stage in getattr(schedule, "_stages", [one]):
         if (module := getattr(stage, "submod", None)) is not None:
@@ -121,7 +121,7 @@ def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int)
     """Return a schedule with placeholders for stages. The schedule has an order, but cannot run.
 
     Raises:
-        ValueError: the schedule does not support these numbers.
+        ValueError: the schedule does not support these numbers of stages, ranks or micro-batches.
     """
     place = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
     local = [SimpleNamespace(stage_index=i, **place) for i in range(0, stages, ranks)]

@@ -40,32 +40,34 @@ _LARGEST_BOUND = 1 << 40
 
 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a key for the storage of `tensor`, unique as long as the key lives."""
+    """Return a key for the storage of `tensor`.
+
+    No other storage gets an equal key as long as the key object lives.
+    """
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Make a wrapper subclass instance with the sizes, strides and device of `like`."""
+    """Make an instance of wrapper subclass `cls` with the sizes, strides and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
     )
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor and its views have been changed in place."""
+    """Return the number of in-place changes of a tensor and its views."""
     return tensor._version
 
 
 def has_unbacked(value: object) -> bool:
-    """Whether a tensor has data-dependent sizes."""
+    """Whether a size, or a size of a tensor, depends on data."""
     return bool(free_unbacked_symbols(value))
 
 
 def size_hint(value: int | torch.SymInt) -> int:
-    """Return an integer for a size: itself, the value it was traced with, or an estimate.
+    """Return an integer for a size: the size if it is static, its value at tracing, or an estimate.
 
-    The estimate for a data-dependent size is the middle of its range, such as half of a mask's
-    size.
+    A data-dependent size gets the estimate: the middle of its range, such as half of a mask's size.
     """
     if isinstance(value, int):
         return value
@@ -86,10 +88,11 @@ def guard_count(graph: torch.fx.Graph) -> int:
 
 
 def restrictions(graph: torch.fx.Graph, known: int) -> list[str]:
-    """Return the guards after the first `known` that can trigger a recompilation, and their source.
+    """Return, as text, the guards after the first `known` that can trigger a recompilation.
 
-    Two kinds are left out: guards that hold for all sizes that the known guards allow (tested with
-    some sizes), and guards on strides alone, which every pointwise operator adds for its layout.
+    Each text contains the place in the code that added the guard. Guards are left out if they hold
+    for all sizes that the known guards allow (tested with some sizes). Guards on strides alone are
+    left out, too, because every pointwise operator adds them for its layout.
     """
     guards, env = _guards(graph), _shape_env(graph)
     return [
@@ -139,13 +142,13 @@ def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
 
 
 def fake_mode_of(fake: torch.Tensor) -> Any:
-    """Return the mode of a fake tensor: a context in which new tensors are fake, too."""
+    """Return the mode of a fake tensor, which is a context in which new tensors are fake."""
     assert isinstance(fake, FakeTensor)
     return fake.fake_mode
 
 
 def is_opaque(node: torch.fx.Node) -> bool:
-    """Whether a value is an object that graphs only pass on, such as the mesh of a DTensor."""
+    """Whether a node's value is an object that operators only pass on, such as a DTensor's mesh."""
     return isinstance(node.meta.get("val"), (torch.ScriptObject, FakeScriptObject))
 
 
@@ -154,23 +157,24 @@ def is_operator(target: object) -> TypeGuard[torch._ops.OpOverload]:
     return isinstance(target, torch._ops.OpOverload)
 
 
-# FlexAttention, forward and backward: higher-order operators, without a schema.
+# FlexAttention's forward and backward, which are higher-order operators without a schema.
 FLEX_ATTENTION = flex_attention, flex_attention_backward
 
 
 def calls_graphs(node: fx.Node) -> bool:
-    """Whether an operator calls subgraphs that are its arguments, like `torch.cond` and `scan`."""
+    """Whether an operator runs subgraphs that are passed to it, like `torch.cond` and `scan`."""
     return isinstance(node.target, HigherOrderOperator) and node.target not in FLEX_ATTENTION
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator: name, arguments, and which of them it writes."""
+    """Return the schema of an operator: name, arguments, and which arguments it writes to."""
     return operator._schema
 
 
 def stream_of(device: torch.device) -> int:
     """Return the handle of the current CUDA stream; 0 on a CPU.
 
-    Creating PyTorch's stream object would take as long as a small kernel.
+    The handle is read without PyTorch's stream object, which takes as long to create as a small
+    kernel takes to run.
     """
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

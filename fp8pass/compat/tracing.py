@@ -19,15 +19,17 @@ from fp8pass.compat.symbols import fake_mode_of
 __all__ = ["trace"]
 
 _aten = torch.ops.aten
-# Not decomposed: Inductor would turn small GEMMs on a CPU into sums, which round differently.
+# Operators that are not decomposed: for small GEMMs on a CPU, Inductor's decompositions are sums,
+# which round differently.
 _GEMMS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Graph:
     """Return the graph of `function` on fake inputs, with Inductor's decompositions applied.
 
-    The nodes of the graph have no metadata. To describe a layout, `make_fx` would compare the
-    dynamic number of elements with 2, and PyTorch would compile again for other sizes.
+    The nodes of the graph have no metadata. Layouts are not recorded, because `make_fx` would
+    compare a dynamic number of elements with 2, which adds a guard and makes PyTorch recompile for
+    other sizes.
     """
     traced = make_fx(function, tracing_mode="real", decomposition_table=_decompositions())
     with torch.no_grad(), fake_mode_of(inputs[0]), enable_python_dispatcher(), _without_layouts():

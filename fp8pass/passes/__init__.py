@@ -1,8 +1,8 @@
 """The pipeline: the passes over joint, forward, backward and inference graphs, in order.
 
 A pass is one function `pass_(gm, ctx) -> None` in a file of the same name. A pass rewrites
-`gm.graph` in place or adds to `ctx` (`context.py`), and leaves graphs alone to which it does not
-apply. Passes over joint graphs are in `joint/`, passes over forward and backward graphs in
+`gm.graph` in place or adds results to `ctx` (`context.py`). It does nothing if it does not apply to
+the graph. Passes over joint graphs are in `joint/`, passes over forward and backward graphs in
 `lowering/`. `runner.py` runs a list of passes: it records, times and checks each pass, and skips
 the passes that `FP8PASS_DISABLE_PASSES` names. `added.py` inserts the user's passes. `quantizer.py`
 quantizes the operands of GEMMs for several passes.
@@ -49,8 +49,8 @@ class Entry:
 
     Attributes:
         run: the pass.
-        in_inference: whether the pass also runs on graphs without a backward, so that evaluation
-            gives the same numbers as training.
+        in_inference: whether the pass also runs on graphs without a backward. Evaluation then gives
+            the same numbers as training.
         adds_guards: whether the pass may add guards on dynamic shapes.
         required: whether graphs cannot be compiled without the pass.
     """
@@ -62,14 +62,15 @@ class Entry:
 
 
 _JOINT = (
-    # Output head and loss -> one operator that runs on chunks of the tokens. The pass adds guards:
-    # for few tokens the graph is recompiled with an unchunked head.
+    # Output head and loss -> one operator that runs on chunks of the tokens. The pass adds guards
+    # on the number of tokens: for few tokens PyTorch recompiles the graph, with an unchunked head.
     Entry(chunk_head, in_inference=True, adds_guards=True),
     # mm, addmm of a parameter -> quantize + scaled_mm
     Entry(quantize_linears, in_inference=True),
     # _grouped_mm, bmm of a parameter -> quantize + scaled_grouped_mm
     Entry(quantize_experts, in_inference=True),
-    # With Config.simulate, instead of these two: mm, addmm of a parameter -> mask_format around it
+    # With Config.simulate, instead of the two passes above: mm, addmm of a parameter -> mask_format
+    # of operands and result
     Entry(simulate_format, in_inference=True),
     # all_gather + quantize -> quantize + all_gather
     Entry(gather_quantized, in_inference=True),
@@ -83,32 +84,32 @@ _JOINT = (
     Entry(merge_dgrads),
     # Saved tensors that the plan offloads -> copies to the host and back
     Entry(offload_saved),
-    # Reports collectives, FP8 GEMMs and casts in the plan
+    # Adds collectives, and the work of FP8 GEMMs and casts, to the plan
     Entry(describe_graph, in_inference=True),
 )
 
 _LOWERING = (
     # in_chunks -> the operators of each chunk
     Entry(unroll_chunks, required=True),
-    # Quantization by row, and the operators before it -> row kernels
+    # Quantization by row, and the operators that compute its input -> row kernels
     Entry(fuse_rows),
     # The backward of norms -> row kernels
     Entry(fuse_norms),
-    # Quantization in both layouts, and the operators before it -> tile kernels
+    # Quantization in both layouts, and the operators that compute its input -> tile kernels
     Entry(fuse_tiles),
-    # Reductions of stored amaxes, and scales -> one row kernel
+    # Reductions of stored amaxes, and the scales computed from them -> one row kernel
     Entry(fuse_scales),
     # Kernels that can run together -> one launch
     Entry(fuse_launches),
-    # Reports kernels in the plan
+    # Adds the kernels to the plan
     Entry(describe_kernels),
-    # The rest of the dialect -> aten
+    # Dialect operators that no kernel replaced -> aten
     Entry(lower_dialect, required=True),
-    # cat of computed parts -> parts that are stored in place
+    # cat of computed parts -> one buffer, in which each part is stored in place
     Entry(split_cats),
-    # Sums of the residual stream -> memory
+    # Sums of the residual stream -> stored in buffers
     Entry(buffer_residual_sums),
-    # Operands of grouped GEMMs -> memory, in the strides that they were traced with
+    # Operands of grouped GEMMs -> stored in buffers with the strides from tracing
     Entry(pin_layouts),
 )
 
@@ -124,7 +125,8 @@ LOWERING_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _LOWERING)
 ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *LOWERING_PASSES)
 ENTRIES: dict[Pass, Entry] = {entry.run: entry for entry in (*_JOINT, *_LOWERING)}
 
-# The check of a graph after a list of passes, with FP8PASS_CHECK=1.
+# For each list of passes, the check of a graph after the whole list. Only FP8PASS_CHECK=1 runs
+# checks.
 CONTRACTS: dict[tuple[Pass, ...], Callable[[fx.Graph], None]] = {
     JOINT_PASSES: spec.verify_no_kernels,
     INFERENCE_PASSES: spec.verify_no_kernels,

@@ -1,4 +1,4 @@
-"""Passes that users add to the lists of `passes/__init__.py`, with the option `passes`."""
+"""Passes that users add to the lists of `passes/__init__.py` by the option `passes`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_positions(config: Config) -> None:
 
 
 def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    """Insert each added pass before or after the pass that it names, and return all passes."""
+    """Return `passes`, with each added pass inserted before or after the pass that it names."""
     found: list[Pass] = []
     for pass_ in passes:
         here = [(when, function) for when, name, function in added if name == pass_.__name__]
@@ -37,7 +37,7 @@ def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pa
 
 
 def cache_keys(added: Sequence[AddedPass]) -> tuple[tuple[str, str, str], ...]:
-    """Return the cache keys of the added passes."""
+    """Return, for each added pass, its position and the cache key of its function."""
     return tuple((when, name, cache_key(function)) for when, name, function in added)
 
 
@@ -46,7 +46,8 @@ def cache_key(function: Pass) -> str:
     """Return the name of a function with a hash of the file that defines it.
 
     A closure depends on more than its file, and a function from a notebook has no file. Such
-    functions get a new key in each process, so that their results are never read from a cache.
+    functions get a new key in each process, so that graphs compiled with them are never read from a
+    cache.
     """
     plain = inspect.isfunction(function) and function.__closure__ is None
     file = inspect.getsourcefile(function) if plain else None

@@ -1,4 +1,4 @@
-"""The context that every pass gets together with the graph."""
+"""The context that every pass receives together with the graph."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Requests:
-    """Optional contents of the plan. `explain` shows them, and computing them takes time.
+    """Which optional contents of the plan to compute. Computing takes time; `explain` shows them.
 
     Attributes:
-        frontier: the trade-off between memory and time, over all budgets.
-        least: the smallest memory budget.
+        frontier: the costs of the plans for other memory budgets.
+        least: the smallest memory budget that can be met.
         rules: a summary of the error rules.
     """
 
@@ -33,11 +33,13 @@ class Context:
 
     Attributes:
         config: the user's choices.
-        facts: facts about the joint graph; empty for forward and backward graphs.
-        requests: optional contents of the plan.
+        facts: facts about the graph before any pass; empty for the lowering passes.
+        requests: which optional contents of the plan to compute.
         plan: the decisions so far, which `explain` shows.
-        decisions: how each forward value reaches the backward; set by `plan_saved_values`.
-        saved: the nodes that cross into the backward, in order; set by `materialize_plan`.
+        decisions: how the backward gets each forward value: saved, in which format, or recomputed;
+            set by `plan_saved_values`.
+        saved: the forward nodes whose results the backward reads, in order; set by
+            `materialize_plan`.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""Quantize the operands of GEMMs: code that `quantize_linears` and `quantize_experts` share."""
+"""Code that `quantize_linears` and `quantize_experts` share: quantize the operands of GEMMs."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
 
-# Layers with exact formats are not rewritten, since nothing is rounded. Unlike skipped layers, such
-# layers may save operands in low bits, as the error rules allow.
+# The reason if formats are exact: nothing is rounded, so a rewrite would change nothing. Unlike a
+# skipped layer, such a layer may save its input in low bits if the error rules allow it.
 EXACT_FORMATS = Reason("formats are exact, so the layer is not rewritten", chosen=True)
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
-    """Return why a layer stays in high precision, if the reason applies to all kinds of GEMMs."""
+    """Return why a layer stays in high precision, by checks that apply to experts, too."""
     pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
@@ -52,7 +52,7 @@ def why_not_at_all(layer: Layer, config: Config) -> Reason:
 
 
 def why_not_these_rows(layer: Layer) -> Reason:
-    """Return why no FP8 GEMM takes the number of rows of a layer's input."""
+    """Return why FP8 GEMMs do not support the number of rows of a layer's input."""
     if any(map(compat.has_unbacked, layer.rows)):
         return Reason("the number of rows depends on data")
     if any(compat.statically_known_true(size == 0) for size in layer.rows):
@@ -61,10 +61,10 @@ def why_not_these_rows(layer: Layer) -> Reason:
 
 
 def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = "") -> Linear:
-    """Tag the GEMMs of a layer with their roles, and return the plan's entry.
+    """Tag the GEMMs of a layer with their roles, and return the layer's entry in the plan.
 
-    A layer without a reason runs in FP8. A role counts as fast if all its GEMMs use fast
-    accumulation.
+    With an empty `reason` the layer runs in FP8. The entry lists a role as fast if all GEMMs of the
+    role use fast accumulation.
     """
     for role, gemm in layer.gemms():
         gemm.meta[ROLE] = role
@@ -82,22 +82,26 @@ def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = ""
 
 
 def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
-    """Return the number of layers before each node. Layers without tagged GEMMs are left out."""
+    """Return, for each node, the number of linear layers up to the node in the graph.
+
+    A layer counts once its forward GEMM is tagged with its role.
+    """
     forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
     return dict(zip(g.nodes, accumulate(forward), strict=True))
 
 
 def gemms_in_order(g: fx.Graph, layers: Iterable[Layer]) -> list[tuple[fx.Node, Layer]]:
-    """Return the GEMMs of some layers in the order of the graph, each with its layer.
+    """Return pairs of a GEMM and its layer, for all GEMMs of `layers`, in the order of the graph.
 
-    The first GEMM that reads an operand quantizes it for all GEMMs, so it must be rewritten first.
+    GEMMs must be rewritten in this order: the first GEMM that reads an operand quantizes the
+    operand for all later GEMMs.
     """
     found = {gemm: layer for layer in layers for _, gemm in layer.gemms()}
     return [(node, found[node]) for node in g.nodes if node in found]
 
 
 def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
-    """Whether the FP8 form of a layer's GEMM uses fast accumulation."""
+    """Whether a GEMM of `layer` uses fast accumulation when it runs in FP8."""
     role, length = gemm.meta[ROLE], tensor(gemm_operands(gemm)[0]).shape[-1]
     if gemm.target in GROUPED_GEMMS and role == "wgrad":  # contracts over the tokens of each expert
         length = length // layer.experts
@@ -105,12 +109,12 @@ def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
 
 
 class Quantizer:
-    """Quantizes the operands of the GEMMs of one graph, each once per layout and quantization.
+    """Quantizes operands of GEMMs in one graph, each operand once per layout and quantization.
 
     Attributes:
         backward: the nodes that depend on a gradient.
-        gemm, layer: the GEMM that is being rewritten, and its layer. New nodes inherit the GEMM's
-            origin.
+        gemm, layer: the GEMM that is being rewritten, and its layer. New nodes get the GEMM's
+            metadata, such as its module path.
     """
 
     gemm: fx.Node
@@ -120,20 +124,21 @@ class Quantizer:
         self.config = config
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, Quantization], tuple[fx.Node, fx.Node]] = {}
-        # Amaxes of the blocks of a matrix. The largest block amax is the amax of the matrix.
+        # The nodes with the amaxes of a matrix, by the matrix (`identity_of`) and the block.
         self._amaxes: dict[tuple[fx.Node, str, Block], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
     def quantize(
         self, matrix: fx.Node, quantization: Quantization, *, contract_rows: bool
     ) -> tuple[fx.Node, fx.Node]:
-        """Return data and scales of an operand, laid out with its contracted dimension last.
+        """Return FP8 data and scales of an operand. The last dimension of the data is contracted.
 
         With `contract_rows` the GEMM contracts `matrix` over its first dimension.
         """
         base, is_flipped = graph.skip_transposes(matrix)
         is_transposed = contract_rows != is_flipped
-        # Tensor cores need multiples of 16. `transpose` pads other lengths with zeros.
+        # Tensor cores need contractions with a multiple of 16. `transpose` pads other lengths with
+        # zeros.
         needs_padding = not is_transposed and not is_multiple_of_16(tensor(base).shape[-1])
         if needs_padding or (is_transposed and not quantization.survives_transpose):
             base, is_transposed = self._permute(base), not is_transposed
@@ -147,7 +152,7 @@ class Quantizer:
             return data, scale
         if data not in self._transposed:
             self._transposed[data] = self.emit(fp8.transpose.default, data)
-        if quantization.is_in_groups:  # the scales of blocks form a matrix, too
+        if quantization.is_in_groups:  # block scales form a matrix, too
             scale = self._permute(scale)
         return self._transposed[data], scale
 
@@ -162,7 +167,7 @@ class Quantizer:
         return self.emit(fp8.quantize.default, base, scale, text), scale
 
     def amax(self, matrix: fx.Node, block: Block) -> fx.Node:
-        """Return the amax of each block; the amax of a tensor is the largest amax of its rows."""
+        """Emit the amax of each block. If row amaxes exist, the tensor's amax is their maximum."""
         rows = self._amaxes.get((*identity_of(matrix), ROW))
         if block == TENSOR and rows is not None:
             return self.emit(fp8.amax.default, rows, "tensor")
@@ -172,7 +177,7 @@ class Quantizer:
         return self._amaxes[key]
 
     def name_operand(self, matrix: fx.Node) -> str:
-        """Return the name of an operand in `Config.quantizations`."""
+        """Return the name of an operand in `Config.quantizations`: input, weight or gradient."""
         base = graph.skip_transposes(matrix)[0]
         if base in self.backward:
             return "gradient"
@@ -204,10 +209,11 @@ def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
 
 
 def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quantization] | None:
-    """Return data, scales and quantization that a matrix was dequantized from, if in `format`.
+    """Return the data, scales and quantization from which a matrix was dequantized.
 
-    BF16 represents the dequantized values exactly. So the values are not quantized again: the
-    result would be the same data, or the same values with half the scale.
+    The result is None if the matrix was not dequantized, or not from `format`. BF16 represents
+    dequantized values exactly, so quantizing them again would give the same data, or the same
+    values with half the scale.
     """
     while matrix.target in graph.CASTS:
         (matrix,) = matrix.all_input_nodes
@@ -223,7 +229,7 @@ def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Qua
 
 
 def replace_gemm(gemm: fx.Node, product: fx.Node, result: fx.Node) -> None:
-    """Use `result` instead of a GEMM, and give `product` the name of the GEMM."""
+    """Replace a GEMM by `result`, and record on the new GEMM `product` which GEMM it replaces."""
     product.meta[REPLACED_GEMM] = graph.original_name(gemm)
     name = gemm.target.__name__  # type: ignore[union-attr]
     product.meta[graph.ORIGINAL_OPERATOR] = gemm.meta.get(graph.ORIGINAL_OPERATOR, name)

@@ -2,9 +2,9 @@
 
 TORCH_LOGS="+fp8pass"          log the time of each pass, and the nodes before and after
 FP8PASS_CHECK=1                verify the graph between passes (always on in the tests)
-FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR TORCH_TRACE=DIR
-write both of these graphs as artifacts for tlparse FP8PASS_DISABLE_PASSES=a,b     skip passes by
-exact name
+FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
+TORCH_TRACE=DIR                write both of these graphs as artifacts for tlparse
+FP8PASS_DISABLE_PASSES=a,b     skip passes by exact name
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8pass.passes.added import insert_passes
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
 
-# Prefix of a comment that names the module of the lines after it.
+# Prefix of a comment in a graph's code. The comment names the module of the lines below.
 MODULE_COMMENT = "# module "
 
 
@@ -45,7 +45,7 @@ class PassRecord:
         graph: `joint`, `inference`, `forward` or `backward`.
         before, after: the graph's code, with comments that name modules; '' unless recorded.
         seconds: the time that the pass took.
-        nodes_before, nodes_after: the number of nodes of the graph.
+        nodes_before, nodes_after: the number of nodes of the graph before and after the pass.
     """
 
     name: str
@@ -58,7 +58,7 @@ class PassRecord:
 
     @property
     def diff(self) -> str:
-        """Unified diff of the graph's code."""
+        """Unified diff between the graph's code before and after the pass."""
         lines = difflib.unified_diff(
             self.before.splitlines(), self.after.splitlines(), "before", "after", lineterm="", n=2
         )
@@ -86,8 +86,8 @@ def run_passes(
 ) -> list[PassRecord]:
     """Run `passes` in order; `of` is the kind of graph, as in `PassRecord.graph`.
 
-    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE` the records contain the graph's code. The code is
-    optional, because printing a graph takes longer than most passes.
+    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE` the records contain the graph's code. Otherwise
+    the code is left out, because printing a graph takes longer than most passes.
     """
     folder = os.environ.get("FP8PASS_DUMP")
     record = record or bool(folder) or bool(os.environ.get("TORCH_TRACE"))
@@ -118,7 +118,7 @@ def run_passes(
             _dump(Path(folder), number, index, entry)
     if check and (contract := CONTRACTS.get(tuple(passes))):
         contract(gm.graph)
-    gm.recompile()  # once at the end: only calls of the module need the code
+    gm.recompile()  # only once, because passes read the graph and not its code
     return records
 
 
@@ -136,7 +136,7 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 @cache
 def warn_about_checkpointing() -> None:
-    """Log once per process that checkpointed regions save nothing in low bits."""
+    """Warn once per process that fp8pass saves no tensors of checkpointed regions in low bits."""
     log.warning(
         "torch.utils.checkpoint is on (gradient_checkpointing of Trainers), so fp8pass saves no "
         "tensors of the checkpointed regions in low bits. To save memory in less time, turn "
@@ -150,7 +150,7 @@ def disabled_passes() -> list[str]:
 
 
 def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    """Return the passes to run, with the added passes and without the disabled passes."""
+    """Return `passes` with the added passes and without the disabled passes."""
     known = {p.__name__ for p in (*ALL_PASSES, *passes, *(function for *_, function in added))}
     disabled = disabled_passes()
     for name in disabled:
@@ -168,8 +168,8 @@ def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[
 def _code(gm: fx.GraphModule) -> str:
     """Return a graph as Python, with a comment at the first line of each module.
 
-    FX's `x = None` after the last use of each value is left out, because this line would move in
-    the diff whenever a value gets a later use.
+    FX writes `x = None` after the last use of each value. These statements are left out, because
+    one would move in the diff whenever a value gets a later use.
     """
     nodes = {n.name: n for n in gm.graph.nodes}
     lines, current = [], ""
@@ -187,7 +187,7 @@ def _code(gm: fx.GraphModule) -> str:
 
 
 def _trace(number: int, entry: PassRecord) -> None:
-    """Write the graphs before and after a pass to `TORCH_TRACE`."""
+    """Write the graphs before and after a pass to `TORCH_TRACE`, if they were recorded."""
     for when, code in (("before", entry.before), ("after", entry.after)) if entry.after else ():
         about = {
             "name": f"fp8pass_{number}_{entry.graph}_{entry.name}_{when}",

@@ -7,14 +7,15 @@
              loss = sum(nll) / n;  dx = dx' * tangent;  dW = dW' * tangent
 
 See "Chunking" in section 3 of the paper LLMQ. The forward computes all gradients as if the tangent,
-the gradient of the graph's result, were 1. The backward multiplies them by the tangent. The pass
-checks that gradients are multiples of the tangent. Operators between the GEMM and the loss must
-compute each token by itself (`graph/row_writer.py`), such as casts, a softcap, label smoothing, a
-z-loss, a shift by one token. The arithmetic of each token does not change. Only the weight's
-gradient changes: it is accumulated over chunks in the weight's dtype, as over micro-batches.
+the gradient of the graph's result, were 1. The backward multiplies these gradients by the tangent.
+The pass checks that gradients are multiples of the tangent. Operators between the GEMM and the loss
+must not combine the values of several tokens (`graph/row_writer.py`). Casts, a softcap, label
+smoothing, a z-loss and a shift by one token are supported. The arithmetic of each token does not
+change. Only the weight's gradient changes: it is accumulated over chunks in the weight's dtype, as
+over micro-batches.
 
-The head is not chunked if logits are returned or have other users, or if the gradients are not
-multiples of one tangent. The plan reports the reason.
+The head is not chunked if logits are returned, have users outside of the loss, or have gradients
+that are not multiples of one tangent. The plan reports the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ FEWEST, MOST = 4, 8
 
 
 def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace each output head and its loss by one operator."""
+    """Replace each output head and its loss by a call of `in_chunks`."""
     found = find_logit_gemms(gm.graph) if ctx.config.head_chunks != 1 else []
     heads = sorted(head for head in found if head.target in (aten.mm.default, aten.addmm.default))
     while heads:
@@ -105,7 +106,7 @@ def choose_chunks(rows: int, hidden: int) -> int:
 
 
 def find_part(head: fx.Node) -> list[fx.Node]:
-    """Return, in order, the nodes with logits, their users, and the nodes between these.
+    """Return, in graph order, the nodes as large as logits, their users, and nodes between these.
 
     Raises:
         NotRowwise: the graph returns logits.
@@ -145,7 +146,7 @@ def _is_wide(node: fx.Node, most: int) -> bool:
 
 
 def _between(g: fx.Graph, part: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that are computed from a node of the part and that the part needs."""
+    """Return the nodes on paths that begin and end at nodes of the part."""
     after: set[fx.Node] = set()
     for node in g.nodes:
         is_computed = any(n in after for n in node.all_input_nodes)
@@ -172,8 +173,8 @@ class Chunking:
         """Rewrite the graph.
 
         Raises:
-            NotRowwise: the part cannot be chunked. The graph then only has additional nodes without
-                users.
+            NotRowwise: the part cannot be chunked. The graph then computes the same as before: the
+                nodes that were added have no users.
         """
         part = set(self.part)
         for node in self.part:
@@ -215,7 +216,7 @@ class Chunking:
         return call
 
     def _with_unit_tangent(self, node: fx.Node) -> fx.Node:
-        """Return a value as it would be if the tangent were 1."""
+        """Return the node that computes the value of `node` as if the tangent were 1."""
         pending = [node] if node in self.backward else []
         while pending:
             current = pending[-1]
@@ -244,7 +245,7 @@ class Chunking:
             raise NotRowwise("float16 gradients may underflow without the loss scale: use bfloat16")
 
     def _emit_unit(self, node: fx.Node) -> fx.Node:
-        """Copy a backward node after its operands; emit 1 instead of a tangent."""
+        """Copy a backward node, with copies of its operands as operands. A tangent's copy is 1."""
         self._require_multiple(node)
         if compat.is_tangent(node):
             val = tensor(node)
@@ -270,14 +271,14 @@ class Chunking:
         return node
 
     def _replace_sizes(self) -> None:
-        """Read sizes of the part from other values, so that the part can be removed."""
+        """Replace sizes of the part by sizes of other nodes, so that the part can be removed."""
         for node in self.part:
             for user in list(node.users):
                 if kind(user) is Kind.SYMBOL:
                     user.replace_all_uses_with(self._to_args([user.meta["val"]])[0])
 
     def _to_args(self, shape: Sequence[Any]) -> list[Any]:
-        """Return a shape as arguments of a node, with nodes of the graph for symbolic sizes."""
+        """Return a shape as arguments for an operator. Symbolic sizes become nodes."""
         arguments: list[Any] = []
         for size in shape:
             if not isinstance(size, int):
@@ -290,7 +291,10 @@ class Chunking:
 
 
 def _find_sizes(g: fx.Graph, part: set[fx.Node]) -> dict[str, tuple[Any, ...]]:
-    """Find where to read symbolic sizes outside of a part: from a node, or a tensor's dimension."""
+    """Map symbolic sizes to nodes that do not depend on a part.
+
+    An entry is a node with the size, or a tensor and the dimension that has the size.
+    """
     found: dict[str, tuple[Any, ...]] = {}
     after: set[fx.Node] = set()
     for node in g.nodes:

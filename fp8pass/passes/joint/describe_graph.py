@@ -1,4 +1,4 @@
-"""Report the collectives, FP8 GEMMs and casts of a graph in the plan; the graph does not change."""
+"""Add the collectives of a graph, and the work of its FP8 GEMMs and casts, to the plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASTS = (
 
 
 def describe_graph(gm: fx.GraphModule, ctx: Context) -> None:
-    """Add all collectives, in order, and the work of FP8 GEMMs in training to the plan."""
+    """Add all collectives, in graph order, to the plan; in training also the work of FP8 GEMMs."""
     backward = graph.tangent_dependent(gm.graph)
     ctx.plan.collectives += [
         _describe(node, backward) for node in gm.graph.nodes if starts_communication(node)
@@ -56,7 +56,10 @@ def _describe(collective: fx.Node, backward: set[fx.Node]) -> Collective:
 
 
 def fp8_work(g: fx.Graph) -> Work:
-    """Return the FLOPs of FP8 GEMMs, and the bytes that their casts move as separate kernels."""
+    """Return the FLOPs of FP8 GEMMs, and the bytes that their operands' casts read and write.
+
+    Each cast counts as a separate kernel.
+    """
     total = Work()
     for node in g.nodes:
         if is_fp8_gemm(node):

@@ -1,4 +1,4 @@
-"""Gather FP8 data instead of the tensor it is quantized from: move `quantize` before `all_gather`.
+"""Gather FP8 data instead of high-precision tensors: move `quantize` before `all_gather`.
 
 With a scale for each row:
 
@@ -14,17 +14,18 @@ With one scale for the tensor:
     after    s  = scale(amax(all_gather(amax(shard))));  p = quantize(shard, s)
              q  = as_codes(all_gather(as_bytes(p)))
 
-`q` is bit-identical. A row lies on one rank. The scale of a row is computed from the row's amax,
-which is gathered with the data. A tensor scale is computed from the amaxes of all ranks, one number
-per rank. These amaxes are gathered instead of reduced, because gloo's maximum drops NaN.
+`q` is bit-identical before and after. With a scale for each row, no row is split over ranks, and
+each row's amax is gathered with the data. A tensor scale is computed from the amaxes of all ranks,
+one number per rank. These amaxes are gathered instead of reduced, because gloo's maximum drops NaN.
 
 Views and permutations between the gather and the matrix are applied to the gathered bytes, and
-casts are applied to the shard. The pass covers activations of sequence parallel models, their
-gradients in the backward, and weights in SimpleFSDP.
+casts are applied to the shard. The pass covers activations of sequence parallel models, the
+gradients of these activations, and weights in SimpleFSDP.
 
-A gather stays in high precision if another operator reads the tensor, such as the gradient of a
-bias, because gathering both would send more bytes. `explain` reports the reason. No decision
-depends on values that differ between ranks, so that all ranks run the same collectives.
+A gather stays in high precision if another operator, such as the sum for a bias's gradient, reads
+the gathered tensor: gathering the tensor and its FP8 data would send more bytes. `explain` reports
+the reason. No decision depends on values that differ between ranks, so that all ranks run the same
+collectives.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class GatheredMatrix:
 
 
 def gather_quantized(gm: fx.GraphModule, ctx: Context) -> None:
-    """Gather FP8 data instead of tensors that are only read to be quantized."""
+    """Gather FP8 data instead of tensors that are only quantized after the gather."""
     changed = False
     for gather in list(find_gathers(gm.graph)):
         matrices, others = find_readers(gather.whole)
@@ -94,7 +95,7 @@ def gather_quantized(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def find_readers(whole: fx.Node) -> tuple[list[GatheredMatrix], list[fx.Node]]:
-    """Return the matrices that a gathered tensor is quantized as, and its other readers."""
+    """Return the quantized matrices that are views of `whole`, and the other readers of `whole`."""
     matrices: dict[fx.Node, GatheredMatrix] = {}
     others: list[fx.Node] = []
     pending: list[tuple[fx.Node, tuple[fx.Node, ...]]] = [(whole, ())]
@@ -142,7 +143,7 @@ def _takes_amax(node: fx.Node, block: Block) -> bool:
 
 
 def _is_scaled_by(quantize: fx.Node, matrix: fx.Node) -> bool:
-    """Whether the scale is computed from the matrix itself, and so is the same on all ranks."""
+    """Whether the scale of `quantize` is computed from `matrix`, and so is equal on all ranks."""
     scale: Any = quantize.args[1]
     if not graph.is_call(scale, fp8.scale.default):
         return False
@@ -166,7 +167,7 @@ def _keeps_last_dimension(move: fx.Node) -> bool:
 
 
 def _is_stacked(gather: Gather, matrix: GatheredMatrix) -> bool:
-    """Whether a matrix consists of the matrices of all ranks, stacked along the rows."""
+    """Whether a matrix consists of the shards of all ranks, stacked along the rows."""
     leading = tensor(gather.shard).shape[: gather.dim]
     is_first = all(compat.statically_known_true(size == 1) for size in leading)
     permutes = any(graph.is_call(n, aten.permute.default) for n in matrix.moves)
@@ -182,7 +183,7 @@ def _has_dynamic_shapes(gather: Gather, matrix: GatheredMatrix) -> bool:
 
 
 class Sender:
-    """Quantizes the shards of one gathered matrix, and gathers their FP8 data."""
+    """Quantizes this rank's shard of a gathered matrix, and gathers the FP8 data of all ranks."""
 
     def __init__(self, g: fx.Graph, gather: Gather, matrix: GatheredMatrix) -> None:
         self.graph, self.gather, self.matrix = g, gather, matrix
@@ -222,7 +223,7 @@ class Sender:
         return self._emit(fp8.amax.default, x, block_text(block))
 
     def _shard_as_matrix(self) -> fx.Node:
-        """Return this rank's shard as a matrix, in the dtype that is quantized."""
+        """Return this rank's shard as a matrix, in the dtype of the matrix to quantize."""
         if self._shard is None:
             shard = self.gather.shard
             for cast in (n for n in self.matrix.path if n.target in CASTS):
@@ -247,7 +248,7 @@ class Sender:
         return whole
 
     def _sizes_after(self, move: fx.Node, width: int) -> list[int]:
-        """Return the sizes of a view of FP8 data, or of row amaxes, which have one column."""
+        """Return the sizes after `move`, for FP8 data or for row amaxes, which have one column."""
         *leading, last = tensor(move).shape
         return [*leading, width if self._row_amax is not None and width == 1 else last]
 
@@ -265,7 +266,7 @@ class Sender:
         return self._emit(WAIT_TENSOR, self._emit(ALL_GATHER, shard, *self.gather.group))
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit a node with the origin of the gather, in the checkpoint region of the reader."""
+        """Emit a node with the metadata of the gather, but the checkpointing tag of the reader."""
         node = emit(self.graph, target, *args, like=self.gather.node, **kwargs)
         compat.copy_region(self.reader, node)
         return node

@@ -1,6 +1,6 @@
 """Carry out the plan: quantize saved values, and recompute other values in the backward.
 
-Afterwards forward and backward share exactly the nodes in `ctx.saved`:
+Afterwards the backward reads no forward nodes but `ctx.saved`:
 
     before   h = silu(g) * u           dg = mul(dh, u) ...   (the backward reads g and u)
     after    s = scale(amax(g)); q = quantize(g, s)   forward, q and s are saved
@@ -39,7 +39,7 @@ SAVE_EXACT = Decision(EXACT, 0, "not planned")
 
 
 def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
-    """Rewrite the joint graph so that only `ctx.saved` crosses into the backward."""
+    """Rewrite the joint graph so that the backward reads only forward nodes in `ctx.saved`."""
     backward = graph.tangent_dependent(gm.graph)
     carrier = Carrier(gm.graph, ctx)
     for node in list(gm.graph.nodes):
@@ -56,7 +56,7 @@ def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
 def _carry_gradients(
     g: fx.Graph, num_fwd_outputs: int, backward: set[fx.Node], carrier: Carrier
 ) -> None:
-    """Let the backward return the gradients that do not depend on a tangent, such as constants."""
+    """Carry gradients that do not depend on a tangent, such as constants, into the backward."""
     output = graph.output_node(g)
     carrier.at = output
     results = graph.outputs(g)
@@ -69,10 +69,10 @@ def _carry_gradients(
 
 
 class Carrier:
-    """Makes forward values available in the backward, each once.
+    """Makes forward values available in the backward, each value once.
 
     Attributes:
-        crossing: the nodes that cross into the backward, in order.
+        crossing: the forward nodes whose results the backward reads, in order.
         at: the backward node before which recomputation is placed, so that it runs as late as
             possible.
     """
@@ -116,9 +116,9 @@ class Carrier:
             if decision.centred:
                 return self._quantize_difference(node, decision)
             return self._quantize(node, node, decision, tensor(node).dtype)
-        # A view would keep the memory of its base alive, so a copy is saved. Masks stay views,
-        # because attention needs the aligned rows of their base. Inputs are copied before they are
-        # overwritten.
+        # A saved view would keep the memory of its base alive, so a copy is saved. Attention masks
+        # stay views, because attention needs the aligned rows of the mask's base. Inputs that the
+        # graph overwrites are copied before the write.
         is_part = kind(node) is Kind.VIEW and not is_attention_mask(node)
         saved = self._copy(node) if is_part or node in self.ctx.facts.overwritten else node
         self._save(node, decision, saved)
@@ -137,7 +137,7 @@ class Carrier:
         return copy
 
     def _quantize_difference(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """Save the mean of a value over tokens, in its dtype, and the quantized difference."""
+        """Save a value as its mean over tokens, in its own dtype, and the quantized difference."""
         dtype = tensor(node).dtype
         with self.graph.inserting_before(graph.insertion_point_after(node)):
             mean = emit(self.graph, aten.mean.dim, node, [-2], True, like=node)
@@ -172,7 +172,7 @@ class Carrier:
             return self._restore_layout(node, back) if decision.format.packed else back
 
     def _restore_layout(self, node: fx.Node, back: fx.Node) -> fx.Node:
-        """Give a contiguous unpacked value the strides of `node`, as its views require."""
+        """Give a contiguous unpacked value the strides of `node`, which views of `node` require."""
         order = graph.stride_order(tensor(node))
         if order == sorted(order):
             return back
@@ -227,7 +227,7 @@ class Carrier:
 
 
 def _is_expanded(node: fx.Node) -> bool:
-    """Whether elements share memory, as the rows of an expanded tensor do."""
+    """Whether elements of a tensor share memory, as the rows of an expanded tensor do."""
     return any(isinstance(stride, int) and stride == 0 for stride in tensor(node).stride())
 
 

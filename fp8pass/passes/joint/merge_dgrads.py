@@ -6,13 +6,14 @@
     after    c  = max(s₁·t₁, s₂·t₂)
              dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
 
-The GEMM accumulates in FP32, so no term of the sum is written to memory and read again. All terms
-share one product of scales. Gradients keep their scales and FP8 data, because gradients have a wide
-range. Therefore a weight is requantized with a larger scale if its gradient is small. The added
-error is small compared with the largest entries of the sum, which are as exact as before.
+The merged GEMM adds the terms in FP32, so no term is written to memory and read again. All terms
+must have the same product `c` of the gradient's and the weight's scale. Gradients keep their scales
+and FP8 data, because gradients have a wide range. Instead, each weight is requantized, with a
+larger scale if the gradient of its term is small. The added error is small compared with the
+largest entries of the sum, which are as exact as before.
 
-This pass runs after the plan, so that `diagnose`, which compares single layers, sees the graph
-without merged GEMMs.
+This pass runs after `materialize_plan`, so that `diagnose`, which compares single layers, sees the
+graph before GEMMs are merged.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from fp8pass.passes.context import Context
 fp8 = torch.ops.fp8pass
 
 # The longest contraction of a merged GEMM. On an H200, two GEMMs take 6% longer than a merged GEMM
-# of length 16384, and 12% less than one of length 22016 (`benchmarks/results/merged.json`).
+# of length 16384, and 12% less than a merged GEMM of length 22016
+# (`benchmarks/results/merged.json`).
 LONGEST_CONTRACTION = 16384
 
 
@@ -47,8 +49,8 @@ class Term:
 
     Attributes:
         gemm: the GEMM.
-        top: the GEMM, or the view of its result that is added.
-        total: the sum of all terms.
+        top: the operand of the sum: the GEMM, or a view of the GEMM's result.
+        total: the node that computes the sum of all terms.
     """
 
     gemm: fx.Node
@@ -83,10 +85,10 @@ class Term:
 
 
 def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
-    """Merge FP8 GEMMs whose results are only added to one another.
+    """Merge FP8 dgrad GEMMs whose results are only added to one another.
 
-    A GEMM is not merged if the plan saves its FP8 weight in the forward, since merging requantizes
-    the weight.
+    A GEMM is not merged if its FP8 weight is saved for the backward, since merging requantizes the
+    weight.
     """
     sums: dict[fx.Node, list[Term]] = {}
     for node in gm.graph.nodes:
@@ -106,11 +108,11 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _find_term(gemm: fx.Node) -> Term | None:
-    """Return a GEMM as a term of a sum; None if it cannot be merged.
+    """Return a GEMM as a term of a sum; None if the GEMM cannot be merged.
 
     The GEMM must be an FP8 dgrad, its result must only be added to other tensors, and its FP8
-    weight must have no other user. Gathered weights are excluded: all ranks share their FP8 data,
-    whereas the scale of a merged weight depends on the gradients of one rank.
+    weight must have no other user. Gathered weights are excluded: all ranks gather the same FP8
+    data, whereas a requantized weight's scale depends on the gradients of one rank.
     """
     if gemm.target is not fp8.scaled_mm.default or not is_fp8_gemm(gemm):
         return None
@@ -138,7 +140,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _is_sum_of_two(node: fx.Node) -> bool:
-    """Whether a node is the sum of two different tensors of its own shape and dtype."""
+    """Whether a node adds two different tensors, which have the shape and dtype of the sum."""
     if not graph.is_call(node, aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     return all(
@@ -155,7 +157,7 @@ def _same_shape_and_dtype(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _group_terms(terms: Iterable[Term]) -> list[list[Term]]:
-    """Return the terms of each merged GEMM: runs of two or more terms that fit together."""
+    """Return the terms of each merged GEMM: two or more successive terms that fit in one GEMM."""
     groups: list[list[Term]] = []
     for term in terms:
         if groups and _fits(groups[-1], term):
@@ -202,7 +204,7 @@ def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
 
 
 def _multiply_scales(add: Any, term: Term) -> fx.Node:
-    """Emit the product of a term's scales, or 0 if the gradient is zero."""
+    """Emit the product of a term's scales, or 0 if the gradient contains only zeros."""
     _, scale, _, weight_scale = term.gemm.args[:4]
     amax = scale.args[0]  # type: ignore[union-attr]
     product = add(aten.mul.Tensor, scale, weight_scale)
@@ -210,11 +212,11 @@ def _multiply_scales(add: Any, term: Term) -> fx.Node:
 
 
 def _requantize_weight(add: Any, term: Term, scale: fx.Node) -> fx.Node:
-    """Emit the FP8 weight of a term, with a scale that makes the product of scales `scale`."""
+    """Emit a term's weight, requantized with the scale `scale / gradient_scale`."""
     _, gradient_scale, _, weight_scale = term.gemm.args[:4]
     wanted = add(aten.div.Tensor, scale, gradient_scale)
-    # Rounding, or a gradient of zeros, must not make the scale smaller: it would clamp large
-    # weights.
+    # Rounding, or a gradient of zeros, must not make the weight's scale smaller: a smaller scale
+    # would clamp large weights.
     wanted = add(aten.maximum.default, wanted, weight_scale)
     weight = term.weight
     quantized = add(fp8.quantize.default, weight.args[0], wanted, weight.args[2])

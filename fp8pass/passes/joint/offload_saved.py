@@ -1,4 +1,4 @@
-"""Copy saved tensors that the plan offloads to the host, and back before the backward uses them.
+"""Copy saved tensors to host memory as planned, and back before the backward uses them.
 
     before   q = quantize(x, s)       y = dequantize([q], s)      q crosses
     after    q = quantize(x, s)       c = from_host(h', device, g)       some GEMMs earlier
@@ -6,12 +6,12 @@
              ...                             q' = settled(c, h')
              h' = settled(h, q)              y = dequantize([q'], s)     h' crosses
 
-A copy to the host begins when its tensor is computed. `settled` waits for a copy, and is placed
-where a roofline of all operators expects the copy to be done. So the wait takes no time. A copy
-back begins as late as possible. A tensor takes GPU memory while it is copied. Therefore the bytes
-of copies in flight are limited to the bytes that the link carries in `IN_FLIGHT_SECONDS`, or to the
-two largest copies if these are larger. A copy back has the result of a GEMM (`g`) as operand, so
-that compilers do not move it before the GEMM.
+A copy to the host begins when its tensor is computed. `settled` waits for a copy. This pass places
+`settled` where a roofline of all operators expects the copy to be done, so that the wait takes no
+time. A copy back begins as late as possible. A tensor takes GPU memory while it is copied.
+Therefore the bytes of copies in flight are limited to the bytes that the link carries in
+`IN_FLIGHT_SECONDS`, or to the bytes of the two largest copies if these are more. A copy back has
+the result of a GEMM (`g`) as operand, so that compilers do not move the copy before the GEMM.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from fp8pass.runtime.copies import from_host, settled, to_host
 log = logging.getLogger("fp8pass")
 
 IN_FLIGHT_SECONDS = 5e-3
-# Copies back are planned to take this many times their duration at the peak rate of the link.
+# The schedule assumes that a copy back takes this many times its duration at the link's peak rate.
 MARGIN = 1.5
-# Share of a step below which exposed copies are not logged.
+# Exposed copies are logged if they take more than this share of a step.
 WORTH_LOGGING = 0.01
 
 
@@ -89,7 +89,7 @@ def _warn_about_exposed_copies(offload: Offload) -> None:
 
 
 def _move_to_host(saved: SavedTensor, names: dict[str, str]) -> SavedTensor:
-    """Return a saved value's entry in the plan, after some of its tensors moved to the host.
+    """Return a saved value's entry in the plan, with some of its tensors in host memory.
 
     `names` maps the names of these tensors to the names of their copies.
     """
@@ -109,9 +109,12 @@ class _Copy:
         node: the tensor.
         bytes, seconds: size and duration of one copy.
         first: the first node of the backward that uses the tensor.
-        on_host: the last node that holds the copy on the host; None before the copy begins.
-        made, sent: when the tensor and its copy are complete, in seconds of the forward.
-        fetched, used: when the copy back begins and is used, in seconds of the backward.
+        on_host: the last emitted node whose value is the copy in host memory; None before
+            `emit_sends`.
+        made, sent: when the tensor is computed, and when its copy to the host ends, in seconds from
+            the beginning of the forward.
+        fetched, used: when the copy back begins, and when it is first used, in seconds from the
+            beginning of the backward.
     """
 
     node: fx.Node
@@ -125,7 +128,7 @@ class _Copy:
     used: float = 0.0
 
     def describe(self) -> HostCopy:
-        """Return the plan's entry."""
+        """Return the entry for the plan."""
         val = graph.tensor(self.node)
         return HostCopy(
             module=graph.module_path(self.node),
@@ -160,10 +163,10 @@ class _Schedule:
         self.in_flight = 0
 
     def _move_forward_up(self) -> None:
-        """Move forward nodes that are between nodes of the backward to right after their operands.
+        """Move forward nodes that come after the first backward node to right after their operands.
 
-        So FP8 data is transposed right after it is quantized, and is not kept until the forward
-        ends.
+        For example, FP8 data is then transposed right after it is quantized, and does not stay in
+        memory until the forward ends.
         """
         begun = False
         for node in list(self.graph.nodes):
@@ -181,9 +184,9 @@ class _Schedule:
         return min(users, key=self.order.__getitem__)
 
     def emit_sends(self) -> None:
-        """Emit copies to the host, and the wait for each copy where it should be done.
+        """Emit copies to the host, and waits where the roofline expects the copies to be done.
 
-        The wait comes earlier if the copies in flight would exceed the limit.
+        A wait is placed earlier if the copies in flight would exceed the limit.
         """
         times = running_times(self.graph, self.forward)
         copies = {copy.node: copy for copy in self.copies}
@@ -215,8 +218,8 @@ class _Schedule:
     def emit_fetches(self) -> None:
         """Emit copies back as late as possible, and the wait for each copy before its first use.
 
-        A copy back begins after the last GEMM that ends early enough. If the copy would exceed the
-        limit, it begins after the first uses of enough earlier copies.
+        A copy back begins after the last GEMM that ends early enough. If the copies in flight would
+        then exceed the limit, the copy begins only after enough earlier copies have been used.
         """
         times = running_times(self.graph, self.backward)
         copies = sorted(self.copies, key=lambda copy: self.order[copy.first])
@@ -225,7 +228,7 @@ class _Schedule:
         for copy in reversed(copies):
             copy.used = times[copy.first][0]
             latest = copy.fetched = min(copy.used, latest) - MARGIN * copy.seconds
-        places: dict[fx.Node, fx.Node] = {}  # by GEMM, where its copies back begin
+        places: dict[fx.Node, fx.Node] = {}  # by GEMM, where copies back begin
         for i, copy in enumerate(copies):
             in_flight = self._copies_in_flight(copies[:i], copy)
             done = self.order[copies[i - len(in_flight)].first] if len(in_flight) <= i else -1
@@ -245,7 +248,7 @@ class _Schedule:
         return found
 
     def _fetch(self, copy: _Copy, anchor: fx.Node | None, places: dict[fx.Node, fx.Node]) -> None:
-        """Emit a copy back after the GEMM `anchor`; if it is None, right before the first use."""
+        """Emit a copy back after the GEMM `anchor`; if None, right before the copy's first use."""
         node, on_host = copy.node, copy.on_host
         place = (
             copy.first
@@ -264,7 +267,7 @@ class _Schedule:
             user.replace_input_with(node, fetched)
 
     def describe(self) -> Offload:
-        """Return the plan's entry."""
+        """Return the entry for the plan."""
         ends = [running_times(self.graph, half) for half in (self.forward, self.backward)]
         forward, backward = (max((end for _, end in each.values()), default=0.0) for each in ends)
         return Offload(

@@ -1,7 +1,8 @@
 """Decide how forward values reach the backward: saved exactly, saved in low bits, or recomputed.
 
-The backward needs each of its values either *exactly* (for attention, for operators that amplify
-errors) or in *any* form. Two minimum cuts decide, modelled on PyTorch's partitioner:
+The backward needs each forward value that it reads either *exactly* (for attention, for operators
+that amplify errors) or in *any* form. Two minimum cuts, modelled on PyTorch's partitioner, choose
+the values to save:
 
     source --price--> v_in --bytes--> v_out --∞--> u_in   for every user u of v
                                       v_out --∞--> sink   if the backward uses v
@@ -14,12 +15,13 @@ rules allow. A single cut is not possible: each value would have three states (e
 absent), with costs that are not submodular.
 
 Several first cuts may have the same cost. The cut closest to the backward recomputes least, and the
-cut closest to the inputs leaves the second cut most values to recompute from. Both cuts are tried,
-and the cheaper plan wins. Both cuts are also tried with additional exact needs: masks and values of
-checkpointed regions, if no low-bit format can represent them.
+cut closest to the inputs lets the second cut recompute the most values. Both cuts are tried, and
+the plan with the lower cost is used. Both cuts are also tried with additional exact needs: masks,
+and values of checkpointed regions, that no low-bit format can represent.
 
-A value that cannot be recomputed does not depend on how its inputs are saved. So GEMMs and
-attention split the graph into regions, which are solved one by one (with networkx).
+For a value that is never recomputed, it does not matter how its inputs are saved. So results of
+GEMMs and attention split the graph into regions. The cuts of each region are computed separately
+(with networkx).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ NEGLIGIBLE = 4096
 
 
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
-    """Fill `ctx.decisions` for every forward value that the backward uses or recomputes from.
+    """Set `ctx.decisions` for every forward value that the backward uses or recomputes.
 
     Raises:
         ConfigError: the memory budget cannot be met.
@@ -85,7 +87,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
 def _within_budget(
     ctx: Context, cuts: Decisions, choices: FormatChoices, planner: Callable[[], Planner]
 ) -> Decisions:
-    """Return the plan of the cuts, changed to meet the budget or to save more bits within it."""
+    """Return `cuts`, changed to meet the budget, or to use the rest of the budget for more bits."""
     most, is_share = saved_bytes(cuts, ctx.facts), isinstance(ctx.config.memory_budget, float)
     if most < NEGLIGIBLE and is_share:
         return cuts
@@ -100,9 +102,9 @@ def _within_budget(
 def _plan_nearest(ctx: Context, budget: float, planner: Planner) -> Decisions:
     """Return the plan whose bytes are nearest to the budget, for a graph without linear layers.
 
-    Graph breaks leave such graphs, for example the loss. Such graphs often cannot meet a share that
-    the rest of the model can meet. No error is raised, because small graphs must not stop the
-    training.
+    Graph breaks leave graphs without linear layers, for example the loss. Often such a graph cannot
+    meet a share that the rest of the model can meet. No error is raised, because small graphs must
+    not stop the training.
     """
     least = min(planner.problem.least(), planner.most)
     if least > budget:

@@ -13,16 +13,17 @@ Tokens are sorted by expert. `offsets` contains the end of each expert group. Fo
              q(·) = quantize(·, scale)     qᵀ(·) = transpose_segments(·, scale, offsets)
 
 PyTorch's grouped FP8 GEMM takes a scale for each row of both operands. So each token has a scale,
-and so has each feature of a weight that the GEMM does not contract. Therefore weights are quantized
-twice: for the forward, and transposed for dgrad. Wgrad contracts tokens, so its scales may vary
-only between expert groups. A group's scale is computed from the largest amax of its tokens, without
+and a weight has a scale for each feature of the dimension that the GEMM does not contract. Forward
+and dgrad contract different dimensions of a weight. Therefore each weight is quantized twice, the
+second time transposed. Wgrad contracts the tokens of each group, so its scales may vary only
+between expert groups. A group's scale is computed from the largest amax of its tokens, without
 another pass over the tensor. Tensor cores need multiples of 16 tokens, but the router decides the
-sizes of groups, so `transpose_segments` pads each group with zeros. All of this is computed on the
-device of the offsets, so that the CPU does not synchronize.
+sizes of groups, so `transpose_segments` pads each group with zeros. The padding is computed on the
+device of the offsets, so that the CPU does not wait for the GPU.
 
-If the tokens are gathered from the rows of another matrix, in the order of their experts, that
-matrix is quantized and its FP8 data is gathered. Gathering FP8 data moves half the bytes. For
-wgrad, `transpose_segments` gathers the rows.
+If the tokens are gathered from the rows of another matrix, the pass quantizes that matrix and
+gathers its FP8 data. Gathering FP8 data moves half the bytes. For wgrad, `transpose_segments`
+gathers the rows.
 
 `bmm` and `baddbmm`, where all experts have the same number of tokens, become the same operators:
 
@@ -32,8 +33,8 @@ wgrad, `transpose_segments` gathers the rows.
     after    y  = view(scaled_grouped_mm(q(rows), q(Wᵀ), offsets), [E, T, N])
              ...                                rows = view(x, [E·T, K]), offsets = T, 2·T, ..., E·T
 
-`rows` is a copy if the matrices are not stacked in memory, for example if tokens are the first
-dimension or columns. Tokens that go to all experts are quantized once, and their FP8 data is
+`rows` is a copy if the matrices of `x` are not stacked in memory, for example if `x` is a view of
+[T, E, K] or [E, K, T]. Tokens that go to all experts are quantized once, and their FP8 data is
 repeated.
 
 Recipe `exact` does not change these GEMMs.
@@ -78,7 +79,7 @@ MOST_EXPERTS = 1023
 
 
 def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
-    """Rewrite the GEMMs of experts, and add them to the linear layers of the plan, in order."""
+    """Rewrite the GEMMs of experts, and insert the experts in the plan's list of linear layers."""
     has_experts = any(n.target in GROUPED_GEMMS | BATCHED_GEMMS for n in gm.graph.nodes)
     if ctx.config.simulate is not None or not has_experts:
         return
@@ -133,19 +134,19 @@ def why_not(layer: Layer, config: Config) -> Reason:
 
 
 def _weights_of(gemm: fx.Node, layer: Layer) -> fx.Node:
-    """Return the weights among the two factors of a batched forward or dgrad."""
+    """Return the factor of a batched forward or dgrad GEMM that is the weights."""
     a, b = gemm_operands(gemm)
     return a if graph.skip_views_and_casts(a) is layer.weight else b
 
 
 def _grouped_operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Return both factors of a grouped GEMM and the ends of its groups."""
+    """Return both factors of a grouped GEMM, and the offsets of its expert groups."""
     given = dict(zip(("self", "mat2", "offs"), gemm.args, strict=False)) | gemm.kwargs
     return given["self"], given["mat2"], given["offs"]  # type: ignore[return-value]
 
 
 class ExpertRewriter(Quantizer):
-    """Replaces the GEMMs of experts by their FP8 form. GEMMs share quantized tokens and weights."""
+    """Replaces the GEMMs of experts by FP8 GEMMs, which share quantized tokens and weights."""
 
     def __init__(self, g: fx.Graph, config: Config) -> None:
         super().__init__(g, config)
@@ -173,10 +174,11 @@ class ExpertRewriter(Quantizer):
         return self._multiply(fp8.scaled_grouped_mm.default, *left, *right, offsets)
 
     def _multiply_batch(self) -> tuple[fx.Node, fx.Node]:
-        """Emit a batched forward or dgrad; return the node that replaces the GEMM, and the result.
+        """Emit a batched forward or dgrad; return the FP8 GEMM, and the result in `gemm`'s shape.
 
-        If weights are the first factor, tokens are columns, and are transposed to rows. The result
-        is transposed back. The transpose is copied unless all users only transpose it again.
+        If weights are the first factor, tokens are columns. The tokens are then transposed to rows,
+        and the result is transposed back. The transposed result is copied to row-major memory
+        unless all its users only transpose it again.
         """
         gemm = self.gemm
         tokens, weights = gemm_operands(gemm)
@@ -244,7 +246,7 @@ class ExpertRewriter(Quantizer):
         return self.emit(fp8.as_codes.default, data, E4M3.name), scale
 
     def _quantize_by_group(self, x: fx.Node, offsets: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Return FP8 data [K, T'] of tokens [T, K] with padded groups, and the scales of groups."""
+        """Return FP8 data [K, T'] of tokens [T, K] with padded groups, and one scale per group."""
         return self._once(("group", x, offsets), lambda: self._emit_by_group(x, offsets))
 
     def _emit_by_group(self, x: fx.Node, offsets: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -257,7 +259,7 @@ class ExpertRewriter(Quantizer):
         return self.emit(fp8.transpose_segments.default, *operands), scale
 
     def _make_row_major(self, x: fx.Node) -> fx.Node:
-        """Return `x`, copied if it is a transposed matrix in memory."""
+        """Return `x`, or a row-major copy if `x` is the transpose of another matrix."""
         return self._copy(x) if graph.skip_transposes(x)[1] else x
 
     def _stack_weights(self, weights: fx.Node) -> fx.Node:
@@ -305,7 +307,7 @@ class ExpertRewriter(Quantizer):
         return base if is_flipped else self.derive(base, aten.permute.default, [0, 2, 1])
 
     def _offsets_of(self, batch: fx.Node) -> fx.Node:
-        """Return the end of each matrix of a batch in the stacked rows, as int32 [E].
+        """Return the end of each matrix in the stacked rows of a batch: row indices, int32 [E].
 
         E comes from the layer, since the batch dimension of tokens may be symbolic.
         """
@@ -351,7 +353,7 @@ def _is_stacked(batch: torch.Tensor) -> bool:
 
 
 def _shared_matrix(batch: fx.Node) -> fx.Node | None:
-    """Return the matrix that a batch expands or repeats; None if its matrices may differ."""
+    """Return the matrix that all matrices of a batch are equal to; None if they may differ."""
     repeat, sizes = graph.skip_reshapes(batch), tensor(batch).shape[1:]
     if repeat.target not in (aten.expand.default, aten.repeat.default):
         return None
@@ -366,7 +368,7 @@ def _shared_matrix(batch: fx.Node) -> fx.Node | None:
 
 
 def _gathers_all_rows(node: fx.Node) -> bool:
-    """Whether a matrix is gathered from a matrix that does not have more rows."""
+    """Whether `node` gathers rows of another matrix that has no more rows than the result."""
     if not graph.is_call(node, aten.index.Tensor):
         return False
     x, indices = node.args

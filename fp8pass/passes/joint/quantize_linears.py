@@ -10,15 +10,16 @@ Each GEMM becomes a `scaled_mm`, which contracts the last dimension of both oper
              dx = scaled_mm(q(dY),  qᵀ(W))      qᵀ(·) = transpose(q(·))
              dW = scaled_mm(qᵀ(dY), qᵀ(x))      scale = scale(amax(·))
 
-Scales are computed from current values (papers COAT, section 5.2, and LLMQ, section 3). Operands of
-the backward have one scale for the tensor, because their data is used in two layouts, and no scale
-may vary along the contracted dimension. Operands of the forward are used in one layout, so each row
-of `x` and `W` can have a scale (torchao's rowwise scaling). A kernel that holds a row then computes
-the scale and quantizes the row in one pass. Every tensor is quantized once per layout and
-quantization, however many GEMMs share it. A tensor that Inductor padded for one of the GEMMs counts
-as a separate tensor.
+Scales are computed from the values of the current step (papers COAT, section 5.2, and LLMQ, section
+3). Each operand of the backward has one scale for the tensor, because its data is used in two
+layouts, and scales must not vary along the contracted dimension. Operands of the forward are used
+in one layout, so each row of `x` and `W` can have a scale (torchao's rowwise scaling). A kernel
+that holds a whole row then computes the row's scale and quantizes the row in one pass. Every tensor
+is quantized once per layout and quantization, however many GEMMs share it. A tensor that Inductor
+padded for one of the GEMMs counts as a separate tensor.
 
-`einsum` emits a linear layer as a `bmm` with a batch of one, which is replaced by an `mm` first.
+For a linear layer `einsum` emits a `bmm` with a batch of one. The pass first replaces this `bmm` by
+an `mm`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ from fp8pass.passes.quantizer import (
 
 fp8 = torch.ops.fp8pass
 
-# Padding smaller sizes gains nothing, as for an adapter of rank 8 or a head with 10 classes.
+# If a size of a weight is smaller, padding the weight for an FP8 GEMM gains nothing, as for an
+# adapter of rank 8 or a head with 10 classes.
 WORTH_PADDING = 64
 
 
@@ -142,7 +144,7 @@ def _takes_rows(gemm: fx.Node) -> bool:
 
 
 def _divides(block: Block, gemm: fx.Node) -> bool:
-    """Whether a block divides the operands of a GEMM, transposed or not."""
+    """Whether the sides of a block divide all sizes of a GEMM's operands."""
     sizes = [size for x in gemm_operands(gemm) for size in tensor(x).shape]
     return all(
         isinstance(size, int) and size % side == 0 for size in sizes for side in block if side > 1
@@ -155,7 +157,7 @@ def _has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
 
 
 class LinearRewriter(Quantizer):
-    """Replaces the GEMMs of linear layers by their FP8 form."""
+    """Replaces the GEMMs of linear layers by FP8 GEMMs."""
 
     def rewrite(self, gemm: fx.Node, layer: Layer) -> None:
         """Replace one GEMM of `layer`."""
@@ -170,9 +172,9 @@ class LinearRewriter(Quantizer):
                 (*self.quantize(a, how_a, contract_rows=False), how_a),
                 (*self.quantize(b, how_b, contract_rows=True), how_b),
             ]
-            # Tensor cores take any number of rows, but columns in multiples of 16. So the
-            # transposed result is computed if tokens are columns, as in gradients of transposed
-            # inputs.
+            # Tensor cores compute results with any number of rows, but columns in multiples of 16.
+            # So the transposed result is computed if tokens are columns, as in gradients of
+            # transposed inputs.
             is_turned = self.config.quantizes_linears and not _has_columns_for_tensor_cores(gemm)
             (x, x_scale, x_how), (y, y_scale, y_how) = reversed(sides) if is_turned else sides
             options = tensor(gemm).dtype, accumulates_fast(gemm, layer, self.config)
@@ -188,14 +190,14 @@ class LinearRewriter(Quantizer):
         replace_gemm(gemm, product, result)
 
     def _choose_quantization(self, operand: fx.Node) -> Quantization:
-        """Return the configured quantization, or one with a tensor scale if blocks do not fit."""
+        """Return the configured quantization, but with a tensor scale if its blocks do not fit."""
         role, name = self.gemm.meta[ROLE], self.name_operand(operand)
         chosen = parse(self.config.quantizations[role, name])
         fits = _takes_rows(self.gemm) if chosen.block == ROW else _divides(chosen.block, self.gemm)
         return chosen if fits else Quantization(chosen.format, TENSOR)
 
     def _remove_batch(self, gemm: fx.Node) -> fx.Node:
-        """Replace a batch of one product by a product of two matrices, and return the product."""
+        """Replace a `bmm` with a batch of one by an `mm`, and return the `mm`."""
         with gemm.graph.inserting_before(gemm):
             operands = [self._squeeze(x) for x in gemm_operands(gemm)]
             product = emit(gemm.graph, aten.mm.default, *operands, like=gemm)

@@ -4,15 +4,17 @@
     after    w = wait_tensor(all_gather(W))        the backward saves the shard W
              w' = wait_tensor(all_gather(W))       in the backward
 
-This pass only marks gathers for recomputation; the plan does the rest. The pass marks
+This pass only marks gathers for recomputation; `materialize_plan` emits the recomputation. The pass
+marks
 
 - gathers of tensors that are computed from parameters alone (SimpleFSDP), in any precision;
-- gathers of FP8 data (`gather_quantized`). For an activation (sequence parallel) this rank saves
-  the FP8 data that it sends, and nothing else.
+- gathers of FP8 data (`gather_quantized`). Of a gathered activation (sequence parallel), each rank
+  saves only the FP8 data that it sends.
 
 Other collectives run once, as in PyTorch's own partitioner. All ranks must run the same
-collectives. So the decision depends on nothing that may differ between ranks, such as sizes or free
-memory. For the same reason no copy of a gathered tensor may be saved, in any layout.
+collectives. So the choice of the repeated gathers does not depend on anything that may differ
+between ranks, such as sizes or free memory. Copies of a gathered tensor, in any layout, are never
+saved: a rank that saved a copy would not repeat the gather.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# Operators that only copy, convert or rearrange the elements of an operand.
+# Operators that only copy, convert or rearrange the elements of their operand.
 COPIES = {
     *(WAIT_TENSOR, ALL_GATHER, aten.cat.default, aten.clone.default, *VIEWS, *CASTS),
     *(fp8.quantize.default, fp8.as_codes.default, fp8.transpose.default),
@@ -46,7 +48,7 @@ def repeat_gathers(gm: fx.GraphModule, ctx: Context) -> None:
     for gather in found:
         sent = graph.skip_reshapes(gather.shard)
         if gather.node in backward or sent.target in AMAX_OPERATORS:
-            continue  # the scale from an amax is saved instead: four bytes for a tensor
+            continue  # instead of gathered amaxes, their scale is saved: four bytes for a tensor
         if gather.shard in origins.computed:
             _recompute_copies(gather.node, backward)
         elif sent.target is fp8.as_bytes.default:
@@ -65,6 +67,6 @@ def _recompute_copies(gather: fx.Node, backward: set[fx.Node]) -> None:
 
 
 def _save_sent(data: fx.Node) -> None:
-    """Have the backward save FP8 data, unless a checkpointed region computes the activation."""
+    """Require that FP8 data is saved, unless a checkpointed region computes its activation."""
     if not compat.must_recompute(graph.skip_views_and_casts(data.args[0])):  # type: ignore[arg-type]
         compat.save_always(data)

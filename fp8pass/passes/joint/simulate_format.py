@@ -64,7 +64,7 @@ def _mask_layers(part: GraphPart, ctx: Context, simulation: Simulation) -> None:
                 roles[role] = None
         ctx.plan.linears.append(layer.entry(reason, part.times, simulated=tuple(roles)))
     masker = Masker(simulation)
-    for node in list(part.gm.graph.nodes):  # in order: GEMMs share masks that the first one emits
+    for node in list(part.gm.graph.nodes):  # in order: the first GEMM emits a mask for all
         if node in chosen:
             masker.mask_gemm(node)
 
@@ -109,7 +109,7 @@ class Masker:
             del gemm.meta["recompute"]
 
     def _mask_operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
-        """Return a masked operand; the mask comes before a transpose."""
+        """Return the masked operand. Of a transpose, the tensor before the transpose is masked."""
         batch = tensor(matrix).ndim == 3
         base, flipped = (graph.skip_batched_transposes if batch else graph.skip_transposes)(matrix)
         if self._is_unmasked(base):
@@ -125,6 +125,6 @@ class Masker:
         return emit_operand(aten.permute.default, masked, order, like=gemm)
 
     def _is_unmasked(self, node: fx.Node) -> bool:
-        """Whether masks do not apply to a tensor's dtype, or would not change its numbers."""
+        """Whether masks do not support a tensor's dtype, or would change no number of it."""
         dtype = tensor(node).dtype
         return dtype not in MASKED_DTYPES or is_identity(self.format, dtype)

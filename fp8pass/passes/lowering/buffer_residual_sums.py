@@ -3,10 +3,10 @@
     before   s = add(x, y);  n = norm(s);  t = add(s, z)
     after    s = buffer(add(x, y));  n = norm(s);  t = add(s, z)
 
-Inductor inlines pointwise operators, such as the sums of a residual stream, into all kernels that
-use them, until the expression is long. Without buffers each kernel would recompute a sum from the
-terms of all earlier blocks. All terms would stay in memory, and gradients even in FP32, because
-their cast is inlined, too.
+Inductor inlines short expressions of pointwise operators, such as sums of a residual stream, into
+all kernels that use them. Without buffers each kernel would recompute a sum from the terms of all
+earlier blocks. All terms would stay in memory. Terms of gradients would even stay in FP32, because
+their casts would be inlined, too.
 """
 
 from __future__ import annotations

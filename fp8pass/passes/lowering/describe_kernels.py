@@ -1,4 +1,4 @@
-"""Report in the plan which kernels quantize matrices, and why generated code quantizes the rest.
+"""Add to the plan which kernels quantize matrices, and why generated code quantizes the rest.
 
 The graph does not change.
 """
@@ -39,7 +39,7 @@ def describe_kernels(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _why_generated(quantize: fx.Node) -> str:
-    """Return why generated code quantizes an operand, and no hand-written kernel."""
+    """Return why generated code, instead of a hand-written kernel, quantizes an operand."""
     is_tensor = quantization_of(quantize).block == TENSOR
     why_not = why_no_tiles if is_tensor else why_no_rows
     return why_not(quantize) or "its inputs are parts of several matrices in memory"

@@ -3,9 +3,9 @@
     before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
-A kernel joins earlier kernels if its inputs, such as weights, are available at that point. The
-kernel must be small: its results take memory for longer, and saving a launch matters little for a
-large kernel.
+A kernel joins earlier kernels if its inputs, such as weights, exist when the first of these kernels
+runs. The joining kernel must be small: its results are computed earlier and take memory for longer,
+and saving a launch matters little for a large kernel.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.passes.context import Context
 
-# Bytes that a kernel may read and write: moving so many takes as long as a launch.
+# The most bytes that a joining kernel may read and write. Moving this many bytes takes as long as a
+# launch.
 MOST_MOVED = 64 * 2**20
-# Bytes of results that a launch may compute before they are needed.
+# The most bytes of results that a launch may compute before the results are needed.
 MOST_EARLY = 32 * 2**20
 
 
@@ -36,7 +37,7 @@ def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
-    """Return groups of kernels that can run together where the first kernel of the group runs."""
+    """Return groups of kernels that can run together, at the place of the group's first kernel."""
     position = {node: i for i, node in enumerate(g.nodes)}
     groups: list[list[fx.Node]] = []
     for node in g.nodes:
@@ -73,7 +74,7 @@ def _batch(node: fx.Node) -> Batch:
 
 
 def _fuse(group: list[fx.Node]) -> None:
-    """Emit one operator at the first kernel of a group, and use its results for all kernels."""
+    """Emit one operator before the first kernel of a group, and use its results for all kernels."""
     batch = Batch(tuple(program for node in group for program in _batch(node).programs))
     inputs = [x for node in group for x in node.args[0]]  # type: ignore[union-attr]
     results = iter(emit_batch(group[0].target, batch, inputs, like=group[0]))  # type: ignore[arg-type]

@@ -7,8 +7,8 @@
     after    g, p, r = rows([w, rstd, dy, x, residual], program)
              a = amax(r);  v = sum(p, 0)
 
-The kernel stores the sum, the amax of each row, and partial sums of the weight's gradient. The
-order of summation is fixed, so results are deterministic.
+The kernel stores the residual's gradient `g`, the amax `r` of each row of `g`, and partial sums `p`
+of the weight's gradient. The order of summation is fixed, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ fp8 = torch.ops.fp8pass
 
 
 def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace sums of residual gradients and gradients of norms by row kernels."""
-    if not ctx.config.quantizes_linears:  # recipe exact must be bit-equal, but kernels round less
+    """Replace the backward of norms, with the residual sums that follow, by row kernels."""
+    if not ctx.config.quantizes_linears:  # recipe `exact` must be bit-equal; kernels round less
         return
     candidates = [n for n in gm.graph.nodes if n.op == "call_function"]
     fused = [_fuse(node) for node in candidates if node.users and is_residual_sum(node)]
@@ -43,9 +43,10 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _fuse(total: fx.Node) -> bool:
-    """Replace a residual sum by a kernel; return False if it contains no suitable norm.
+    """Replace a residual sum by a kernel if possible, and return whether it was replaced.
 
-    Other users of the kernel's intermediate values recompute them.
+    The operators that compute the sum must include a suitable backward of a norm. Nodes outside of
+    the kernel that use its intermediate values recompute these values.
     """
     if why_not_a_matrix(total) or tensor(total).shape[-1] > LONGEST_SUMMED:
         return False
@@ -78,7 +79,7 @@ def _fuse(total: fx.Node) -> bool:
 
 
 def _find_column_sums(reader: Reader) -> list[fx.Node]:
-    """Return the sums over all rows that the kernel can compute from its loads alone."""
+    """Return the sums over all rows that the kernel can compute without additional loads."""
     found: list[fx.Node] = []
     loads = set(reader.loads)
     for load in sorted(loads):

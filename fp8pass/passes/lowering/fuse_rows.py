@@ -1,4 +1,4 @@
-"""Quantize by row in row kernels: `quantize(x, scale(amax(x)))` and the operators before it.
+"""Compute `quantize(x, scale(amax(x)))` by row, and the operators that make `x`, in row kernels.
 
     before   s  = add(x, mm)
              n  = mul(mul(s, rsqrt(mean(s * s))), w)
@@ -6,10 +6,11 @@
              c  = scale(amax(s));  d = quantize(s, c)
     after    s, d, c, a, b = rows([w, x, mm], program)
 
-The kernel also stores its intermediate values that have other users, and values that are quantized
-in groups to be saved for the backward.
+The kernel also stores its intermediate values that have users outside of the kernel. If a value of
+the kernel is saved for the backward with a scale for each group, the kernel also quantizes this
+value.
 
-`lower_dialect` lowers operators that no kernel takes.
+Dialect operators that do not fit in a kernel are left to `lower_dialect`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ fp8 = torch.ops.fp8pass
 
 
 def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace quantization by row, and the operators before it, by row kernels."""
+    """Replace quantization by row, and the operators that compute its input, by row kernels."""
     candidates = [n for n in gm.graph.nodes if is_quantized_operand(n)]
     fused = [_fuse(node) for node in candidates if node.users]
     if any(fused):
@@ -59,7 +60,7 @@ def _fuse(quantize: fx.Node) -> bool:
 
 @dataclass
 class RowKernel:
-    """A kernel: its loads and steps, its stores, and the node that each result replaces."""
+    """A row kernel: its loads and steps, its stores, and the node that each result replaces."""
 
     reader: Reader
     stores: list[Store]
@@ -72,7 +73,10 @@ class RowKernel:
 
 
 def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
-    """Return a kernel that computes, or loads, the value to quantize; None if no kernel can."""
+    """Return a kernel for a `quantize` node; None if no kernel is possible.
+
+    With `compute` the kernel also computes the value to quantize; otherwise it loads the value.
+    """
     x, scale = quantize.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
@@ -109,7 +113,7 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
 
 
 def _used_outside(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return computed nodes that have users outside of the kernel, also through views and casts.
+    """Return nodes that the kernel computes and that other nodes use, also through views and casts.
 
     `absorbed` are other nodes that the kernel replaces. Conditions, which are not floating point,
     are left out, because their users recompute them.
@@ -127,7 +131,7 @@ def _used_outside(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _find_groups(reader: Reader) -> list[tuple[fx.Node, list[fx.Node]]]:
-    """Return the scales and planes of kernel values that are quantized in groups to be saved."""
+    """Return the scales and data planes of each value of the kernel that is quantized in groups."""
     found = []
     for value in reader.names:
         for amax in (user for user in value.users if user.target is fp8.amax.default):
@@ -140,7 +144,7 @@ def _find_groups(reader: Reader) -> list[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _can_store_groups(planes: list[fx.Node]) -> bool:
-    """Whether the kernel can quantize in these groups: their size must be a power of two."""
+    """Whether the kernel supports the groups of `planes`. The group size must be a power of two."""
     how = quantization_of(planes[0])
     rows, size = how.block
     fits = rows == 1 and 0 < size <= CHUNK and size & (size - 1) == 0

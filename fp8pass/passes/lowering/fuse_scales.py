@@ -1,13 +1,13 @@
-"""Compute the second stages of several amaxes, and scales, in one launch of the row kernel.
+"""Compute the second stages of several amaxes, and their scales, in one launch of a row kernel.
 
     before   a = amax(p);  s = scale(a)
              b = amax(q);  t = scale(b)
     after    s, t = rows([p, q], [program, program])
 
-An amax has two stages: kernels store an amax for each row or tile, and the second stage reduces
-these to one number. `p` and `q` are results of first stages, or inputs of the graph, such as the
-row scales of a weight. A second stage reads a few kilobytes, which takes less time than a launch. A
-layer has a dozen or more second stages, and most results are needed much later.
+An amax has two stages: a kernel stores an amax for each row or tile, and the second stage reduces
+these amaxes to one number. `p` and `q` are results of first stages, or inputs of the graph, such as
+the row scales of a weight. A second stage reads a few kilobytes, which takes less time than a
+launch. A layer has a dozen or more second stages, and most results are needed much later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _move_input_amaxes_up(g: fx.Graph) -> None:
-    """Move the amaxes of a graph's inputs before all other operators, so that they form a group."""
+    """Move the amaxes of a graph's inputs to the beginning, so that these amaxes form one group."""
     first = next(node for node in g.nodes if node.op != "placeholder")
     for node in list(g.nodes):
         if node is not first and _finishes_amax(node) and node.args[0].op == "placeholder":
@@ -71,7 +71,7 @@ def _group_amaxes(g: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _finishes_amax(node: fx.Node) -> bool:
-    """Whether a node is an amax of stored numbers, few enough for a kernel to hold."""
+    """Whether a node is the second stage of an amax, and its input fits in one kernel."""
     if not graph.is_call(node, fp8.amax.default) or node.args[1] != "tensor":
         return False
     source = node.args[0]

@@ -1,4 +1,4 @@
-"""Quantize and transpose in tile kernels: `transpose(quantize(x))` and the operators before it.
+"""Compute `transpose(quantize(x))`, and the operators that make `x`, in tile kernels.
 
     before   h  = mul(silu(dequantize(g)), dequantize(u))
              a  = transpose(quantize(h, s))
@@ -6,10 +6,11 @@
              b  = quantize(d, t);  c = transpose(b)
     after    a, b, c = tiles([s, t, dy, g, u], program)
 
-A kernel program stores every quantized matrix that is needed transposed. The program also has the
-pointwise operators that compute the matrix from tensors in memory. Matrices computed from the same
-tensors share a program, so that each tensor is read once. Operators with other users also stay in
-the graph: computing them twice costs less than writing and reading their results.
+The program of a kernel stores a quantized matrix that is needed transposed. The program contains
+the pointwise operators that compute the matrix from tensors in memory. Matrices computed from the
+same tensors share a program, so that each tensor is read once. Operators with users outside of the
+kernel also stay in the graph: computing them twice costs less than writing and reading their
+results.
 
 The same kernel transposes FP8 data from other ranks:
 
@@ -21,7 +22,7 @@ If `joined` concatenates FP8 data, each kernel stores its columns of the result:
     before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
     after    c = tiles([s, x, t, y], [program, program])
 
-`lower_dialect` lowers operators that no kernel takes.
+Dialect operators that do not fit in a kernel are left to `lower_dialect`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class TiledMatrix:
 
     Attributes:
         reader: the loads and steps that compute the matrix.
-        store: the store of the matrix, without layouts.
+        store: the store of the matrix, with its layouts still empty.
         replaced: the nodes that the stored result replaces, by layout.
         amaxes: the `amax` operators that will read the amaxes of tiles instead of the matrix.
     """
@@ -97,7 +98,7 @@ class Concatenation:
         return int(tensor(self.node).shape[1])
 
     def offset_of(self, nodes: Iterable[fx.Node]) -> int:
-        """Return the first column of the part that is among `nodes`; -1 if there is no part."""
+        """Return the index of the first column of the part in `nodes`; -1 if there is no part."""
         offsets = accumulate((tensor(part).shape[1] for part in self.parts), initial=0)
         found = dict(zip(self.parts, offsets, strict=False))
         return max((int(found[node]) for node in nodes if node in found), default=-1)
@@ -105,7 +106,7 @@ class Concatenation:
 
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
     """Emit tile kernels for matrices that are quantized and transposed, or that need an amax."""
-    if not ctx.config.quantizes_linears:  # recipe exact must not change, but has amaxes, too
+    if not ctx.config.quantizes_linears:  # recipe `exact` has amaxes, but must not change
         return
     changed = False
     for find_matrix in (_find_quantized, _find_received, _find_measured):
@@ -153,7 +154,7 @@ def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
 
 
 def _find_received(data: fx.Node) -> TiledMatrix | None:
-    """Return the matrix of FP8 data from other ranks, if it is in memory and needed transposed."""
+    """Return FP8 data from other ranks as a matrix, if it is in memory and needed transposed."""
     if not graph.is_call(data, fp8.as_codes.default) or not transposes(data):
         return None
     format = str(data.args[1])
@@ -169,7 +170,7 @@ def _find_received(data: fx.Node) -> TiledMatrix | None:
 
 
 def _find_measured(x: fx.Node) -> TiledMatrix | None:
-    """Return the matrix of a node if a kernel should compute its amax, and nothing else.
+    """Return the matrix `x` if a kernel should compute its amax without storing the matrix.
 
     The matrix must be dequantized from groups, or in memory. For any other matrix, the generated
     kernel that computes the matrix can compute the amax as well.
@@ -189,7 +190,10 @@ def _find_measured(x: fx.Node) -> TiledMatrix | None:
 
 
 def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
-    """Return the matrices of each kernel. The first matrix has all large loads of the kernel."""
+    """Return a list of matrices for each kernel.
+
+    The first matrix of a list has all large loads of the kernel.
+    """
     groups: list[list[TiledMatrix]] = []
     groups_by_load: dict[fx.Node, list[list[TiledMatrix]]] = {}
     for matrix in sorted(matrices, key=lambda m: -len(m.reader.large_loads)):
@@ -222,7 +226,7 @@ def _can_store_parts(whole: Concatenation, groups: list[list[TiledMatrix]]) -> b
 
 
 def _depend_on_each_other(matrices: list[TiledMatrix]) -> bool:
-    """Whether the inputs of one matrix depend on another of the matrices."""
+    """Whether one of the matrices is computed from another of the matrices."""
     reads = {n for m in matrices for n in m.reader.loads}
     return len(matrices) > 1 and depends_on(reads, [n for m in matrices for n in m.results])
 

@@ -4,7 +4,8 @@
     after    a = amax(amax(abs(x), -1));  s = power_of_two(clamp(a / 448))
              q = buffer(convert(clamp(x * reciprocal(s))))
 
-`codegen/lowering.py` traces the reference implementation of each operator, or its tuned lowering.
+`codegen/lowering.py` traces the tuned lowering of each operator, or its reference implementation if
+it has no tuned lowering.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Store operands of grouped GEMMs in the strides that they were traced with.
+"""Store operands of grouped GEMMs with the strides that the operands had in the trace.
 
     before   h = mul(gate, up);  w = grouped_mm(permute(h, [1, 0]), dy, offsets)
     after    h = buffer(mul(gate, up));  w = grouped_mm(permute(h, [1, 0]), dy, offsets)
 
 Grouped GEMMs raise an error if groups follow one another in the contiguous dimension, unless each
-group has a multiple of 16 bytes. If a tensor is not in memory, such as a recomputed or dequantized
-one, Inductor copies a view of the tensor, and makes the copy row-major. Each row of the copy would
-be a feature, and the tokens of all experts would follow one another in a row.
+group has a multiple of 16 bytes. If the transposed tensor is not in memory, for example if it is
+recomputed or dequantized, Inductor would store the transpose in a row-major copy. In such a copy
+each row is a feature, and contains the tokens of all experts one after another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8pass.passes.context import Context
 
 
 def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
-    """Emit a buffer for each operand of a grouped GEMM that is not in memory."""
+    """Emit a buffer for each operand of grouped GEMMs that would not be in memory."""
     grouped = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in GROUPED_GEMMS]
     bases = dict.fromkeys(_base(operand) for n in grouped for operand in n.args[:2])
     for node in [n for n in bases if n is not None and _is_fused(n)]:

@@ -1,15 +1,15 @@
-"""Compute and store each part of a concatenation by itself.
+"""Compute and store each part of a concatenation separately.
 
     before   d = cat([mul(g, silu_backward), mul(g, silu)], 1);  q = rows([d])
     after    d = side_by_side([mul(g, silu_backward), mul(g, silu)], 1);  q = rows([d])
 
 Inductor computes all parts for each element of a concatenation, and selects one. On an H100, the
-gradient of a SwiGLU with gate and up in one GEMM took 2.6 times as long as moving its bytes. Parts
-that are stored separately share a kernel if they read the same tensors.
+gradient of a SwiGLU with gate and up in one GEMM took 2.6 times as long as reading and writing its
+bytes. Parts that are stored separately share a kernel if they read the same tensors.
 
-A concatenation does not change if all its users are generated code, also through views, because
-Inductor then inlines the parts and stores nothing. A concatenation of parts that are computed from
-one value, as in a shift, does not change either.
+A concatenation is left unchanged if only generated code reads it or its views, because Inductor
+then inlines the parts and stores nothing. It is also left unchanged if all computed parts come from
+one value, as in a shift.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8pass.passes.context import Context
 
 def split_cats(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace concatenations of computed parts by `side_by_side`."""
-    if not ctx.config.quantizes_linears:  # recipe exact must round as PyTorch does
+    if not ctx.config.quantizes_linears:  # recipe `exact` must round as PyTorch does
         return
     for cat in gm.graph.find_nodes(op="call_function", target=aten.cat.default):
         parts: list[fx.Node] = list(cat.args[0])
@@ -42,7 +42,7 @@ def split_cats(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _inlined_value(part: fx.Node) -> fx.Node | None:
-    """Return the value that Inductor would inline where a part is read; None if it is stored."""
+    """Return the value that Inductor would inline where a part is read; None if it is in memory."""
     while kind(part) is Kind.VIEW:
         part = part.args[0]  # type: ignore[assignment]
     return part if kind(part) is Kind.POINTWISE else None

@@ -57,7 +57,7 @@ class Unroller:
         self.products = {n for n in self.sums if n.target is aten.mm.default and len(n.users) == 1}
 
     def emit_results(self) -> list[fx.Node]:
-        """Return the results of the call."""
+        """Emit all chunks, and return the nodes that replace the results of the call."""
         parts: list[list[fx.Node]] = [[] for _ in self.row_results]
         totals: dict[fx.Node, fx.Node] = {}
         done: list[fx.Node] = []
@@ -72,7 +72,7 @@ class Unroller:
         return [*whole, *(totals[n] for n in self.sums)]
 
     def _emit_chunk(self, start: Any, end: Any, done: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Emit a chunk that runs after `done`; return the new node of each node of the body.
+        """Emit a chunk after the nodes `done`; return a dict from nodes of the body to new nodes.
 
         Without the dependency Inductor would compute the losses where they are concatenated, and
         keep the logits of all chunks until then.
@@ -97,7 +97,7 @@ class Unroller:
         return self._emit(node.target, *args, like=node, fake=fake, **kwargs)
 
     def _add_to(self, total: fx.Node | None, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return a sum over the chunks so far plus this chunk."""
+        """Add `node` of the current chunk to the sum over earlier chunks, and return the sum."""
         if total is None:
             return self._copy(node, env) if node in self.products else env[node]
         if node not in self.products:
