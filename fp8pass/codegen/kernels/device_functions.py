@@ -65,7 +65,7 @@ def to_minifloat(
     bits = magnitude.to(tl.int32, bitcast=True)
     odd = (bits >> DROPPED) & 1
     normal = ((bits + odd + ((1 << (DROPPED - 1)) - 1)) >> DROPPED) - REBIAS
-    # Adding this power of two rounds a denormal, because its steps become the sum's last bits.
+    # Adding a power of two rounds a denormal to its steps, which are then fp32's last bits.
     denormal = (magnitude + shift).to(tl.int32, bitcast=True) - SHIFT_BITS
     code = tl.where(magnitude < least, denormal, normal)
     code = code | ((x.to(tl.int32, bitcast=True) >> (32 - BITS)) & (1 << (BITS - 1)))
