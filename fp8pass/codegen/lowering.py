@@ -45,7 +45,7 @@ def lower_graph(g: fx.Graph, only: Callable[..., Any] | None = None) -> None:
 
 
 def _emit_traced(like: fx.Node, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-    """Trace `function(*args)`, copy the trace to the insertion point, and return its result node."""
+    """Copy the trace of `function(*args)` to the insertion point, and return its result node."""
     operands = [n for n in compat.tree_leaves(args) if isinstance(n, fx.Node)]
     traced = _trace(function, args, list(dict.fromkeys(operands)))
     inputs, outputs = traced.find_nodes(op="placeholder"), graph.outputs(traced)

@@ -233,7 +233,7 @@ def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 @_lowers(fp8.as_codes.default, arguments=_as_codes_arguments)
 def _as_codes(data: Tensor, format: str, *group: Any) -> Tensor:
-    """Gather FP8 data instead of bytes, so that Inductor recognizes a gathered operand of a GEMM."""
+    """Gather FP8 data instead of bytes, so that Inductor recognizes gathered GEMM operands."""
     return WAIT_TENSOR(ALL_GATHER(data, *group)) if group else ops.as_codes(data, format)
 
 

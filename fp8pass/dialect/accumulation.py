@@ -30,7 +30,7 @@ from fp8pass import compat, hardware
 
 INSTRUCTION = 32  # number of products that one instruction adds
 FRACTION_BITS = 13
-PROMOTION = 128  # products of a running sum, after which precise accumulation adds it to an FP32 sum
+PROMOTION = 128  # products after which precise accumulation adds the running sum to an FP32 sum
 
 _ZERO_EXPONENT = -(2**10)  # stands for the exponent of zero; smaller than all other exponents
 _SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
@@ -40,7 +40,7 @@ _BLOCK = 2**23  # number of products that the emulation stores at a time
 
 @dataclass(frozen=True)
 class _Mode:
-    """How references of GEMMs accumulate: on tensor cores, by emulation, or (by default) in FP32."""
+    """How references of GEMMs accumulate: on tensor cores, by emulation, or by default in FP32."""
 
     on_tensor_cores: bool = False
     emulated: bool = False

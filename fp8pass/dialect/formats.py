@@ -100,7 +100,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """Group sizes must be a multiple of this number, so that a group's planes fill whole bytes."""
+        """Number that must divide group sizes, so that a group fills whole bytes of each plane."""
         return 8 // min(self.planes)
 
     @property
@@ -119,7 +119,7 @@ class Format:
         return 0.0 if self.lossless else 2.0 ** (self.min_exponent - self.mantissa - 1) / self.max
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
-        """Return the bytes of `elements` and their scales, if each `group_size` elements share a scale.
+        """Return the bytes of `elements` and their scales, if groups of `group_size` share a scale.
 
         The result is infinite if the elements of a group do not fill whole bytes.
         """
@@ -153,8 +153,8 @@ def simulated_format(name: str) -> Format:
     """Return the format `ExMy`, such as `e8m3`: one of `FORMATS`, or a format without a dtype.
 
     Formats without a dtype follow IEEE 754: of the 2^x exponents, the first is reserved for
-    denormals, and the last for Inf and NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. A format with one exponent
-    bit has only normal numbers in [2, 4).
+    denormals, and the last for Inf and NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. A
+    format with one exponent bit has only normal numbers in [2, 4).
 
     Raises:
         ValueError: the name is not `ExMy`, or the format has more bits than float32.

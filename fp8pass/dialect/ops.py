@@ -2,9 +2,9 @@
 
 Every operator is functional. Its reference, a function in plain PyTorch that computes in fp32 on
 any device, defines its result exactly. Rewritten graphs that run operator by operator
-(`compiler="eager"`) call the references. `codegen/lowering.py` traces the references into the graphs that Inductor
-compiles. A reference may return a view of its operands, in any layout. The operator itself returns
-a new tensor, in the layout that its shape rule (`Operator.fake`) defines.
+(`compiler="eager"`) call the references. `codegen/lowering.py` traces the references into the
+graphs that Inductor compiles. A reference may return a view of its operands, in any layout. The
+operator itself returns a new tensor, in the layout that its shape rule (`Operator.fake`) defines.
 
 Scale convention: `x ≈ data * scale` with `scale = amax / format.max`. A scale is at least the
 smallest normal number of fp32. The quantization defines how scales are rounded and stored
@@ -259,7 +259,7 @@ def padded_ends(offsets: Tensor) -> Tensor:
 
 @_operator(lambda amaxes, offsets: amaxes.new_empty((offsets.shape[0], 1)), reduces=True)
 def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
-    """Return the amax of each expert group, fp32 [E, 1], given the amax of each row, `amaxes` [T, 1].
+    """Return the amax of each expert group, fp32 [E, 1]. `amaxes` [T, 1] has the amax of each row.
 
     The result is 0 for an empty group, and NaN if the amax of a row of the group is NaN. Every row
     index is compared with the bounds of every group, so that one reduction is enough and the CPU
@@ -314,9 +314,9 @@ def scaled_grouped_mm(
     """Multiply the rows of each expert by its matrix: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
     `a` [T, K] contains the rows of all experts, and `b` [E·N, K] their stacked matrices. Both are
-    row-major and have a scale for each row, [T, 1] and [E·N, 1]. Products accumulate as in `scaled_mm`, and are rounded once.
-    Returns [T, N] in `out_dtype`. Rows without an expert are zero in this reference, and undefined
-    in a compiled graph on a GPU.
+    row-major and have a scale for each row, [T, 1] and [E·N, 1]. Products accumulate as in
+    `scaled_mm`, and are rounded once. Returns [T, N] in `out_dtype`. Rows without an
+    expert are zero in this reference, and undefined in a compiled graph on a GPU.
     """
     experts = offsets.shape[0]
     product = a.new_zeros((a.shape[0], b.shape[0] // experts), dtype=out_dtype)
@@ -345,8 +345,8 @@ def scaled_grouped_outer(
     """Contract the tokens of each expert group: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
     `a` [M, T'] and `b` [N, T'] are results of `transpose_segments`, whose columns are tokens. Each
-    group has a scale; `a_scale` and `b_scale` are [E, 1]. `ends` is the result of `padded_ends`. Products accumulate as in `scaled_mm`, and are
-    rounded once. Returns [E, M, N] in `out_dtype`.
+    group has a scale; `a_scale` and `b_scale` are [E, 1]. `ends` is the result of `padded_ends`.
+    Products accumulate as in `scaled_mm`, and are rounded once. Returns [E, M, N] in `out_dtype`.
     """
     products = [
         accumulation.product(a[:, group], b[:, group], fast=fast_accumulation)

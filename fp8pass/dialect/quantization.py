@@ -99,7 +99,7 @@ class Quantization:
 
     @property
     def survives_transpose(self) -> bool:
-        """Whether transposed blocks have the same shape, so that the transposed scales remain valid."""
+        """Whether blocks are as wide as high, so that scales remain valid after a transposition."""
         return self.block[0] == self.block[1]
 
     def scale_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ class Quantization:
         return round_scale(amax_quotient(amax, self.format)).to(self.scale_dtype)
 
     def split(self, x: Tensor) -> Tensor:
-        """Split the dimensions of `x` into blocks. The result of `spread` broadcasts to this shape."""
+        """Split the dimensions of `x` into blocks. `spread` returns scales in a matching shape."""
         rows, columns = self.block
         groups = x.unflatten(-1, (-1, columns)) if columns else x
         return groups.unflatten(-3, (-1, rows)) if rows > 1 else groups

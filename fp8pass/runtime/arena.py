@@ -1,6 +1,6 @@
 """Pinned host memory, for copies that run concurrently with work on the GPU and the CPU.
 
-Pinning takes half a second per GiB, and PyTorch pins blocks whose sizes are powers of two. An
+Pinning takes half a second per GiB, and PyTorch rounds the size of a block up to a power of two. An
 `Arena` divides blocks among tensors, so that no large part of a block is unused. `Buffers` reuses
 memory in every step, so that the memory is pinned only once.
 """

@@ -23,7 +23,7 @@ _parameters = compat.WeakIdKeyDictionary()
 
 
 def protect_gradients(program: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled `program`, so that replays preserve the gradients of earlier micro-batches."""
+    """Wrap a compiled `program`, so that it preserves the gradients of earlier micro-batches."""
 
     def run(*args: Any) -> Any:
         trained = (x for x in args if isinstance(x, nn.Parameter) and x.requires_grad)

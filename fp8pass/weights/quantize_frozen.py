@@ -45,9 +45,9 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
 
     The model can be moved, copied and saved as before. Call `quantize_frozen` again after freezing
     more layers. `state_dict` contains the rounded weights in their original dtype. These are in
-    host memory, because the GPU may not have enough memory for them. `load_state_dict` quantizes the loaded
-    weights; with `assign=True` it replaces the quantized weights. Nothing else can change a
-    quantized weight, so merge adapters into the weights before you call `quantize_frozen`.
+    host memory, because the GPU may not have enough memory for them. `load_state_dict` quantizes
+    the loaded weights; with `assign=True` it replaces the quantized weights. Nothing else can
+    change a quantized weight, so merge adapters into the weights before you quantize them.
 
     Args:
         model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`). Its

@@ -132,14 +132,14 @@ class QuantizedWeight(Tensor):
         return fp8.dequantize.default([self.fp8_data], self.scales, BY_ROW, self.dtype)
 
     def copy_with(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-        """Return a weight with this FP8 data, scales and dtype, and with the source of this weight."""
+        """Return a weight with these data, scales and dtype, and the same source."""
         found = QuantizedWeight(fp8_data, scales, dtype)
         found.source, found.is_only_copy = self.source, self.is_only_copy
         found._version_of_source = self._version_of_source
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Quantize a changed source before pickling, because a pickle does not contain its version."""
+        """Quantize a changed source before pickling, because pickles do not contain versions."""
         self._follow_source()
         return super().__reduce_ex__(protocol)
 
@@ -178,7 +178,7 @@ class QuantizedWeight(Tensor):
             self.requantize(0, rows.expand(self.shape))
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
-        """Quantize `rows` [R, K] into the FP8 data, from row `first`. By default, the whole source."""
+        """Quantize the source, or only `rows` [R, K], which replace rows from index `first`."""
         if rows is None:
             assert self.source is not None
             self.wait_for_source()
@@ -376,7 +376,7 @@ def allocate_buffers(shapes: Sequence[torch.Size], device: torch.device) -> RowB
 
 
 def split_buffers(data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> RowBuffers:
-    """Return buffers whose `parts` are views of `data` and `scales`, for matrices of these shapes."""
+    """Return buffers whose `parts` are views of `data` and `scales` in these shapes."""
     matrices = data.split([m * k for m, k in shapes])
     rows = scales.view(-1, 1).split([m for m, _ in shapes])
     views = (x.view(shape) for x, shape in zip(matrices, shapes, strict=True))

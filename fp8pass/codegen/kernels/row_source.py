@@ -238,7 +238,7 @@ class RowWriter:
                 self.lines.append(f"tl.store({pointer} + row, {value}.to(tl.{store.dtype}))")
 
     def _row_values(self, names: list[str]) -> list[str]:
-        """Return the row values that `names` need, which are computed before the code of the chunks."""
+        """Return the row values that `names` need. They are computed before the chunks."""
         found: list[str] = []
         seen, pending = set(self.known), list(reversed(names))
         while pending:
@@ -297,7 +297,7 @@ class RowWriter:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
 
     def name(self, value: str, i: int) -> str:
-        """Return a value's name in chunk `i`. A value that does not vary along a row has one name."""
+        """Return a value's name in chunk `i`. A row value has the same name in all chunks."""
         return f"{value}_{i}" if value in self.varying else value
 
     def _along(self, value: str, i: int) -> str:
@@ -350,7 +350,7 @@ class RowWriter:
             self.lines += [line.format(scales=where[-1], **names) for line in _GROUP_SCALES]
 
     def _read_planes(self, load: Load, name: str, i: int) -> None:
-        """Write loads of the bytes that contain the elements of chunk `i`, one load for each plane."""
+        """Write the loads of the bytes with chunk i's elements, one load for each plane."""
         for plane, width in enumerate(FORMATS[load.format].planes):
             byte = locate_byte(f"column_{i}", load.group_size, width)
             place = f"row * {self.shape.columns * width // 8} + {byte}"

@@ -69,7 +69,7 @@ tiles = define_kernel("tiles", prepare)
 
 
 def holds_amaxes(x: fx.Node) -> bool:
-    """Whether the elements of `x`, the operand of an `amax`, are already amaxes of rows or tiles."""
+    """Whether the elements of `x`, an operand of `amax`, are already amaxes of rows or tiles."""
     columns = tensor(x).shape[-1]
     if isinstance(columns, int) and columns == 1:
         return True

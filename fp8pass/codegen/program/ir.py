@@ -2,8 +2,8 @@
 
 A `Program` is plain data, so that graphs and caches can contain the program as a string.
 `reader.py` reads FX nodes into loads and steps, `reference.py` defines the results of programs, and
-`codegen/kernels` writes Triton kernels that compute these results. Values are fp32. As in Inductor's kernels, a value is rounded
-only if it is stored.
+`codegen/kernels` writes Triton kernels that compute these results. Values are fp32. As in
+Inductor's kernels, a value is rounded only if it is stored.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Program:
         )
 
     def canonical(self) -> Program:
-        """Rename the values to v0, v1, ..., so that repeated layers have equal programs and kernels."""
+        """Rename values to v0, v1, ..., so that repeated layers have equal programs and kernels."""
         names = [x.name for x in self.loads] + [x.name for x in self.steps]
         new = {name: f"v{i}" for i, name in enumerate(names)}
         return Program(

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """The programs of one operator. The operator's inputs are the inputs of all programs, in order."""
+    """The programs of one operator. Its inputs are the inputs of all programs, in order."""
 
     programs: tuple[Program, ...]
 
@@ -44,7 +44,7 @@ class Batch:
         return any(store.width for program in self.programs for store in program.stores)
 
     def split(self, inputs: Sequence[T]) -> Iterator[tuple[Program, list[T], list[int]]]:
-        """Yield each program, its inputs, and the indices of its results in the operator's results."""
+        """Yield each program, its inputs, and the indices of its results in the batch's results."""
         first, number = 0, int(self.joins)
         for program in self.programs:
             numbers = []

@@ -77,7 +77,7 @@ class Reader:
         return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
-        """Add `node` and its operands, recursively. Raises NotAMatrix if a kernel cannot load `node`."""
+        """Add `node` and its operands, recursively. Raises NotAMatrix, as `load` does."""
         if node not in self.names and not self._compute(node):
             self.load(node)
 
@@ -129,7 +129,7 @@ class Reader:
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Add a node and its operands, and return True. If this fails, add nothing and return False."""
+        """Add a node and its operands. Return whether this succeeded; if not, nothing is added."""
         before = self.snapshot()
         if is_residual_sum(node):
             self.sum = node

@@ -4,8 +4,8 @@
     after    p = sigmoid(g);  a = g * p;  b = a * y
 
 The speed of kernels for activations is limited by instructions rather than memory, so fewer steps
-make these kernels faster. PyTorch decomposes silu into a quotient in the forward, but uses a sigmoid in the
-backward.
+make these kernels faster. PyTorch decomposes silu into a quotient in the forward, but uses a
+sigmoid in the backward.
 """
 
 from __future__ import annotations

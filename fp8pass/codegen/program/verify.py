@@ -48,7 +48,7 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     - The program reads a matrix. Every operand is one of `OPERANDS`.
     - If a load reads a part of a wider matrix, the part lies within this matrix.
     - Kernels support every step. Reductions have one operand.
-    - The program stores a value. Stores have known layouts, and all fields that the layouts require.
+    - The program stores a value. Stores have known layouts, and the fields that these require.
     - Values stored as `row`, and the scales of quantized matrices, do not vary along a row.
     - A program that stores amaxes of tiles stores nothing else.
     - A value that is stored as `full` several times has the same dtype each time.
