@@ -1,4 +1,4 @@
-"""Operators that store a value in a separate buffer, or order kernels.
+"""Operators that store a value in a separate buffer, or fix the order of kernels.
 
 `fp8pass_codegen::buffer(x, order)` stores `x` in memory. `order` lists the dimensions of the buffer
 from outermost to innermost. Inductor's own operator takes strides instead, and cannot sort symbolic

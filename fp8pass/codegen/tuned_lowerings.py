@@ -108,8 +108,8 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
     """Compute the amax of each group, then the amax of the tensor (COAT's Group Scaling).
 
     Inductor fuses the first stage into the kernel that computes `x`. If `x` is also saved, this
-    kernel can also compute the amaxes for the saved tensor, because their groups have the same
-    size. A first stage that reduces whole rows would need a separate kernel.
+    kernel can also compute the amaxes for the saved tensor, because its groups usually have
+    the same size. A first stage that reduces whole rows would need a separate kernel.
     """
     length = x.shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None

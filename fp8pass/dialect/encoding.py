@@ -51,7 +51,7 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
 
 def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
     bits, dropped = magnitude.view(torch.int32), 23 - fmt.mantissa
-    # Add half a step minus 1, and 1 more if the last remaining bit is 1, so that ties go to even.
+    # Add half a step minus 1. If the last remaining bit is 1, add 1 more, so that ties go to even.
     odd = shift_right(bits, dropped) & 1
     rounded = bits + odd + ((1 << dropped - 1) - 1)
     rebias = (127 - (1 - fmt.min_exponent)) << fmt.mantissa

@@ -44,7 +44,7 @@ def padded_group_ends(offsets: Tensor) -> Tensor:
 
 
 def expert_of(rows: Tensor, ends: Tensor) -> Tensor:
-    """Return the expert's index for each row index, int64. After the last group, this is E - 1."""
+    """Return the index of each row's expert, int64; E - 1 for rows after the last group."""
     return (rows.unsqueeze(-1) >= ends).sum(-1).clamp_max(ends.shape[0] - 1)
 
 

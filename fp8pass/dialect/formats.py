@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Bytes of the scale of a group, which is stored in bf16 (`scaling.GROUP_SCALE_DTYPE`).
+# Bytes of a group's scale. Such scales are stored in bf16 (`scaling.GROUP_SCALE_DTYPE`).
 GROUP_SCALE_BYTES = 2
 
 # Minimum and maximum number of exponent and mantissa bits in a simulated format. fp32 has the
@@ -41,8 +41,8 @@ class Format:
             several elements share a byte (`ops.quantize`).
         emulated: whether elements are converted with integer arithmetic, which any GPU supports.
             Packed formats are emulated, and E4M3 on GPUs for which Triton has no cast.
-        nan: bits of NaN in an emulated format; 0 if the format has no NaN. Without NaN, the scale
-            of a group is not finite if the group contains NaN or Inf.
+        nan: bits of NaN in an emulated format, or 0 if the format has no NaN. In the latter case,
+            a group that contains NaN or Inf has a scale that is not finite.
         multiplies: whether GEMMs support the format.
         saves: whether users can choose the format for saved tensors.
     """

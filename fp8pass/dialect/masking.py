@@ -29,8 +29,8 @@ def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
     Args:
         x: bfloat16, float16 or float32.
         fmt: the format.
-        inner: clamp the exponents of magnitudes below the smallest normal number.
-        outer: clamp the exponents of finite magnitudes above the largest number.
+        inner: whether to increase nonzero magnitudes below the smallest normal number to it.
+        outer: whether to decrease finite magnitudes above the largest number to it.
     """
     value = _round_to_dtype(x)
     cut = (value.view(torch.int32) & -(1 << MANTISSA - fmt.mantissa)).view(torch.float32)

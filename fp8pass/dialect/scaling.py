@@ -29,8 +29,8 @@ def amax_quotient(amax: Tensor, fmt: Format) -> Tensor:
 def operand_scale(amax: Tensor, fmt: Format) -> Tensor:
     """Return the scale of GEMM operands: `amax_quotient`, rounded up to a power of two.
 
-    Data with a scale for each row can be requantized with one scale for the tensor, the largest
-    scale of all rows. Requantization does not round again, unless numbers become denormal, because
+    Data that have a scale for each row can be requantized with one scale for the whole tensor,
+    which is the largest of the row scales. Requantization does not round again, unless numbers become denormal, because
     the scales are powers of two.
     """
     return round_up_to_power_of_two(amax_quotient(amax, fmt))
@@ -45,8 +45,8 @@ def round_up_to_power_of_two(x: Tensor) -> Tensor:
 def truncate_to_bf16(x: Tensor) -> Tensor:
     """Clear the lowest 16 bits of fp32 `x`, so that bf16 can represent the result exactly.
 
-    Fused code may divide by the scale of a group that is still in an fp32 register. After the
-    truncation, this fp32 scale equals the stored bf16 scale.
+    Fused code may divide by a scale that is still in an fp32 register. After the truncation, this
+    scale equals the bf16 scale that is stored for the group.
     """
     return (x.view(torch.int32) & BF16_BITS).view(torch.float32)
 

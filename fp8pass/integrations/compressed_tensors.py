@@ -31,7 +31,7 @@ fp8 = torch.ops.fp8pass
 
 
 def export(model: nn.Module, path: str | Path, *, config: Config | None = None) -> list[str]:
-    """Write a model of transformers to a folder, with its linear layers in FP8, for serving.
+    """Write a `PreTrainedModel` to a folder for serving, with FP8 weights in its linear layers.
 
     As in training, some layers are not quantized: output heads, layers in `skip`, layers with sizes
     that are not multiples of 16, and layers too narrow to gain from FP8. The model is not changed.

@@ -29,7 +29,7 @@ KERNELS: dict[Any, Prepare] = {}
 
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
-    """Define and return the operator `name`. `prepare` prepares each of its programs."""
+    """Define and return the operator `name`. `prepare` prepares its programs for launches."""
 
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
         batch = Batch.parse(programs)

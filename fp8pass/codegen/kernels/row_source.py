@@ -42,7 +42,7 @@ row = index.to(tl.int64)
 {body}
 """
 
-# If the kernel sums over rows, a Triton program loops over several rows and adds them in registers.
+# If the kernel sums over rows, a Triton program loops over rows and holds the sums in registers.
 _SUMMING_BODY = """
 {before}
 for row in range(index.to(tl.int64), M, PROGRAMS):
@@ -100,7 +100,7 @@ class Shape:
 
     @property
     def chunks(self) -> range:
-        """Indices of the chunks that have their own code: all chunks of a held row, else only 0."""
+        """Indices of the chunks with separate code. A row that is read in a loop has one such chunk."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     def is_full(self, i: int) -> bool:
@@ -431,7 +431,7 @@ class RowWriter:
             self.lines += [line.format(**names) for line in _STORE_PLANE]
 
 
-# For each layout, the method that writes the store of a chunk. `_write_stage` writes `row` stores.
+# For each layout, the method that writes the store of a chunk. `_write_stage` handles layout `row`.
 STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
     "rows": RowWriter._store_rows,
     "groups": RowWriter._store_groups,

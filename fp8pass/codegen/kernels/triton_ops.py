@@ -25,7 +25,7 @@ def write_expression(step: Step) -> str | None:
 
 
 def _write_argument(argument: str | float) -> str:
-    """Return a name unchanged, and a number in parentheses."""
+    """Return the source of an argument: the name itself, or the number in parentheses."""
     if isinstance(argument, str):
         return argument
     return f"({argument!r})" if math.isfinite(argument) else f"float('{argument}')"

@@ -46,7 +46,7 @@ class Reader:
     """Collects the operators that compute one matrix, and the tensors that the operators read.
 
     `read` adds a node and its operands, recursively. Nodes that no kernel can compute are loaded
-    from memory. A node that cannot be broadcast to the matrix raises NotAMatrix.
+    from memory. `read` raises NotAMatrix for a node that cannot be broadcast to the matrix.
 
     Attributes:
         matrix: the matrix that the kernel computes, [M, N].
