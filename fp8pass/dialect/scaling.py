@@ -30,8 +30,8 @@ def operand_scale(amax: Tensor, fmt: Format) -> Tensor:
     """Return the scale of GEMM operands: `amax_quotient`, rounded up to a power of two.
 
     Data that have a scale for each row can be requantized with one scale for the whole tensor,
-    which is the largest of the row scales. Requantization does not round again, unless numbers become denormal, because
-    the scales are powers of two.
+    which is the largest of the row scales. Because the scales are powers of two, requantization
+    does not round again, unless numbers become denormal.
     """
     return round_up_to_power_of_two(amax_quotient(amax, fmt))
 

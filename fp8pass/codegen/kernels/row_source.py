@@ -100,7 +100,7 @@ class Shape:
 
     @property
     def chunks(self) -> range:
-        """Indices of the chunks with separate code. A row that is read in a loop has one such chunk."""
+        """Indices of the chunks with separate code: all of a held row, or one for the loop."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     def is_full(self, i: int) -> bool:

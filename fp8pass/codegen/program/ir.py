@@ -69,7 +69,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Step:
-    """`name = target(*args)`: an operator, whose arguments are names of values, and constants.
+    """`name = target(*args)`: an operator. Its arguments are names of values, or constants.
 
     The target is a pointwise aten operator, one of `REDUCTION_STEPS`, or `scale`, whose arguments
     are an amax and a format.
