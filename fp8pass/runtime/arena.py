@@ -57,7 +57,10 @@ class Arena:
         return self.empty(x.shape, x.dtype).copy_(x)
 
     def _allocate(self, least: int) -> Tensor:
-        """Allocate a block of at least `least` bytes, large enough for several tensors."""
+        """Allocate a block as large as all earlier blocks together, within limits.
+
+        `least` is its minimum size in bytes.
+        """
         size = max(least, min(max(self._total, SMALLEST_BLOCK), LARGEST_BLOCK))
         size = 1 << (size - 1).bit_length()
         self._total += size

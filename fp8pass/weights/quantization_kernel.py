@@ -66,7 +66,8 @@ def quantize_rows(
     """Round matrices [M, K] to `dtype`, quantize each row, and write E4M3 data and fp32 scales.
 
     All matrices are contiguous and have the same dtype. The results of all matrices are
-    concatenated: `data` has one element for each element, and `scales` one for each row.
+    concatenated: `data` has an element for each element of the matrices, and `scales` has one for
+    each row.
     """
     first = matrices[0]
     addresses = tuple(x.data_ptr() for x in matrices)

@@ -272,7 +272,7 @@ def _preserves_operand(node: fx.Node, source: str, result: str) -> bool:
 
 
 def _over_rows(node: fx.Node, columns: int) -> bool:
-    """Whether a reduction over the last dimension, of size `columns`, keeps this dimension."""
+    """Whether a reduction is over the last dimension, of size `columns`, and has `keepdim`."""
     if len(node.args) < 2 or tensor(node.args[0]).shape[-1] != columns:  # type: ignore[arg-type]
         return False
     x, dims = node.args[:2]
