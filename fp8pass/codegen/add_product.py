@@ -1,6 +1,6 @@
 """`fp8pass_codegen::add_product(total, a, b)` adds `a @ b` to `total`, in place.
 
-The GEMM adds in fp32 and rounds the result once, to the dtype that all its operands share.
+The GEMM adds `total` in fp32, and rounds once, to the common dtype of `total`, `a` and `b`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Operators that store a value in a buffer of its own, or delay its computation.
+"""Operators that store a value in a separate buffer, or fix the order of kernels.
 
-`fp8pass_codegen::buffer(x, order)` stores `x` in memory; `order` lists its dimensions from
-outermost to innermost. Inductor's own operator expects strides, and cannot sort symbolic strides.
+`fp8pass_codegen::buffer(x, order)` stores `x` in memory. `order` lists the dimensions of the buffer
+from outermost to innermost. Inductor's own operator takes strides instead, and cannot sort symbolic
+strides.
 
 Inductor inlines a pointwise operator into every kernel that uses it, unless the expression becomes
-too long. A residual stream is a sum of pointwise operators. Without buffers, each block would
-recompute this sum from the terms of all earlier blocks, which would stay in memory until then.
-Gradients would stay in fp32, because their casts would be inlined, too.
+too long. A residual stream is a long sum, which pointwise operators compute. Without buffers, each
+block would recompute this sum from the terms of all earlier blocks, and these terms would stay in
+memory. Gradients would be stored in fp32, because kernels would inline their casts, too.
 
 `fp8pass_codegen::side_by_side(parts, dim)` returns the same as `cat`, but a separate kernel
 computes each part and stores it at its place in the result.
 
-`fp8pass_codegen::after(x, done)` copies `x` after all tensors in `done` are computed. Inductor
-therefore cannot delay the kernels that compute `done` until after the kernels that read the copy.
+`fp8pass_codegen::after(x, done)` copies `x` after all tensors in `done` are computed. The kernels
+that compute `done` therefore run before the kernels that read the copy.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ def _buffer(x: Tensor, order: list[int]) -> Tensor:
 
 
 library.impl("buffer", _buffer, "CompositeExplicitAutograd")
-# Without a fake kernel, fake tensors run `_buffer` itself, which makes dynamic sizes of CUDA
-# tensors static.
+# Without this registration, the dynamic sizes of fake CUDA tensors would become static.
 torch.library.register_fake("fp8pass_codegen::buffer", _buffer, lib=library)
 buffer = torch.ops.fp8pass_codegen.buffer.default
 compat.lower_to_buffer(buffer)
@@ -57,14 +57,15 @@ after = torch.ops.fp8pass_codegen.after.default
 
 
 def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:
-    """Add a node that stores `x` in a buffer, at the insertion point."""
+    """At the graph's insertion point, add and return a node that stores `x` in a buffer."""
     return graph.emit(x.graph, buffer, x, order, like=x)
 
 
 def store_in_buffer(node: fx.Node, order: list[int] | None = None) -> fx.Node:
     """Store the value of a node in a buffer, and make all users of the node read the buffer.
 
-    `order` is the buffer's order of dimensions; by default, the node's order when it was traced.
+    `order` lists the buffer's dimensions from outermost to innermost. The default is the order that
+    the value had when the node was traced.
     """
     with node.graph.inserting_after(node):
         stored = emit_buffer(node, order or graph.stride_order(graph.tensor(node)))
@@ -73,5 +74,5 @@ def store_in_buffer(node: fx.Node, order: list[int] | None = None) -> fx.Node:
 
 
 def is_buffer(node: fx.Node, order: list[int]) -> bool:
-    """Whether a node stores its operand in a buffer with this layout."""
+    """Whether a node stores its operand in a buffer with this order of dimensions."""
     return graph.is_call(node, buffer) and node.args[1] == order

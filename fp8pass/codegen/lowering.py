@@ -1,8 +1,8 @@
 """Replace the operators of the dialect by aten operators, which Inductor fuses.
 
 The replacement runs on the forward and backward graphs right before Inductor compiles them. Each
-operator is replaced by a trace of its function in `tuned_lowerings.py`, if there is one, or of its
-reference (`dialect/ops.py`).
+operator is replaced by the trace of a function. If `tuned_lowerings.py` has a function for the
+operator, this function is traced, otherwise the operator's reference (`dialect/ops.py`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from fp8pass.codegen.tuned_lowerings import LOWERINGS
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.collectives import remove_unused
 
-# The traces of each compilation, by function and arguments. Repeated layers share a trace.
+# For the fake mode of each compilation, its traces by function and arguments. Repeated layers share
+# a trace.
 _traces: WeakKeyDictionary[Any, dict[tuple[Any, str], fx.Graph]] = WeakKeyDictionary()
 
 
 def lower(gm: fx.GraphModule, only: Callable[..., Any] | None = None) -> None:
-    """Replace all operators of the dialect in a module's graph, or the operator `only`."""
+    """Replace the dialect's operators in a module's graph: all, or only the operator `only`."""
     lower_graph(gm.graph, only)
     gm.recompile()
 
 
 def lower_graph(g: fx.Graph, only: Callable[..., Any] | None = None) -> None:
-    """Replace all operators of the dialect in a graph, or the operator `only`."""
+    """Replace the dialect's operators in a graph: all, or only the operator `only`."""
     nodes = [n for n in g.nodes if n.target in OPERATORS and only in (None, n.target)]
     for node in nodes:
         function, arguments = OPERATORS[node.target].reference, node.args
@@ -44,7 +45,7 @@ def lower_graph(g: fx.Graph, only: Callable[..., Any] | None = None) -> None:
 
 
 def _emit_traced(like: fx.Node, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-    """Trace `function(*args)`, add the operators at the insertion point, and return the result."""
+    """Copy the trace of `function(*args)` to the insertion point, and return its result node."""
     operands = [n for n in compat.tree_leaves(args) if isinstance(n, fx.Node)]
     traced = _trace(function, args, list(dict.fromkeys(operands)))
     inputs, outputs = traced.find_nodes(op="placeholder"), graph.outputs(traced)
@@ -60,7 +61,7 @@ def _emit_traced(like: fx.Node, function: Callable[..., Any], args: tuple[Any, .
 def _trace(
     function: Callable[..., Any], args: tuple[Any, ...], operands: list[fx.Node]
 ) -> fx.Graph:
-    """Return the graph of `function(*args)`. The graph's inputs are the nodes in `args`."""
+    """Return the graph of `function(*args)`. Its inputs correspond to `operands`, in order."""
     fakes = [graph.tensor(n) for n in operands]
     texts = {n: _describe(i, fake) for i, (n, fake) in enumerate(zip(operands, fakes, strict=True))}
     known = _traces.setdefault(compat.fake_mode_of(fakes[0]), {})
@@ -76,5 +77,5 @@ def _trace(
 
 
 def _describe(number: int, x: torch.Tensor) -> str:
-    """Describe the properties of an operand that a trace depends on."""
+    """Return a text with the properties of operand `number` that a trace depends on."""
     return f"{number}: {x.dtype} {x.device} {list(x.shape)} {list(x.stride())}"

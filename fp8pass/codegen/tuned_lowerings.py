@@ -1,7 +1,7 @@
-"""Lower operators of the dialect by functions that are traced instead of their references.
+"""Functions that `lowering.py` traces instead of the references of some operators of the dialect.
 
-The functions call library GEMMs, arrange reductions so that Inductor fuses them, and pin the
-layouts of GEMM operands. The lowering of every other operator is a trace of its reference.
+The functions call library GEMMs, arrange reductions such that Inductor fuses the reductions, and
+fix the layouts of GEMM operands.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from fp8pass.graph.nodes import aten, tensor
 
 fp8 = torch.ops.fp8pass
 
-# Size of the groups that the first stage of a tensor's amax reduces. Saved tensors have groups of
-# the same size.
+# Number of elements in each group that the first stage of a tensor's amax reduces. Groups of saved
+# tensors usually have the same size.
 AMAX_GROUP = 128
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function that is traced instead of a reference.
+    """A function that is traced instead of the reference of an operator.
 
     Attributes:
         function: the traced function.
-        arguments: returns the function's arguments for a node; by default the node's arguments.
+        arguments: returns the arguments of `function` for a node. By default, these are the node's
+            own arguments.
     """
 
     function: Callable[..., Tensor]
@@ -56,7 +57,7 @@ def _lowers(target: Callable[..., Any], **options: Any) -> Callable[[Callable], 
 
 
 def _pin_row_major(x: Tensor) -> Tensor:
-    """Store `x` in row-major layout. Inductor may choose another layout for pointwise results."""
+    """Store `x` [M, N] in a row-major buffer. Without it, Inductor may choose another layout."""
     return buffer(x, [0, 1])
 
 
@@ -84,7 +85,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def _amax_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of `_amax`.
 
-    They are `x`, the block, whether `x` consists of amaxes, and how many elements share a byte.
+    The arguments are `x`, the block, whether the elements of `x` are already amaxes, and how many
+    elements share a byte of the first plane.
     """
     x, block = node.args
     scales = [user for user in node.users if user.target is fp8.scale.default]
@@ -103,11 +105,11 @@ def _amax(x: Tensor, block: str, has_amaxes: bool, parts: int) -> Tensor:
 
 
 def _amax_in_two_stages(x: Tensor) -> Tensor:
-    """Reduce groups, then the maxima of all groups (COAT's Group Scaling).
+    """Compute the amax of each group, then the amax of the tensor (COAT's Group Scaling).
 
-    Inductor fuses the first stage into the kernel that computes `x`. If `x` is also saved, one
-    kernel can compute both amaxes, because saved tensors have groups of the same size. A first
-    stage that reduces whole rows would need a separate kernel.
+    Inductor fuses the first stage into the kernel that computes `x`. If `x` is also saved, this
+    kernel can also compute the amaxes for the saved tensor, because its groups usually have
+    the same size. A first stage that reduces whole rows would need a separate kernel.
     """
     length = x.shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None
@@ -116,7 +118,7 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
-    """Return the amax of each group, first over the elements that share a byte of the first plane.
+    """Return the amax of each group. The elements that share a byte are reduced first.
 
     Packing visits the elements in the same order, so Inductor uses one loop for amax and packing.
     """
@@ -138,7 +140,7 @@ def _scaled_mm(
     fast_accumulation: bool,
     *quantizations: str,
 ) -> Tensor:
-    """On a GPU, call `aten._scaled_mm`; Inductor's autotuning picks cuBLASLt or Triton for it."""
+    """On a GPU, call `aten._scaled_mm`, which Inductor's autotuning runs in cuBLASLt or Triton."""
     in_groups = any(parse(text).is_in_groups for text in quantizations)
     if in_groups or not is_fp8(a.dtype) or a.device.type != "cuda":
         options = bias, out_dtype, fast_accumulation, *quantizations
@@ -151,10 +153,10 @@ def _scaled_mm(
     return product if bias is None or fuses_bias else product + bias
 
 
-# GEMMs of experts. On a GPU `_scaled_grouped_mm` multiplies FP8 matrices, and its BF16 result is
-# cast to the output dtype. On a CPU `_grouped_mm` multiplies the FP8 data in BF16, which represents
-# FP8 exactly, and its result is then scaled. The reference rounds only once. These functions round
-# twice, except for BF16 results on a GPU.
+# GEMMs of experts. On a GPU, `_scaled_grouped_mm` multiplies FP8 matrices, and its BF16 result is
+# cast to the output dtype. On a CPU, the FP8 data are converted to BF16, which is exact.
+# `_grouped_mm` multiplies the BF16 matrices, and its result is then scaled. The reference rounds
+# only once. These functions round twice, except for BF16 results on a GPU.
 
 
 @_lowers(fp8.scaled_grouped_mm.default)
@@ -188,11 +190,11 @@ def _scaled_grouped_outer(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """On a GPU, expand the scales: PyTorch's kernel needs a scale for each row of each expert."""
+    """On a GPU, repeat each expert's scale, because PyTorch's kernel needs a scale for each row."""
     b_transposed = b.permute(1, 0)
     if a.device.type == "cuda":
         pairs = (a_scale, a), (b_scale, b)
-        # The kernel needs copies, because expanding a single expert's scale returns stride 0.
+        # Copies are needed: with a single expert, the expanded scales would have stride 0.
         vectors = [_copy(scale.expand(-1, x.shape[0])).view(-1) for scale, x in pairs]
         return _multiply_groups(a, b_transposed, *vectors, ends, out_dtype, fast_accumulation)
     products = aten._grouped_mm.default(a.bfloat16(), b_transposed.bfloat16(), ends)
@@ -200,7 +202,7 @@ def _scaled_grouped_outer(
 
 
 def _copy(x: Tensor) -> Tensor:
-    """Return a contiguous copy. `contiguous` fails on fake CUDA tensors in a build for the CPU."""
+    """Return a contiguous copy. `x.contiguous()` fails on fake CUDA tensors in CPU-only PyTorch."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -215,7 +217,11 @@ def _multiply_groups(*args: Any) -> Tensor:
 
 
 def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of `_as_codes`: for data that NCCL gathered, sent data and the group."""
+    """Return the arguments of `_as_codes`.
+
+    If NCCL gathered the data on a GPU, the arguments are the FP8 data that this rank sent, the
+    format, and the remaining arguments of the all-gather. Otherwise they are the node's arguments.
+    """
     data, format = node.args
     if data.target is WAIT_TENSOR and tensor(data).device.type == "cuda":  # type: ignore[union-attr,arg-type]
         gather: Any = data.args[0]  # type: ignore[union-attr]
@@ -227,7 +233,7 @@ def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 @_lowers(fp8.as_codes.default, arguments=_as_codes_arguments)
 def _as_codes(data: Tensor, format: str, *group: Any) -> Tensor:
-    """Gather FP8 data instead of bytes, so that Inductor recognizes a gathered GEMM operand."""
+    """Gather FP8 data instead of bytes, so that Inductor recognizes gathered GEMM operands."""
     return WAIT_TENSOR(ALL_GATHER(data, *group)) if group else ops.as_codes(data, format)
 
 

@@ -23,7 +23,7 @@ from fp8pass.tools.cli.parsing import Failure, UsageError, find_device
 
 
 def run_demo(options: argparse.Namespace) -> list[Run]:
-    """Train with and without fp8pass, given the options of `options.py`, and print the results.
+    """Train with and without fp8pass, and print the results. `options.py` defines `options`.
 
     Raises:
         UsageError: the recipe or device does not exist, or the text is too short.
@@ -72,7 +72,7 @@ def check_compiler(device: torch.device) -> None:
 
 @contextmanager
 def hide_compile_log() -> Iterator[None]:
-    """Hide the line that fp8pass logs for each graph. Its warnings are still shown."""
+    """Hide the line that fp8pass logs for each graph. The warnings of fp8pass are still shown."""
     log = logging.getLogger("fp8pass")
     level = log.level
     log.setLevel(logging.WARNING)
@@ -83,7 +83,7 @@ def hide_compile_log() -> Iterator[None]:
 
 
 def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) -> list[Run]:
-    """Train with stock `torch.compile`, with fp8pass, and with stock again from another seed."""
+    """Train with stock `torch.compile`, with fp8pass, and with stock and another seed."""
     with_fp8pass = partial(torch.compile, backend="fp8pass", options={"recipe": recipe})
     variants: list[tuple[str, Compile, int]] = [
         ("torch.compile", torch.compile, seed),

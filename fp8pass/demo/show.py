@@ -19,7 +19,7 @@ from fp8pass.demo.train import Run
 
 @contextmanager
 def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Callable[..., None]]:
-    """Show a bar for each run. Yield `update(name, step)`; during compilation, step is 0."""
+    """Show a progress bar for each run. Yield `update(name, step)`; step 0 means compilation."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -32,7 +32,7 @@ def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Ca
 
         def update(name: str, step: int) -> None:
             bars.start_task(tasks[name])
-            # Without a total, the bar pulses, because the progress of compiling is unknown.
+            # The progress of compilation is unknown. Without a total, the bar pulses.
             total, status = (steps, "") if step else (None, "compiling")
             bars.update(tasks[name], completed=step, total=total, status=status)
 
@@ -40,7 +40,7 @@ def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Ca
 
 
 def make_table(runs: list[Run]) -> Table:
-    """Return a table with a row for each run. It omits peak memory if the device has no count."""
+    """Return a table with a row for each run. Peak memory is omitted if it was not measured."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("variant", no_wrap=True)
     counts_peak = runs[0].peak_bytes is not None
@@ -58,7 +58,7 @@ def make_table(runs: list[Run]) -> Table:
 
 
 def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
-    """Yield a sentence each about memory, loss and speed."""
+    """Yield three sentences: about memory, about loss, and about speed."""
     stock, ours, other_seed = runs
     saved, stock_saved = bytes_text(ours.saved_bytes), bytes_text(stock.saved_bytes)
     share = ours.saved_bytes / stock.saved_bytes
@@ -74,7 +74,7 @@ def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
 
 
 def explain_speed(device: torch.device) -> str:
-    """Return a sentence that explains the speed on `device`, or ''."""
+    """Return why the speed on `device` is not the speed of FP8 GEMMs, or '' if it is."""
     if device.type == "cpu":
         return " A CPU emulates FP8 in FP32, so this ratio does not predict the speed on a GPU."
     reason = hardware.why_no_fp8_gemm(device)
@@ -82,7 +82,7 @@ def explain_speed(device: torch.device) -> str:
 
 
 def write_plot(runs: list[Run], folder: Path) -> str:
-    """Plot the losses to `folder`. Return a line with the path, or how to install matplotlib."""
+    """Plot the losses to a file in `folder`. Return the line to print, with path or problem."""
     path = folder / "loss.png"
     try:
         plot_losses(runs, path)
@@ -92,7 +92,7 @@ def write_plot(runs: list[Run], folder: Path) -> str:
 
 
 def plot_losses(runs: list[Run], path: Path) -> None:
-    """Plot the losses of all runs, and the difference between fp8pass and stock, to a PNG.
+    """Plot to a PNG the losses of all runs, and the differences between fp8pass and stock.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -122,6 +122,6 @@ def plot_losses(runs: list[Run], path: Path) -> None:
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """Return the mean of each value and its predecessors, of up to `window` values."""
+    """Return, for each value, the mean of the last `window` values up to this value."""
     recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(chunk) / len(chunk) for chunk in recent]

@@ -21,7 +21,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a batch."""
+        """Number of tokens in a batch."""
         return self.batch * self.seq
 
 

@@ -4,12 +4,12 @@ A Hopper instruction multiplies 32 pairs of FP8 numbers and adds the products to
 addends, including the running sum, are aligned to their largest exponent, and their fractions are
 truncated after 13 bits. The exact sum of the truncated addends is again truncated to 13 fraction
 bits. *Fast* accumulation has one running sum for the whole contraction. *Precise* accumulation
-starts a new running sum after 128 products, and adds the previous running sum to an FP32 sum.
+adds the running sum to an FP32 sum after every 128 products, and then starts a new running sum.
 
 Truncation has a bias towards zero, which grows with the length of the contraction: sums of 16,384
 products of correlated operands are 4% too small (`benchmarks/accumulation.py`). On an H100, the
-emulation is bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to 16,384 products,
-and to cuBLASLt and CUTLASS for precise sums of up to 4,096 products
+emulation is bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to 16,384 products.
+For precise sums of up to 4,096 products, the emulation is bit-identical to cuBLASLt and CUTLASS
 (`tests/codegen/test_gemm_accumulation.py`). If a library splits a GEMM along its contraction, the
 result is more precise than the emulation.
 
@@ -28,19 +28,19 @@ from torch import Tensor
 
 from fp8pass import compat, hardware
 
-INSTRUCTION = 32  # products that one instruction adds
+INSTRUCTION = 32  # number of products that one instruction adds
 FRACTION_BITS = 13
-PROMOTION = 128  # products after which precise accumulation adds to an FP32 sum
+PROMOTION = 128  # products after which precise accumulation adds the running sum to an FP32 sum
 
-_ZERO_EXPONENT = -(2**10)  # represents the exponent of zero, below all other exponents
+_ZERO_EXPONENT = -(2**10)  # stands for the exponent of zero; smaller than all other exponents
 _SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
 _MULTIPLE = 16  # `_scaled_mm` needs sizes that are divisible by this number
-_BLOCK = 2**23  # products that the emulation stores at a time
+_BLOCK = 2**23  # number of products that the emulation stores at a time
 
 
 @dataclass(frozen=True)
 class _Mode:
-    """How references of GEMMs accumulate: on tensor cores, by emulation, or otherwise in FP32."""
+    """How references of GEMMs accumulate: on tensor cores, by emulation, or by default in FP32."""
 
     on_tensor_cores: bool = False
     emulated: bool = False
@@ -54,9 +54,9 @@ def hardware_accumulation(*, emulate: bool = True) -> Iterator[None]:
     """Make the references of GEMMs accumulate like hardware, in all threads.
 
     A GPU with FP8 tensor cores uses its tensor cores. On other devices, `emulate=True` emulates
-    tensor cores with about 10 elementwise operations for each pair of numbers. Compiled graphs do
-    not call references. Only graphs that run operator by operator, with `compiler="eager"` or in
-    `diagnose`, are affected.
+    tensor cores with about 10 elementwise operations for each pair of numbers. This function only
+    affects graphs that run operator by operator, with `compiler="eager"` or in `diagnose`, because
+    compiled graphs do not call references.
     """
     global _mode
     before, _mode = _mode, _Mode(True, emulate or _mode.emulated)
@@ -67,7 +67,7 @@ def hardware_accumulation(*, emulate: bool = True) -> Iterator[None]:
 
 
 def product(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-    """Return `a @ b.T` of FP8 matrices [M, K] and [N, K], as FP32 [M, N]."""
+    """Return `a @ b.T` as FP32 [M, N]. `a` [M, K] and `b` [N, K] are FP8 matrices."""
     is_traced = isinstance(a, compat.FakeTensor)
     if _mode.on_tensor_cores and not is_traced and _fits_tensor_cores(a, b):
         one = torch.ones((), device=a.device)
@@ -84,7 +84,7 @@ def _fits_tensor_cores(a: Tensor, b: Tensor) -> bool:
 
 
 def accumulate(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-    """Emulate Hopper's `a @ b.T` of FP8 matrices [M, K] and [N, K]. Returns FP32 [M, N]."""
+    """Emulate `a @ b.T` of FP8 matrices [M, K] and [N, K] on Hopper. Returns FP32 [M, N]."""
     rows = max(1, _BLOCK // (INSTRUCTION * max(len(b), 1)))
     return torch.cat([_accumulate_rows(some, b, fast=fast) for some in a.split(rows)])
 

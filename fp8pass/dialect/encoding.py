@@ -16,12 +16,12 @@ from torch import Tensor
 from fp8pass import compat
 from fp8pass.dialect.formats import FORMATS, Format
 
-# FP8 tensor cores contract multiples of this many elements.
+# FP8 tensor cores support only contractions over a multiple of this many elements.
 CONTRACTION_MULTIPLE = 16
 
 
 def padded_size(size: Any) -> Any:
-    """Round a size up to a multiple of 16, which FP8 tensor cores can contract."""
+    """Round a size up to a multiple of `CONTRACTION_MULTIPLE`."""
     return compat.ceil_div(size, CONTRACTION_MULTIPLE) * CONTRACTION_MULTIPLE
 
 
@@ -31,11 +31,11 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:
-    """Round fp32 `x`, already divided by its scale, to `fmt`, ties to even.
+    """Round fp32 `x`, which is already divided by its scale, to `fmt`, ties to even.
 
-    Returns a tensor in the format's dtype, or int32 bits of each element if the format is emulated.
-    Magnitudes above `fmt.max`, which only rounding can cause, become `fmt.max`. NaN does not
-    change, but becomes 0 in an emulated format without NaN.
+    Returns a tensor in the format's dtype. If the format is emulated, returns the bits of each
+    element as int32. Magnitudes above `fmt.max`, which only rounding can cause, become `fmt.max`.
+    NaN does not change, but becomes 0 in an emulated format without NaN.
     """
     clamped = x.clamp(-fmt.max, fmt.max)
     if not fmt.emulated:
@@ -45,13 +45,13 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     is_denormal = magnitude < 2.0**fmt.min_exponent
     bits = torch.where(is_denormal, _denormal_bits(magnitude, fmt), _normal_bits(magnitude, fmt))
     sign = shift_right(clamped.view(torch.int32), 32 - fmt.bits) & (1 << fmt.bits - 1)
-    # `where` preserves the layout, but Inductor decomposes `masked_fill` into a contiguous copy.
+    # `masked_fill` would not preserve the layout: Inductor decomposes it into a contiguous copy.
     return torch.where(clamped.isnan(), fmt.nan, bits | sign)
 
 
 def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
     bits, dropped = magnitude.view(torch.int32), 23 - fmt.mantissa
-    # Add half a step less one, and one more if the last remaining bit is 1: ties go to even.
+    # Add half a step minus 1. If the last remaining bit is 1, add 1 more, so that ties go to even.
     odd = shift_right(bits, dropped) & 1
     rounded = bits + odd + ((1 << dropped - 1) - 1)
     rebias = (127 - (1 - fmt.min_exponent)) << fmt.mantissa
@@ -59,9 +59,9 @@ def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 
 
 def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Return the bits of denormal elements.
+    """Return the bits of elements that are denormals of `fmt`.
 
-    Adding a power of two rounds a denormal, and moves its bits to the lowest bits of the fp32 sum.
+    Adding a power of two to a denormal rounds it, and its bits become the lowest bits of the sum.
     """
     exponent = 23 - fmt.mantissa + fmt.min_exponent
     return (magnitude + 2.0**exponent).view(torch.int32) - (127 + exponent << 23)
@@ -70,8 +70,9 @@ def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 def decode(data: Tensor, fmt: Format) -> Tensor:
     """Return the fp32 values of elements that `encode` or `unpack` returned.
 
-    The bits of an emulated format are shifted to the fields of an fp16 number. A power of two
-    corrects the exponent bias. Denormals convert exactly, because fp16 has denormals, too.
+    In an emulated format, the bits of each element are shifted to the bit fields of an fp16 number.
+    Multiplying this number by a power of two corrects the exponent bias. Denormals convert exactly,
+    because fp16 has denormals, too.
     """
     if not fmt.emulated:
         return data.float()
@@ -85,7 +86,7 @@ def decode(data: Tensor, fmt: Format) -> Tensor:
 
 
 def split_groups(x: Tensor, group_size: int, parts: int) -> list[Tensor]:
-    """Split every group of `x` [..., K] into parts, each [..., K / G, G / parts]."""
+    """Split groups of G elements of `x` [..., K] into `parts` tensors [..., K / G, G / parts]."""
     if parts == 1:
         return [x.unflatten(-1, (-1, group_size))]
     groups = x.unflatten(-1, (-1, parts, group_size // parts))
@@ -93,7 +94,10 @@ def split_groups(x: Tensor, group_size: int, parts: int) -> list[Tensor]:
 
 
 def pack(parts: Sequence[Tensor], fmt: Format, plane: int) -> Tensor:
-    """Pack one plane of the int32 parts of groups into uint8 [..., K / G, G·w/8]."""
+    """Return one plane of w bits, packed as uint8 [..., K / G, G·w/8].
+
+    `parts` contains the int32 bits of elements, in the tensors that `split_groups` returns.
+    """
     offset, width = sum(fmt.planes[:plane]), fmt.planes[plane]
     is_last = offset + width == fmt.bits
     fields = (shift_right(part, offset) for part in parts)
@@ -103,7 +107,7 @@ def pack(parts: Sequence[Tensor], fmt: Format, plane: int) -> Tensor:
 
 
 def unpack(planes: Sequence[Tensor], fmt: Format, group_size: int) -> Tensor:
-    """Unpack all planes into the bits of each element, int32 [..., K / G, G]."""
+    """Combine all planes into the bits of each element, int32 [..., K / G, G]."""
     fields, offset = [], 0
     for data, width in zip(planes, fmt.planes, strict=True):
         groups = data.int().unflatten(-1, (-1, group_size * width // 8)).unsqueeze(-2)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Bytes of a group scale, which is bf16 (`scaling.GROUP_SCALE_DTYPE`).
+# Bytes of a group's scale. Such scales are stored in bf16 (`scaling.GROUP_SCALE_DTYPE`).
 GROUP_SCALE_BYTES = 2
 
 # Minimum and maximum number of exponent and mantissa bits in a simulated format. fp32 has the
@@ -31,17 +31,18 @@ class Format:
     """A number format of elements.
 
     Attributes:
-        stored_as: name of the dtype of a stored tensor; '' if a tensor keeps its dtype, as in
-            `exact` and in formats that are only simulated.
+        stored_as: name of the dtype in which a tensor in this format is stored; '' if a tensor
+            keeps its own dtype, as in `exact` and in formats that are only simulated.
         max: the largest finite value.
-        mantissa: stored mantissa bits.
+        mantissa: number of stored mantissa bits.
         min_exponent: exponent of the smallest normal number; smaller numbers are denormals.
-        planes: bits of an element in each of its tensors, lowest bits first. A plane of less than
-            8 bits is packed: several elements share a byte (`ops.quantize`).
+        planes: the bits of an element are stored in one or more tensors, called planes. This is the
+            number of bits in each plane, lowest bits first. A plane of less than 8 bits is packed:
+            several elements share a byte (`ops.quantize`).
         emulated: whether elements are converted with integer arithmetic, which any GPU supports.
-            Packed formats need this, and E4M3 on GPUs for which Triton has no cast.
-        nan: bits of NaN in an emulated format. 0 if the format has no NaN. Its groups with NaN or
-            Inf then have a scale that is not finite.
+            Packed formats are emulated, and E4M3 on GPUs for which Triton has no cast.
+        nan: bits of NaN in an emulated format, or 0 if the format has no NaN. In the latter case,
+            a group that contains NaN or Inf has a scale that is not finite.
         multiplies: whether GEMMs support the format.
         saves: whether users can choose the format for saved tensors.
     """
@@ -59,7 +60,7 @@ class Format:
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of a stored tensor; None if a tensor keeps its dtype."""
+        """The dtype in which a tensor is stored, or None if a tensor keeps its own dtype."""
         import torch
 
         return getattr(torch, self.stored_as) if self.stored_as else None
@@ -76,7 +77,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits of an element, including the sign."""
+        """Number of bits of an element, including the sign."""
         return sum(self.planes)
 
     @property
@@ -88,8 +89,9 @@ class Format:
     def relative_error(self) -> float:
         """Root-mean-square relative rounding error of a value in the format's normal range.
 
-        In [1, 2), the error is uniformly distributed over a step of 2^-m, so its root mean square
-        is 2^-m / √12. This error is divided by a value with a uniformly distributed logarithm.
+        In [1, 2), the absolute error is uniformly distributed over a step of 2^-m, so its root mean
+        square is 2^-m / √12. The relative error is the quotient of the absolute error and the
+        value. The logarithm of the value is assumed to be uniformly distributed.
         """
         if self.lossless:
             return 0.0
@@ -98,7 +100,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """Number that must divide group sizes, so that each plane of a group fills whole bytes."""
+        """Number that must divide group sizes, so that a group fills whole bytes of each plane."""
         return 8 // min(self.planes)
 
     @property
@@ -113,11 +115,11 @@ class Format:
 
     @property
     def flushed_share(self) -> float:
-        """The share of a group's largest magnitude up to which magnitudes are rounded to zero."""
+        """The share of its group's amax up to which an element is rounded to zero."""
         return 0.0 if self.lossless else 2.0 ** (self.min_exponent - self.mantissa - 1) / self.max
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
-        """Return the bytes of `elements` in groups of `group_size`, with their scales.
+        """Return the bytes of `elements` and their scales, if groups of `group_size` share a scale.
 
         The result is infinite if the elements of a group do not fill whole bytes.
         """
@@ -135,7 +137,7 @@ E4M3_BYTES = Format("e4m3_bytes", "uint8", 448.0, 3, -6, emulated=True, nan=0x7F
 E2M1 = Format("e2m1", "uint8", 6.0, 1, 0, (4,), emulated=True, saves=True)
 E2M2 = Format("e2m2", "uint8", 7.0, 2, 0, (4, 1), emulated=True, saves=True)
 E2M3 = Format("e2m3", "uint8", 7.5, 3, 0, (4, 2), emulated=True, saves=True)
-# 8 bits like E4M3, but two more mantissa bits: a quarter of the error, and a smaller range.
+# 8 bits, like E4M3, but with two more mantissa bits: its error is a quarter, its range smaller.
 E2M5 = Format("e2m5", "uint8", 7.875, 5, 0, emulated=True)
 
 FORMATS: dict[str, Format] = {
@@ -150,9 +152,9 @@ SAVED_FORMATS = tuple(sorted((f for f in FORMATS.values() if f.saves), key=lambd
 def simulated_format(name: str) -> Format:
     """Return the format `ExMy`, such as `e8m3`: one of `FORMATS`, or a format without a dtype.
 
-    Formats without a dtype follow IEEE: of 2^x exponents, the first is for denormals, and the last
-    for Inf and NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. A format with one exponent
-    bit has only normal numbers in [2, 4).
+    Formats without a dtype follow IEEE 754: of the 2^x exponents, the first is reserved for
+    denormals, and the last for Inf and NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. A
+    format with one exponent bit has only normal numbers in [2, 4).
 
     Raises:
         ValueError: the name is not `ExMy`, or the format has more bits than float32.

@@ -16,8 +16,8 @@ from torch import Tensor
 from fp8pass.dialect.encoding import shift_left
 from fp8pass.dialect.formats import Format
 
-# Mantissa bits of fp32, and the smallest and largest exponent of its normal numbers. No dtype that
-# can be masked has more mantissa bits, or exponents outside of this range.
+# Number of mantissa bits of fp32, and the smallest and largest exponent of normal fp32 numbers. The
+# other masked dtypes have fewer mantissa bits, and no exponents outside of this range.
 MANTISSA = 23
 LEAST_EXPONENT, LARGEST_EXPONENT = -126, 127
 MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,8 +29,8 @@ def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
     Args:
         x: bfloat16, float16 or float32.
         fmt: the format.
-        inner: clamp the exponents of magnitudes below the smallest normal number.
-        outer: clamp the exponents of finite magnitudes above the largest number.
+        inner: whether to increase nonzero magnitudes below the smallest normal number to it.
+        outer: whether to decrease finite magnitudes above the largest number to it.
     """
     value = _round_to_dtype(x)
     cut = (value.view(torch.int32) & -(1 << MANTISSA - fmt.mantissa)).view(torch.float32)
@@ -45,38 +45,38 @@ def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
 
 
 def _round_to_dtype(x: Tensor) -> Tensor:
-    """Return `x` in fp32, rounded to its dtype.
+    """Return `x` as fp32, rounded to the dtype of `x`.
 
     Generated code computes 16-bit results in fp32, and rounds them only when they are stored or
-    when their bits are read. Without this rounding, masking a number just below a power of two
-    would subtract half a step too much.
+    when their bits are read. Masking an unrounded number just below a power of two would subtract
+    half a step too much.
     """
     if x.dtype is torch.float32:
         return x
     bits = x.view(torch.int16).int()
-    if x.dtype is torch.bfloat16:  # the upper half of an fp32 number
+    if x.dtype is torch.bfloat16:  # its bits are the upper half of an fp32 number
         return shift_left(bits, 16).view(torch.float32)
     # The cast to int32 and back is needed, because Inductor removes a view of a view.
     return bits.to(torch.int16).view(x.dtype).float()
 
 
 def clamps_outside(fmt: Format) -> bool:
-    """Whether masking can clamp large magnitudes: fp32 has larger exponents than the format."""
+    """Whether masking can clamp large magnitudes, because fp32 has larger exponents than `fmt`."""
     return fmt.max_exponent < LARGEST_EXPONENT
 
 
 def clamps_inside(fmt: Format) -> bool:
-    """Whether masking can increase magnitudes: fp32 has smaller exponents than the format."""
+    """Whether masking can increase magnitudes, because fp32 has smaller exponents than `fmt`."""
     return fmt.min_exponent > LEAST_EXPONENT
 
 
 def largest(fmt: Format, dtype: torch.dtype) -> float:
-    """Return the largest number of a format that a dtype can represent with its mantissa bits."""
+    """Return the largest number of `fmt` that fits into the mantissa bits of `dtype`."""
     step = torch.finfo(dtype).eps * 2.0**fmt.max_exponent
     return math.floor(fmt.max / step) * step
 
 
 def is_identity(fmt: Format, dtype: torch.dtype) -> bool:
-    """Whether a format represents all numbers of a dtype."""
+    """Whether masking to `fmt` changes no number of `dtype`."""
     has_mantissa = 2.0**-fmt.mantissa <= torch.finfo(dtype).eps
     return has_mantissa and not clamps_inside(fmt) and not clamps_outside(fmt)

@@ -1,15 +1,15 @@
 """The `fp8pass::` dialect: the operators that rewritten graphs contain in addition to aten.
 
-Every operator is functional. A reference in plain PyTorch, which computes in fp32 on any device,
-defines its result exactly. Rewritten graphs call the references if they run operator by operator
-(`compiler="eager"`). `codegen/lowering.py` traces the references into the graphs that Inductor
-compiles. A reference may return a view of its operands, in any layout. The operator itself returns
-a new tensor, in the layout that the shape rule defines.
+Every operator is functional. Its reference, a function in plain PyTorch that computes in fp32 on
+any device, defines its result exactly. Rewritten graphs that run operator by operator
+(`compiler="eager"`) call the references. `codegen/lowering.py` traces the references into the
+graphs that Inductor compiles. A reference may return a view of its operands, in any layout. The
+operator itself returns a new tensor, in the layout that its shape rule (`Operator.fake`) defines.
 
-Scale convention: `x ≈ data * scale` with `scale = amax / format.max`, at least fp32's smallest
-normal number. The quantization defines how scales are rounded and stored (`quantization.py`). NaN
-and Inf reach the output: an infinite amax has an infinite scale, and products with it are NaN or
-Inf.
+Scale convention: `x ≈ data * scale` with `scale = amax / format.max`. A scale is at least the
+smallest normal number of fp32. The quantization defines how scales are rounded and stored
+(`quantization.py`). NaN and Inf reach the output: an infinite amax has an infinite scale, and
+products with this scale are NaN or Inf.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Operator:
 
     Attributes:
         reference: computes the result in plain PyTorch, on any device.
-        fake: the shape rule, which returns an uninitialized result for the operands. Branches on
-            sizes are forbidden, because guards would specialize graphs with dynamic shapes.
+        fake: the shape rule: returns an uninitialized tensor with the shape, dtype and layout of
+            the result. It must not branch on sizes: guards would specialize dynamic shapes.
         multiplies: whether the operator is a GEMM.
         reduces: whether the operator reduces a tensor, row or group to one number.
     """
@@ -92,10 +92,10 @@ def _operator(
     reduces=True,
 )
 def amax(x: Tensor, block: str) -> Tensor:
-    """Return the largest magnitude in each block of `x`, fp32 (Group Scaling, section 5.2 of COAT).
+    """Return the largest magnitude in each block of `x`, fp32 (section 5.2 of the COAT paper).
 
     The result has shape [] for the block `tensor`, [M, 1] for `row` in a matrix [M, K], and
-    [..., K / G] for `1×G`. It is NaN where a block contains NaN.
+    [..., K / G] for `1×G`. The amax of a block that contains NaN is NaN.
     """
     return _quantization_of(block).amax(x)
 
@@ -106,7 +106,7 @@ def _quantization_of(block: str) -> Quantization:
 
 @_operator(lambda amax, text: torch.empty_like(amax, dtype=parse(text).scale_dtype))
 def scale(amax: Tensor, quantization: str) -> Tensor:
-    """Return scales that map each `amax` to the format's largest value (LLMQ, section 3)."""
+    """Return scales that map each `amax` to the format's largest value (LLMQ paper, section 3)."""
     return parse(quantization).scale(amax)
 
 
@@ -124,13 +124,13 @@ def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) 
 
 @_operator(_fake_quantize)
 def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
-    """Quantize `x` with the scales of its blocks, and return one plane.
+    """Quantize `x` [..., K] with the scale of each block, and return one plane of the data.
 
-    A lossless format copies `x`. 8-bit data have the shape of `x`. They also have the layout of `x`
-    if scales vary along rows, and are contiguous otherwise. A packed plane of `w` bits is uint8
-    [..., K·w/8], contiguous. The elements of a group are split into 8/w consecutive parts.
-    Byte `i` of the group contains the i-th element of each part, the first part in the lowest bits.
-    Neighboring threads therefore read and write neighboring elements.
+    A lossless format copies `x`. A plane of 8-bit elements has the shape of `x`. It also has the
+    layout of `x` if scales vary along rows; otherwise it is contiguous. A packed plane, with `w`
+    bits of each element, is uint8 [..., K·w/8], contiguous. The elements of a group are split into
+    8/w consecutive parts. Byte `i` of the group contains the i-th element of each part, with the
+    first part in the lowest bits. Neighboring threads therefore process neighboring elements.
     """
     how = parse(quantization)
     fmt = how.format
@@ -162,7 +162,7 @@ def dequantize(
 ) -> Tensor:
     """Dequantize a tensor from all its planes, to `dtype`.
 
-    The result has the same layout as 8-bit data. Packed planes have a contiguous result.
+    If the planes are packed, the result is contiguous. Otherwise it has the layout of the data.
     """
     how, first = parse(quantization), planes[0]
     fmt = how.format
@@ -184,9 +184,9 @@ def _fake_transpose(data: Tensor) -> Tensor:
 def transpose(data: Tensor) -> Tensor:
     """Transpose an FP8 matrix [M, K], so that a GEMM can contract the matrix over its rows.
 
-    Returns a contiguous matrix [K, M'], padded with zeros: M' is M rounded up to a multiple of 16.
-    An operand that is not FP8 is returned as a column-major view [K, M], because GEMMs in other
-    dtypes support any layout.
+    Returns a contiguous matrix [K, M']. M' is M rounded up to a multiple of 16, and the additional
+    columns are zeros. If `data` is not FP8, returns a column-major view [K, M], because GEMMs in
+    other dtypes support any layout.
     """
     if not is_fp8(data.dtype):
         return data.t()
@@ -236,9 +236,9 @@ def scaled_mm(
 ) -> Tensor:
     """Return `dequantize(a) @ dequantize(b).T + bias`, rounded once to `out_dtype`.
 
-    `a` [M, K] and `b` [N, K] are row-major, and are contracted over their last dimension. Returns
-    [M, N] in `out_dtype`. Operands in a lossless format are multiplied in their own dtype. With
-    `fast_accumulation`, tensor cores may truncate the running sum to 14 bits (`accumulation.py`).
+    `a` [M, K] and `b` [N, K] are row-major. Returns [M, N] in `out_dtype`. Operands in a lossless
+    format are multiplied in their own dtype. With `fast_accumulation`, tensor cores may truncate
+    the running sum to 14 bits (`accumulation.py`).
     """
     if not is_fp8(a.dtype):
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
@@ -253,17 +253,17 @@ def scaled_mm(
 
 @_operator(lambda offsets: torch.empty_like(offsets))
 def padded_ends(offsets: Tensor) -> Tensor:
-    """Return the end of each expert group, int32 [E], in the result of `transpose_segments`."""
+    """Return the ends, int32 [E], of the expert groups in the result of `transpose_segments`."""
     return expert_groups.padded_group_ends(offsets)
 
 
 @_operator(lambda amaxes, offsets: amaxes.new_empty((offsets.shape[0], 1)), reduces=True)
 def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
-    """Return the largest of the rows' amaxes [T, 1] in each expert group, as fp32 [E, 1].
+    """Return the amax of each expert group, fp32 [E, 1]. `amaxes` [T, 1] has the amax of each row.
 
-    The result is 0 for an empty group, and NaN if an amax of the group is NaN. Every row is
-    compared with the bounds of every group. This takes only one reduction, and the CPU does not
-    wait for the offsets.
+    The result is 0 for an empty group, and NaN if the amax of a row of the group is NaN. Every row
+    index is compared with the bounds of every group, so that one reduction is enough and the CPU
+    does not wait for the offsets.
     """
     row = torch.arange(amaxes.shape[0], dtype=torch.int32, device=amaxes.device)
     starts, ends = expert_groups.group_starts(offsets).unsqueeze(-1), offsets.unsqueeze(-1)
@@ -283,10 +283,11 @@ def _fake_transpose_segments(
 def transpose_segments(
     x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
 ) -> Tensor:
-    """Quantize `x` [T, K] with one scale for each expert group [E, 1], transposed and padded.
+    """Quantize `x` [T, K] with `scales` [E, 1], one for each expert; transpose and pad the result.
 
     If `rows` [T] is given, quantize `x[rows]`; `x` may then have any number of rows. Returns a
-    contiguous matrix [K, T']. Zeros pad each group (`padded_ends`), and the columns after the last.
+    contiguous matrix [K, T']. Each group is padded with columns of zeros (`padded_ends` returns the
+    new ends). The columns after the last group are zeros, too.
     """
     count = (x if rows is None else rows).shape[0]
     source, is_token, expert = expert_groups.padded_rows(count, offsets)
@@ -310,12 +311,12 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Multiply each expert group of rows by its expert: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
+    """Multiply the rows of each expert by its matrix: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` [T, K] and `b` [E·N, K], the stacked matrices of the experts, are row-major and have a scale
-    for each row, [T, 1] and [E·N, 1]. Products accumulate as in `scaled_mm`, and are rounded once.
-    Returns [T, N] in `out_dtype`. Rows without an expert are zero in this reference, and undefined
-    in a compiled graph on a GPU.
+    `a` [T, K] contains the rows of all experts, and `b` [E·N, K] their stacked matrices. Both are
+    row-major and have a scale for each row, [T, 1] and [E·N, 1]. Products accumulate as in
+    `scaled_mm`, and are rounded once. Returns [T, N] in `out_dtype`. Rows without an
+    expert are zero in this reference, and undefined in a compiled graph on a GPU.
     """
     experts = offsets.shape[0]
     product = a.new_zeros((a.shape[0], b.shape[0] // experts), dtype=out_dtype)
@@ -341,11 +342,11 @@ def scaled_grouped_outer(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Contract the rows of each expert group: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
+    """Contract the tokens of each expert group: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` [M, T'] and `b` [N, T'] are results of `transpose_segments`, with a scale for each group,
-    [E, 1]. `ends` is the result of `padded_ends`. Products accumulate as in `scaled_mm`, and are
-    rounded once. Returns [E, M, N] in `out_dtype`.
+    `a` [M, T'] and `b` [N, T'] are results of `transpose_segments`, whose columns are tokens. Each
+    group has a scale; `a_scale` and `b_scale` are [E, 1]. `ends` is the result of `padded_ends`.
+    Products accumulate as in `scaled_mm`, and are rounded once. Returns [E, M, N] in `out_dtype`.
     """
     products = [
         accumulation.product(a[:, group], b[:, group], fast=fast_accumulation)

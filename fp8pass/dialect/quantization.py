@@ -25,7 +25,7 @@ ROW: Block = (1, 0)
 # The blocks that users can choose for the operands of GEMMs.
 OPERAND_BLOCKS: dict[str, Block] = {"row": ROW, "tensor": TENSOR}
 
-# The forms in which scales are stored: dtype, and whether scales are rounded up to powers of two.
+# The forms of scales: the dtype of stored scales, and whether they are rounded up to powers of two.
 SCALE_FORMS = {
     "fp32": ("float32", True),
     "bf16": ("bfloat16", False),
@@ -34,12 +34,12 @@ SCALE_FORMS = {
 
 
 def group(size: int) -> Block:
-    """Return the block of `size` elements along the last dimension."""
+    """Return the block that consists of `size` elements along the last dimension."""
     return 1, size
 
 
 def block_text(block: Block) -> str:
-    """Return a block as `tensor`, `row`, or rows × columns: `1×128`."""
+    """Return the text for a block: `tensor`, `row`, or rows × columns, such as `1×128`."""
     names = {b: name for name, b in OPERAND_BLOCKS.items()}
     return names.get(block) or "×".join(map(str, block))
 
@@ -54,13 +54,13 @@ def parse_block(text: str) -> Block:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a tensor is quantized: `x ≈ data * scale`, one scale for each block.
+    """How a tensor is quantized: `x ≈ data * scale`, with one scale for each block.
 
     Attributes:
         format: the format of an element.
         block: the elements that share a scale.
-        scales: how scales are stored, a name in `SCALE_FORMS`. The default is bf16 for groups,
-            which saved tensors use, and fp32 for GEMM operands.
+        scales: how scales are stored: a name in `SCALE_FORMS`. The default is bf16 if scales vary
+            along the last dimension, as in saved tensors, and fp32 otherwise, as in GEMM operands.
     """
 
     format: Format
@@ -84,7 +84,7 @@ class Quantization:
 
     @property
     def is_for_operands(self) -> bool:
-        """Whether scales are powers of two, which GEMM operands have but saved tensors do not."""
+        """Whether scales are powers of two, as in GEMM operands. In saved tensors they are not."""
         return SCALE_FORMS[self.scales][1]
 
     @property
@@ -99,13 +99,14 @@ class Quantization:
 
     @property
     def survives_transpose(self) -> bool:
-        """Whether transposed data have blocks of the same shape, so that scales remain valid."""
+        """Whether blocks are as wide as high, so that scales remain valid after a transposition."""
         return self.block[0] == self.block[1]
 
     def scale_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of a tensor's scales: [], [M, 1], [..., K / G] or [M / m, K / n].
+        """Return the shape of the scales of a tensor with this `shape`.
 
-        These are the shapes for a tensor, for rows, for groups of G, and for blocks m × n.
+        It is [] for one scale for the tensor, [M, 1] for a scale for each row, [..., K / G] for
+        groups of G elements, and [M / m, K / n] for blocks of m rows and n columns.
         """
         rows, columns = self.block
         if not columns:
@@ -123,14 +124,14 @@ class Quantization:
         return self.split(x.contiguous()).abs().amax(dim=dims).float()
 
     def scale(self, amax: Tensor) -> Tensor:
-        """Return scales that map `amax` to the largest value of the format (LLMQ, section 3)."""
+        """Return scales that map `amax` to the format's largest value (LLMQ paper, section 3)."""
         if self.format.lossless:
             return torch.ones_like(amax, dtype=self.scale_dtype)
         round_scale = round_up_to_power_of_two if self.is_for_operands else truncate_to_bf16
         return round_scale(amax_quotient(amax, self.format)).to(self.scale_dtype)
 
     def split(self, x: Tensor) -> Tensor:
-        """Split the dimensions of `x` into blocks. Scales from `spread` broadcast to the result."""
+        """Split the dimensions of `x` into blocks. `spread` returns scales in a matching shape."""
         rows, columns = self.block
         groups = x.unflatten(-1, (-1, columns)) if columns else x
         return groups.unflatten(-3, (-1, rows)) if rows > 1 else groups
@@ -140,7 +141,7 @@ class Quantization:
         return blocks.reshape(shape) if self.is_in_groups else blocks
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Return fp32 scales that broadcast to the `split` tensor."""
+        """Return the scales in fp32, in a shape that broadcasts to the result of `split`."""
         scales = scales.float()
         groups = scales.unsqueeze(-1) if self.block[1] else scales
         return groups.unsqueeze(-3) if self.block[0] > 1 else groups
@@ -165,5 +166,5 @@ def parse(text: str) -> Quantization:
     return found
 
 
-# The quantization of weights outside of graphs, and of the operands of expert GEMMs.
+# The quantization of `QuantizedWeight`, of exported weights, and of the operands of expert GEMMs.
 BY_ROW = str(Quantization(E4M3, ROW))

@@ -11,8 +11,7 @@ from fp8pass.dialect.formats import Format
 GROUP_SCALE_DTYPE = torch.bfloat16
 # A smaller scale would be denormal, and its reciprocal could be infinite.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# Masks that select bits of an fp32 number: the upper half, which is a bf16 number, the exponent,
-# and the mantissa.
+# Masks for the bits of an fp32 number. BF16_BITS selects the upper half, which is a bf16 number.
 BF16_BITS = -1 << 16
 EXPONENT_MASK, MANTISSA_MASK = 0x7F80_0000, 0x7F_FFFF
 
@@ -30,8 +29,9 @@ def amax_quotient(amax: Tensor, fmt: Format) -> Tensor:
 def operand_scale(amax: Tensor, fmt: Format) -> Tensor:
     """Return the scale of GEMM operands: `amax_quotient`, rounded up to a power of two.
 
-    Data quantized by row can be requantized with one scale for the tensor. This does not round
-    again, unless numbers become denormal. The scale of a tensor is the largest scale of its rows.
+    Data that have a scale for each row can be requantized with one scale for the whole tensor,
+    which is the largest of the row scales. Because the scales are powers of two, requantization
+    does not round again, unless numbers become denormal.
     """
     return round_up_to_power_of_two(amax_quotient(amax, fmt))
 
@@ -43,14 +43,14 @@ def round_up_to_power_of_two(x: Tensor) -> Tensor:
 
 
 def truncate_to_bf16(x: Tensor) -> Tensor:
-    """Clear the lowest 16 bits of fp32 `x`, so that bf16 represents it exactly.
+    """Clear the lowest 16 bits of fp32 `x`, so that bf16 can represent the result exactly.
 
-    Fused code may divide by a group scale that is still in an fp32 register. Truncation makes this
-    number equal to the stored bf16 scale.
+    Fused code may divide by a scale that is still in an fp32 register. After the truncation, this
+    scale equals the bf16 scale that is stored for the group.
     """
     return (x.view(torch.int32) & BF16_BITS).view(torch.float32)
 
 
 def round_up_to_bf16(x: Tensor) -> Tensor:
-    """Round positive fp32 `x` up to bf16: a larger scale keeps quotients within the format."""
+    """Round positive fp32 scales up to bf16. Rounding down could move quotients out of range."""
     return (x.view(torch.int32) + 0xFFFF & BF16_BITS).view(torch.float32)

@@ -1,6 +1,6 @@
-"""Integrations with other packages, each imported only on request.
+"""Integrations with other packages. Each module is imported only on request.
 
-accelerate.py           `dynamo_backend="fp8pass"` of accelerate and the Trainers on top of it
+accelerate.py           `dynamo_backend="fp8pass"` for accelerate and the Trainers that use it
 torchtitan.py           `--compile.backend fp8pass` for models with FlexAttention
 compressed_tensors.py   `export`: FP8 weights for vLLM and transformers
 """

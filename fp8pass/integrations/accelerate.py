@@ -3,15 +3,16 @@
     import fp8pass.integrations.accelerate
 
 `torch.compile` finds fp8pass by its entry point, but accelerate has an enum of allowed names. This
-import adds `fp8pass` to the enum, before or after accelerate is imported. The name then works in
+import adds `fp8pass` to the enum. The import may come before or after the import of accelerate. The
+name then works in
 `Accelerator(dynamo_backend=...)`, `TorchDynamoPlugin`, `ACCELERATE_DYNAMO_BACKEND`, and the
 `torch_compile_backend` of transformers' and TRL's Trainers. A script that does not contain this
 import can be run through this module, by `accelerate launch`, `torchrun` or `python`:
 
     accelerate launch -m fp8pass.integrations.accelerate train.py --its arguments
 
-This command also sets `ACCELERATE_DYNAMO_BACKEND`. The import has no effect if accelerate already
-accepts the name (docs/upstream/accelerate_dynamo_backends.md).
+This command also sets `ACCELERATE_DYNAMO_BACKEND=FP8PASS`. The import has no effect if accelerate
+already accepts the name (docs/upstream/accelerate_dynamo_backends.md).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ USAGE = "usage: python -m fp8pass.integrations.accelerate (SCRIPT | -m MODULE) [
 
 
 def register() -> None:
-    """Add `fp8pass` to accelerate's backends, in upper or lower case. Repeated calls do nothing."""
+    """Add `fp8pass` to accelerate's backends, in any case. Repeated calls do nothing."""
     if NAME in DynamoBackend:
         return
     member = str.__new__(DynamoBackend, NAME)
@@ -47,10 +48,10 @@ def register() -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run a script, or a module with `-m`, so that accelerate compiles its models with fp8pass.
+    """Run a script, or a module after `-m`. accelerate then compiles its models with fp8pass.
 
     Raises:
-        SystemExit: no script is given, or the environment variable names another backend.
+        SystemExit: no script is given, or `ACCELERATE_DYNAMO_BACKEND` names another backend.
     """
     is_module = list(arguments[:1]) == ["-m"]
     rest = list(arguments[is_module:])

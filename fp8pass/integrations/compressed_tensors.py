@@ -1,10 +1,10 @@
-"""`fp8pass.export`: writes a trained model with FP8 weights, for vLLM, SGLang and transformers.
+"""`fp8pass.export`: write a trained model with FP8 weights, for vLLM, SGLang and transformers.
 
 The format is `float-quantized` of compressed-tensors. Each linear layer has `NAME.weight`,
 float8_e4m3fn [out, in], and `NAME.weight_scale`, fp32 [out, 1]; their product is the weight. The
-serving engine quantizes inputs with a scale for each token. The FP8 weights are bit-identical to
-the weights in the forward of recipes with row scales. FP32 weights are rounded to BF16 first, as
-autocast does.
+serving engine quantizes the layer's inputs with a scale for each token. The FP8 weights are
+bit-identical to the FP8 weights in training, if the recipe has row scales in the forward. FP32
+weights are rounded to BF16 first, as autocast does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ fp8 = torch.ops.fp8pass
 
 
 def export(model: nn.Module, path: str | Path, *, config: Config | None = None) -> list[str]:
-    """Write a transformers model with its linear layers in FP8, for serving.
+    """Write a `PreTrainedModel` to a folder for serving, with FP8 weights in its linear layers.
 
     As in training, some layers are not quantized: output heads, layers in `skip`, layers with sizes
     that are not multiples of 16, and layers too narrow to gain from FP8. The model is not changed.
@@ -39,7 +39,7 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
     Args:
         model: a `PreTrainedModel`, compiled or not.
         path: the folder to write, in the layout of `save_pretrained`.
-        config: configuration whose `skip` replaces the `skip` of the compiled model.
+        config: a configuration. Its `skip` is used instead of the `skip` of the compiled model.
 
     Returns:
         Paths of the layers in FP8.
@@ -97,7 +97,7 @@ def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
 
 
 def quantize_rows(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a weight [M, K] to float8_e4m3fn, with a scale for each row, fp32 [M, 1].
+    """Quantize a weight [M, K]. Return float8_e4m3fn data [M, K] and fp32 scales [M, 1].
 
     FP32 weights are rounded to BF16 first.
 
@@ -124,7 +124,7 @@ def quantize_rows(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_quantization_config(ignored: list[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of config.json. `ignored` layers are not quantized."""
+    """Return the `quantization_config` of config.json. Layers in `ignored` are not quantized."""
     kind = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],

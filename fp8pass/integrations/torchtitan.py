@@ -7,9 +7,9 @@ With several ranks, `--compress` calls `fp8pass.distributed.compress` for each p
 All other arguments are passed to torchtitan.
 
 Since version 0.3, all language models of torchtitan use FlexAttention. torchtitan compiles
-FlexAttention only with Inductor, because other backends would compute the full matrix of scores.
-fp8pass generates code with Inductor, so this module exempts fp8pass from torchtitan's check of the
-backend. The module has no effect if torchtitan accepts fp8pass
+FlexAttention only with Inductor, because other backends would compute the full matrix of attention
+scores. fp8pass generates code with Inductor, so this module exempts fp8pass from torchtitan's check
+of the backend. The module has no effect if torchtitan accepts fp8pass
 (docs/upstream/torchtitan_backends.md) or has no such check.
 """
 
@@ -31,7 +31,7 @@ CHECK = "_maybe_regional_inductor_backend"
 
 
 def register() -> None:
-    """Exempt fp8pass from torchtitan's check. Repeated calls do nothing."""
+    """Exempt fp8pass from torchtitan's check of the backend. Repeated calls do nothing."""
     if util.find_spec(MODULE) is None:
         return
     module = importlib.import_module(MODULE)
@@ -68,7 +68,7 @@ def _find_trainer() -> Any:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Register fp8pass, and run `torchtitan.train` with the command line's arguments."""
     compresses = "--compress" in sys.argv
     if compresses:
         sys.argv.remove("--compress")  # torchtitan 0.2 parses arguments when it is imported

@@ -1,8 +1,8 @@
-"""Pinned host memory, for copies that run concurrently with the GPU and the CPU.
+"""Pinned host memory, for copies that run concurrently with work on the GPU and the CPU.
 
-Pinning takes half a second per GiB, and PyTorch pins blocks of powers of two. An `Arena` divides
-blocks among tensors, so that no large part of a block is unused. `Buffers` reuse memory from step
-to step, so that it is pinned once.
+Pinning takes half a second per GiB, and PyTorch rounds the size of a block up to a power of two. An
+`Arena` divides blocks among tensors, so that no large part of a block is unused. `Buffers` reuses
+memory in every step, so that the memory is pinned only once.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from torch import Tensor
 log = logging.getLogger("fp8pass")
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 20, 1 << 30
-PINNED_ALIGNMENT = 512  # bytes, like tensors on a GPU
-# Sizes of buffers are multiples of 1/8 of a power of two, so that tensors of dynamic shapes share
-# them. The rounding wastes at most a ninth of the memory.
+PINNED_ALIGNMENT = 512  # bytes, the alignment of tensors on a GPU
+# Sizes of buffers are rounded up to multiples of 1/8 of a power of two, so that tensors of similar
+# size can reuse them. The rounding wastes at most a ninth of the memory.
 SIZE_STEPS = 8
 
 
 class Arena:
-    """Host memory for tensors that are copied to and from `device`. All tensors are freed together.
+    """Host memory for tensors that are copied to and from `device`.
 
-    The memory is pinned if `device` is a GPU. Tensors of different dtypes have different blocks,
-    because `torch.save` refuses tensors of several dtypes in one storage.
+    The memory is pinned if `device` is a GPU. The arena does not reuse the memory of single
+    tensors. A block contains tensors of only one dtype, because `torch.save` refuses tensors of
+    several dtypes in one storage.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.locks = device.type == "cuda"
-        self._free: dict[torch.dtype, list[Tensor]] = {}  # the unused rest of each block
+        self._free: dict[torch.dtype, list[Tensor]] = {}  # by dtype, the unused end of each block
         self._total = 0
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor."""
+        """Return an uninitialized contiguous tensor in the arena's memory."""
         count, multiple = math.prod(shape), PINNED_ALIGNMENT // dtype.itemsize
         padded = -(-count // multiple) * multiple
         blocks = self._free.setdefault(dtype, [])
@@ -52,11 +53,14 @@ class Arena:
         return rest[:count].view(shape)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return a copy of `x`."""
+        """Return a copy of `x` in the arena's memory."""
         return self.empty(x.shape, x.dtype).copy_(x)
 
     def _allocate(self, least: int) -> Tensor:
-        """Allocate a block as large as all blocks so far together, within limits."""
+        """Allocate a block as large as all earlier blocks together, within limits.
+
+        `least` is its minimum size in bytes.
+        """
         size = max(least, min(max(self._total, SMALLEST_BLOCK), LARGEST_BLOCK))
         size = 1 << (size - 1).bit_length()
         self._total += size
@@ -75,11 +79,11 @@ class Arena:
 
 
 class Buffers:
-    """Host memory for tensors that are copied to and from `device`, reused when tensors are freed.
+    """Host memory for tensors that are copied to and from `device`. Freed memory is reused.
 
-    A buffer belongs to a tensor, not to a graph: several forwards may run before their backwards, a
-    graph may be retained for a second backward, or dropped without a backward. The buffer can be
-    reused when the last reference to the tensor is gone, usually autograd's.
+    A buffer belongs to a tensor, not to a graph, because several forwards may run before their
+    backwards, and a graph may have two backwards or none. The buffer can be reused when the last
+    reference to the tensor is gone. Usually autograd has this reference.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,8 +106,8 @@ class Buffers:
         extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         size = extent * dtype.itemsize
         buffer = self._take(round_size(size))
-        # Every view of this memory refers to the array. When the last view is gone, the buffer is
-        # free.
+        # Every view of this memory refers to the array. When the last view is gone, the buffer can
+        # be reused.
         array = buffer.numpy()[:size]
         weakref.finalize(array, self._give_back, buffer).atexit = False
         return torch.from_numpy(array).view(dtype).as_strided(shape, stride)
@@ -116,8 +120,8 @@ class Buffers:
             return self._arena.empty(torch.Size([size]), torch.uint8)
 
     def _give_back(self, buffer: Tensor) -> None:
-        # No lock: garbage collection may call this while the thread holds the lock. `append` is
-        # atomic.
+        # The lock must not be taken here, because garbage collection may call this function while
+        # the thread holds it. `append` is atomic.
         self._free[len(buffer)].append(buffer)
 
 
@@ -128,7 +132,7 @@ def round_size(size: int) -> int:
 
 
 def available() -> int | None:
-    """Return the bytes of free host memory; None if the system does not report it."""
+    """Return the bytes of available host memory, or None if the system does not report them."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from fp8pass.runtime.arena import Arena
 
-# Bytes per second of an H200's link. Plans on a CPU use this bandwidth, and so equal plans on an
-# H200.
+# Bytes per second between an H200 and host memory. Plans that are made on a CPU use this bandwidth,
+# so that they equal plans that are made on an H200.
 H200 = 51e9
 MEASURED_BYTES = 64 << 20
 REPEATS = 4
-# Results are rounded to quarters of a power of two, so that plans do not depend on noise.
+# Results are rounded down to powers of 2^(1/4), so that plans do not depend on noise.
 STEPS = 4
 
 
 @cache
 def bandwidth(device: torch.device) -> float:
-    """Return the measured bytes per second of the slower direction, rounded down to a step."""
+    """Measure both directions. Return the bytes per second of the slower one, rounded down."""
     if device.type != "cuda":
         return H200
     on_device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)
@@ -32,12 +32,12 @@ def bandwidth(device: torch.device) -> float:
 
 
 def round_down(rate: float) -> float:
-    """Return the largest step that is at most `rate`."""
+    """Round a rate down to a power of 2^(1/`STEPS`)."""
     return float(2 ** (math.floor(STEPS * math.log2(rate)) / STEPS))
 
 
 def _time(source: Tensor, target: Tensor, device: torch.device) -> float:
-    """Return the seconds of the fastest of several copies; other processes may slow copies down."""
+    """Return the seconds of the fastest of several copies. Other processes may slow some down."""
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
         target.copy_(source, non_blocking=True)

@@ -5,11 +5,11 @@
     z = settled(y, copy)            wait for the copy: `y`, which now has the values of `copy`
 
 The copies of a device run in order on one side stream. Each copy starts after all work that was
-launched before the copy. `settled` makes the device wait, not the CPU. Before `settled`, both
-tensors stay alive, even if the graph is freed, and the copy must not be read. On a CPU the
-operators copy within CPU memory.
+launched before the copy. `settled` makes the device wait, not the CPU. Until `settled` runs, the
+module keeps the source and the copy alive, even if the graph is freed, and nothing may read the
+copy. On a CPU, the operators copy within CPU memory.
 
-`from_host` does not read the tensor `after`. The argument is a data dependency for compilers: the
+`from_host` does not read its argument `after`. The argument is a data dependency for compilers: the
 copy starts after `after` has been computed.
 """
 
@@ -41,14 +41,14 @@ class _Lane(NamedTuple):
 
 
 class _Unsettled(NamedTuple):
-    """A copy that was started: its event, and the tensors that must stay alive."""
+    """A copy that was started: the event after the copy, and the tensors that must stay alive."""
 
     done: torch.cuda.Event
     copy: Tensor
     source: Tensor
 
 
-# The copies that were started, by address. The value of a complete copy is None.
+# The copies that were started, by address of the copy. For finished copies, the value is None.
 _unsettled: dict[int, _Unsettled | None] = {}
 
 
@@ -65,7 +65,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _from_host(x: Tensor, device: torch.device, after: Tensor | None = None) -> Tensor:
-    # Allocated on the current stream, which also frees it, so that no record_stream is needed.
+    # The current stream allocates the copy and also frees it, so record_stream is not needed.
     copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     _start(copy, x, copy.device)
     return copy

@@ -1,9 +1,10 @@
 """Gradient accumulation with CUDA graphs, which own the memory of their outputs.
 
-Autograd uses the first gradient of a parameter as its `.grad`, without a copy. A backward in a CUDA
-graph overwrites this memory with the gradients of the next micro-batch, before autograd adds them.
-PyTorch then raises an error while it records graphs, and adds gradients to themselves in replays
-(pytorch/pytorch#169545). Therefore such a `.grad` is copied before a forward starts.
+Autograd assigns the first gradient of a parameter to its `.grad`, without a copy. If the backward
+runs in a CUDA graph, the next micro-batch overwrites this memory with its own gradients before
+autograd adds them. PyTorch then raises an error while it records graphs. In replays, it adds the
+new gradients to themselves (pytorch/pytorch#169545). Therefore `.grad` is copied before a forward
+starts, if it is in the memory of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass import compat
 
-# Parameters of all graphs, because the first graph of a forward checks all of them.
+# Parameters of all compiled graphs, because the first graph of a forward checks all parameters.
 _parameters = compat.WeakIdKeyDictionary()
 
 
 def protect_gradients(program: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled `program` so that it preserves gradients of earlier micro-batches."""
+    """Wrap a compiled `program`, so that it preserves the gradients of earlier micro-batches."""
 
     def run(*args: Any) -> Any:
         trained = (x for x in args if isinstance(x, nn.Parameter) and x.requires_grad)

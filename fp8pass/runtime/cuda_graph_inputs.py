@@ -1,13 +1,13 @@
 """CUDA graph support for weights whose address changes every step (FSDP2).
 
 FSDP2 gathers weights into newly allocated memory. Inductor treats a parameter as an input with a
-fixed address, and records a graph again when the address changes, here in every step. Therefore
-these weights become non-static inputs, which are copied to the graph's own memory before each
-replay.
+fixed address, and records the graph again when the address changes. With FSDP2 this would happen in
+every step. Therefore these weights become non-static inputs, which are copied to the graph's own
+memory before each replay.
 
-The copy is valid until the next graph runs. For the backward, the forward returns the original
-weight and not the copy. The copy would keep its memory, whereas FSDP2 gathers the original weight
-again.
+The copy is valid until the next graph runs. For the backward, the forward saves the original weight
+and not the copy. The copy would occupy memory until the backward, whereas FSDP2 frees the original
+weight and gathers it again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8pass import compat
 
 
 def moving_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> frozenset[int]:
-    """Return the indices of the inputs of a Dynamo graph that FSDP2 gathers."""
+    """Return the indices of the Dynamo graph's inputs that are weights gathered by FSDP2."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     pairs = zip(placeholders, example_inputs, strict=True)
     return frozenset(
@@ -42,7 +42,7 @@ def compile_for_moving(
     Args:
         gm: the graph, which Inductor changes.
         inputs: example inputs.
-        moving: the weights, as indices of the Dynamo graph's inputs.
+        moving: the indices of those inputs of the Dynamo graph that change their address.
         kwargs: options of Inductor's inner compile.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -57,7 +57,7 @@ def compile_for_moving(
 
 
 def pass_inputs(compiled: Callable[..., Any], pairs: Sequence[tuple[int, int]]) -> Any:
-    """Wrap a compiled graph to return inputs unchanged, by `pairs` of (result, input) indices."""
+    """Wrap a compiled graph. For each (result, input) index pair, the result is the input."""
 
     def run(arguments: list[Any]) -> list[Any]:
         given = [arguments[i] for _, i in pairs]  # `compiled` empties the list

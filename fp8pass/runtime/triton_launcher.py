@@ -12,9 +12,9 @@ from fp8pass import compat
 
 
 class Launcher:
-    """Caches the compiled versions of a Triton kernel by its arguments.
+    """Launches a Triton kernel, and caches its compiled versions.
 
-    Triton's own lookup of the compiled version takes longer than the launch.
+    Triton's own lookup of a compiled version takes longer than the launch.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -28,16 +28,17 @@ class Launcher:
         numbers: Sequence[float],
         constants: Sequence[Any],
     ) -> None:
-        """Launch the kernel on the current stream. The kernel must have these parameters.
+        """Launch the kernel on the current stream, with tensors, then numbers, then constants.
 
-        Triton specializes kernels on alignments and on some numbers, so the key contains both.
+        Triton specializes kernels on the alignment of tensors and on some numbers, so the cache
+        key contains both.
         """
         layout = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
         device = tensors[0].device
         key = device, layout, *numbers, *constants
         with torch.cuda.device_of(tensors[0]):
             if (compiled := self._compiled.get(key)) is not None:
-                # The stream is passed explicitly, which saves two queries of Triton's driver.
+                # Passing the stream saves two queries of Triton's driver.
                 stream = compat.stream_of(device)
                 compiled[grid](*tensors, *numbers, *constants, stream=stream)
             else:

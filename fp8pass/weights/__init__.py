@@ -2,9 +2,9 @@
 
 quantized_parameter.py  `QuantizedWeight`: a parameter in E4M3 with a scale for each row
 quantization_kernel.py  the Triton kernel that quantizes weights by row
-choice.py               which layers can have quantized weights
+choice.py               chooses the linear layers that can have quantized weights
 quantize_frozen.py      `quantize_frozen`: replaces frozen weights by FP8 data
 
-`distributed/weight_gather.py` makes FSDP2 gather quantized weights. `optim/offload.py` stores exact
-weights in host memory, and their FP8 data on the device.
+Two other modules create quantized weights: `distributed/weight_gather.py` makes FSDP2 gather them,
+and `optim/offload.py` stores exact weights in host memory and their FP8 data on the device.
 """

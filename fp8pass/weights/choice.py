@@ -18,8 +18,8 @@ class Choice:
     """The layers to quantize, and why the remaining layers cannot be quantized.
 
     Attributes:
-        layers: by weight, the layers to quantize; several layers may share a weight.
-        reasons: by path of a layer, why the layer cannot be quantized.
+        layers: for each weight to quantize, the layers that use the weight.
+        reasons: for each layer that cannot be quantized, by path, the reason.
     """
 
     layers: dict[Tensor, list[nn.Linear]] = field(default_factory=dict)
@@ -37,8 +37,9 @@ def choose_layers(
     Args:
         model: the model.
         skip: paths of layers, or parts of them with *, to leave out.
-        why_not: returns the caller's reason why a weight cannot be quantized, or ''.
-        considers: returns whether a weight is a candidate. The result omits all other layers.
+        why_not: returns why the caller cannot quantize a weight, or ''.
+        considers: returns whether a weight is a candidate. Layers with other weights are neither in
+            `layers` nor in `reasons` of the result.
 
     Raises:
         ConfigError: the model is not a module.

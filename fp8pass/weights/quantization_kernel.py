@@ -1,7 +1,7 @@
 """The Triton kernel that `quantized_parameter.quantize_rows` launches once for several matrices.
 
-Each Triton program quantizes one row of one matrix. A launch for each matrix would take longer on
-the CPU than the kernel takes on the GPU.
+Each Triton program quantizes one row of one matrix. With a launch for each matrix, the launches
+would take more time on the CPU than the kernels on the GPU.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def quantize_rows(
 ) -> None:
     """Round matrices [M, K] to `dtype`, quantize each row, and write E4M3 data and fp32 scales.
 
-    All matrices are contiguous and have the same dtype. The results are concatenated in `data`,
-    which has as many elements as all matrices, and in `scales`, one for each row.
+    All matrices are contiguous and have the same dtype. The results of all matrices are
+    concatenated: `data` has an element for each element of the matrices, and `scales` has one for
+    each row.
     """
     first = matrices[0]
     addresses = tuple(x.data_ptr() for x in matrices)
@@ -86,15 +87,15 @@ def _arguments(
 ) -> tuple[int, Tensor, tuple[Any, ...]]:
     """Return the total number of rows, the kernel's table, and the kernel's constants.
 
-    The table, int64 [matrices, 4], contains four numbers for each matrix: the index of its first
-    row in `scales`, its row length, the index of its first element in `data`, and its address.
+    The table, int64 [matrices, 4], contains four numbers for each matrix: the index in `scales` of
+    its first row, its row length, the index in `data` of its first element, and its address.
     """
     table, row, element = [], 0, 0
     for (rows, length), address in zip(shapes, addresses, strict=True):
         table.append((row, length, element, address))
         row, element = row + rows, element + rows * length
-    # The largest power of two, up to 16, that divides all lengths, offsets and addresses (counted
-    # in elements).
+    # The largest power of two, up to 16, that divides all row lengths, indices in `data`, and
+    # addresses. All are counted in elements.
     offsets = (n for _, k, e, x in table for n in (k, e, x // source_dtype.itemsize))
     aligned = math.gcd(16, *offsets)
     block = min(triton.next_power_of_2(max(k for _, k in shapes)), ROW_BLOCK)

@@ -3,9 +3,10 @@
     nn.Linear.weight    bf16 [M, K]  ->  QuantizedWeight: e4m3 [M, K], fp32 [M, 1]
 
 The forward's GEMM reads the FP8 data directly, so training steps do not quantize the weight. dgrad
-contracts the output features, so its scales must not vary along them. The backward therefore
-requantizes the data with one scale for the tensor, which reads and writes one byte per element.
-Storing this second result would need as much memory again as the FP8 weight.
+contracts the output features (the rows of the weight), so the scales of its operand must not vary
+from row to row. The backward therefore requantizes the data with one scale for the whole weight.
+Requantization reads and writes one byte per element. Storing the requantized data instead would
+need as much memory again as the FP8 weight.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ FREEZABLE_DTYPES = (torch.bfloat16, torch.float32)
 
 @torch.no_grad()
 def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.Module:
-    """Replace the frozen weights of linear layers by FP8 data.
+    """Replace the frozen weights of linear layers by FP8 data, in place.
 
         model.requires_grad_(False)
         model = peft.get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
         fp8pass.quantize_frozen(model)
         model.compile(backend="fp8pass")
 
-    Use this for models with frozen weights: models with adapters (LoRA), teachers, or encoders. If
+    Frozen weights occur in models with adapters (LoRA), in teachers and in frozen encoders. If
     linear layers run in FP8 with a scale for each row (`forward_scales="rowwise"`), the forward of
     a compiled model is bit-identical to the forward with weights in BF16. Gradients of inputs are
     computed with the rounded weights. In all other layers, each use dequantizes the weight.
 
-    The model can be moved, copied and saved as before. Call this again after freezing more layers.
-    `state_dict` contains the rounded weights in their original dtype. They are in host memory,
-    because the GPU may not have enough memory for them. `load_state_dict` quantizes the loaded
-    weights; with `assign=True` it replaces the quantized weights. Nothing else can change a
-    quantized weight, so merge adapters into weights before this call.
+    The model can be moved, copied and saved as before. Call `quantize_frozen` again after freezing
+    more layers. `state_dict` contains the rounded weights in their original dtype. These are in
+    host memory, because the GPU may not have enough memory for them. `load_state_dict` quantizes
+    the loaded weights; with `assign=True` it replaces the quantized weights. Nothing else can
+    change a quantized weight, so merge adapters into the weights before you quantize them.
 
     Args:
         model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`). Its
             frozen linear layers have weights in BF16, or in FP32 for autocast. FP32 weights are
-            rounded to BF16, as autocast does. Call this before DistributedDataParallel wraps the
+            rounded to BF16, as autocast does. Quantize before DistributedDataParallel wraps the
             model.
         skip: paths of linear layers, or parts of them with *, that stay unquantized. Output heads
             and layers that cannot run in FP8 always stay unquantized.

@@ -1,16 +1,16 @@
 """Weights that are already quantized when they enter a graph: E4M3 data, a scale for each row.
 
-In compiled code, the forward's GEMM reads the FP8 data. They have the same bits as if the graph
+In compiled code, the forward's GEMM reads the FP8 data, which have the same bits as if the graph
 quantized a BF16 weight by row (section 3.2 of the LLMQ paper). The backward dequantizes the data.
 
 Modules handle quantized weights like other weights: they can be moved to another device, converted
 to another dtype, copied and pickled.
 
-A weight with a `source` is exact: the source has the values, and the FP8 data are a cache. Outside
-of compiled graphs, operators read the source. Operators that write to the weight write to the
-source, which is quantized again before the next use of the FP8 data. If the FP8 data are the only
-copy of a weight (`is_only_copy`), the weight can only be replaced as a whole, by values that are
-then quantized. FSDP2 gathers new quantized weights each time; these cannot be changed.
+A weight with a `source` is exact: the source contains the exact values, and the FP8 data are a
+cache. Outside of compiled graphs, operators read the source. If an operator writes to the weight,
+it writes to the source, and the source is quantized again before the FP8 data are used. If the FP8
+data are the only copy of a weight (`is_only_copy`), the weight can only be replaced as a whole, and
+the new values are quantized. Quantized weights that FSDP2 gathered cannot be changed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ fp8 = torch.ops.fp8pass
 
 
 class QuantizedWeight(Tensor):
-    """A matrix [M, K] as E4M3 data and a scale for each row. Eager operators read its values.
+    """A matrix [M, K] as E4M3 data and a scale for each row.
+
+    Operators outside of compiled graphs compute with the source, or else with dequantized data.
 
     Attributes:
-        source: the exact matrix [M, K] in host memory, or None. It may be written to.
+        source: the exact matrix [M, K] in host memory, or None. Optimizers may write to the source.
         is_only_copy: whether the FP8 data are the only copy of the matrix.
     """
 
@@ -48,10 +50,10 @@ class QuantizedWeight(Tensor):
 
     def __init__(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         self._fp8_data, self._scales = fp8_data, scales
-        self._version_of_source = -1  # version when the source was last quantized
+        self._version_of_source = -1  # version of the source when it was last quantized
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return a text without values, because compilers print fake weights, which have none."""
+        """Return a text without values: compilers print fake weights, which have no values."""
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @property
@@ -79,10 +81,11 @@ class QuantizedWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The weight without a gradient. Assigning to `data` changes the weight.
+        """The detached weight. Assigning a tensor to `data` changes the weight.
 
         Raises:
-            RuntimeError: the assigned tensor has another shape, or another dtype than the source.
+            RuntimeError: the assigned tensor has another shape than the weight, or the weight has a
+                source and the tensor has another dtype.
         """
         return self.detach()
 
@@ -113,7 +116,7 @@ class QuantizedWeight(Tensor):
         return self.fp8_data.is_shared()
 
     def exact(self) -> Tensor:
-        """Return a copy of the source on the weight's device; without a source, dequantize."""
+        """Return a copy of the source on the weight's device. Without a source, dequantize."""
         if self.source is None:
             return self.dequantize()
         self.wait_for_source()
@@ -125,18 +128,18 @@ class QuantizedWeight(Tensor):
             torch.cuda.synchronize(self.device)
 
     def dequantize(self) -> Tensor:
-        """Return the values of the FP8 data in a plain tensor."""
+        """Return the dequantized FP8 data, a plain tensor in the weight's dtype."""
         return fp8.dequantize.default([self.fp8_data], self.scales, BY_ROW, self.dtype)
 
     def copy_with(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-        """Return the same weight with FP8 data in other memory, or with another dtype."""
+        """Return a weight with these data, scales and dtype, and the same source."""
         found = QuantizedWeight(fp8_data, scales, dtype)
         found.source, found.is_only_copy = self.source, self.is_only_copy
         found._version_of_source = self._version_of_source
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Quantize a changed source before pickling: pickles lack versions that show the change."""
+        """Quantize a changed source before pickling, because pickles do not contain versions."""
         self._follow_source()
         return super().__reduce_ex__(protocol)
 
@@ -154,7 +157,7 @@ class QuantizedWeight(Tensor):
         return memo[id(self)]
 
     def change(self, values: Tensor) -> None:
-        """Replace the weight by `values`, broadcast to its shape, of any dtype and on any device.
+        """Replace the weight by `values`, which are broadcast and may have any dtype and device.
 
         Raises:
             RuntimeError: FSDP2 gathered the weight; only its shards can be changed.
@@ -163,7 +166,7 @@ class QuantizedWeight(Tensor):
             values = values.exact() if isinstance(values, QuantizedWeight) else values
             self.wait_for_source()
             self.source.copy_(values)
-            self.requantize()  # in __torch_dispatch__, writes do not increment the source's version
+            self.requantize()  # writes inside __torch_dispatch__ do not increment versions
         elif not self.is_only_copy:
             raise RuntimeError(_explain_refusal(aten.copy_.default, self))
         elif isinstance(values, QuantizedWeight):
@@ -175,7 +178,7 @@ class QuantizedWeight(Tensor):
             self.requantize(0, rows.expand(self.shape))
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
-        """Quantize the source, or write quantized `rows` [R, K] to the FP8 data at row `first`."""
+        """Quantize the source, or only `rows` [R, K], which replace rows from index `first`."""
         if rows is None:
             assert self.source is not None
             self.wait_for_source()
@@ -202,7 +205,7 @@ class QuantizedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # FSDP2 and nn.Parameter create views of a whole weight. Such a view is the same weight.
+        # FSDP2 and nn.Parameter create views of a whole weight. Such a view shares the FP8 data.
         if func is aten.detach.default or (
             func is aten.as_strided.default and tuple(args[1]) == tuple(args[0].shape)
         ):
@@ -238,7 +241,7 @@ class WeightView(Tensor):
         return repr(self.values_of_weight)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a plain tensor, because scatter collectives read its memory without dispatch."""
+        """Return a plain tensor, because scatter collectives read memory without dispatch."""
         return self.values_of_weight.contiguous(*args, **kwargs)
 
     @classmethod
@@ -266,7 +269,9 @@ def _protect_views(func: Any, found: Any) -> Any:
 
 
 def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]) -> Any:
-    """Run an operator that writes to weights on copies of their values; then change the weights.
+    """Run an operator that writes to weights.
+
+    The operator writes to copies of the exact values. Then the weights are changed to the copies.
 
     Raises:
         RuntimeError: a weight cannot be changed, or this operator cannot change it.
@@ -299,9 +304,9 @@ def _move(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
-    **_: Any,  # arguments about layouts, because FP8 matrices have only one layout
+    **_: Any,  # arguments for layouts have no effect, because FP8 matrices have only one
 ) -> QuantizedWeight | None:
-    """Return a copy on another device or with another dtype; None if the dtype is not a float."""
+    """Return a copy of a weight with this dtype and device, or None if the dtype is not a float."""
     dtype = dtype or weight.dtype
     if not dtype.is_floating_point:
         return None
@@ -324,7 +329,7 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: 
     written = [
         given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write
     ]
-    if func.namespace == "c10d" and schema.name.endswith("_"):  # schema lacks alias annotations
+    if func.namespace == "c10d" and schema.name.endswith("_"):  # its schema lacks alias annotations
         written = list(args[:1])
     return [x for x in compat.tree_leaves(written) if isinstance(x, kind)]
 
@@ -350,11 +355,11 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
 
 @dataclass(frozen=True)
 class RowBuffers:
-    """Memory for the FP8 data and scales of several matrices [M, K], which can be reused.
+    """Reusable memory for the FP8 data and scales of several matrices [M, K].
 
     Attributes:
-        data: float8_e4m3fn [sum of M·K].
-        scales: fp32 [sum of M].
+        data: the data of all matrices, concatenated: float8_e4m3fn [sum of M·K].
+        scales: the scales of all rows, concatenated: fp32 [sum of M].
         parts: for each matrix, views of its data [M, K] and of its scales [M, 1].
     """
 
@@ -371,7 +376,7 @@ def allocate_buffers(shapes: Sequence[torch.Size], device: torch.device) -> RowB
 
 
 def split_buffers(data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> RowBuffers:
-    """Split data [sum of M·K] and scales [sum of M] into matrices with these shapes."""
+    """Return buffers whose `parts` are views of `data` and `scales` in these shapes."""
     matrices = data.split([m * k for m, k in shapes])
     rows = scales.view(-1, 1).split([m for m, _ in shapes])
     views = (x.view(shape) for x, shape in zip(matrices, shapes, strict=True))
@@ -381,10 +386,10 @@ def split_buffers(data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) ->
 def quantize_rows(
     matrices: Sequence[Tensor], dtype: torch.dtype, buffers: RowBuffers | None = None
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Round matrices [M, K] to `dtype`, and quantize each row; return FP8 data and scales.
+    """Round matrices [M, K] to `dtype`, and quantize each row.
 
-    The FP8 data have the same bits as the result of the dialect's `quantize`. Data and scales are
-    written to `buffers`, if given.
+    Returns FP8 data [M, K] and scales [M, 1] for each matrix. The data have the same bits as the
+    result of `dialect.ops.quantize`. If `buffers` are given, the results are views of the buffers.
     """
     device = matrices[0].device
     buffers = buffers or allocate_buffers([x.shape for x in matrices], device)

@@ -1,14 +1,14 @@
 """Triton kernels that compute programs.
 
 supported.py          which matrices and programs the kernels support
-kernel_operator.py    an operator for each kernel, which Inductor launches
-row_kernel.py         the kernel that holds whole rows, and can reduce rows
+kernel_operator.py    a PyTorch operator for each kernel, which Inductor can launch
+row_kernel.py         the kernel that processes whole rows, and can reduce along rows
 row_source.py         the Triton source of the row kernel
-tile_kernel.py        the kernel that holds tiles, and can store tiles transposed
+tile_kernel.py        the kernel that processes tiles, and can store tiles transposed
 tile_source.py        the Triton source of the tile kernel
 expert_transpose.py   the kernel that quantizes and transposes the tokens of experts
-planes.py             packed elements in Triton source
+planes.py             Triton source that packs and unpacks elements of less than 8 bits
 triton_ops.py         pieces of source that the row and tile kernels share
 device_functions.py   Triton functions that all kernels call
-launch.py             several programs in one launch
+launch.py             runs several programs in one launch of a kernel
 """

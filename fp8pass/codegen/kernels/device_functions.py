@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_MASK, MANTISSA_MASK, SMALLEST_SCALE
 
-# `largest` and `smallest` propagate NaN, because Triton's own reductions and comparisons drop it.
-# The functions of scales compute the same as `dialect/scaling.py`.
+# Triton's own reductions and comparisons drop NaN. `largest` and `smallest` propagate NaN.
+# `quotient_of`, `power_of_two` and `truncated` compute the same as `dialect/scaling.py`.
 _PRELUDE = """
 import triton
 import triton.language as tl
@@ -41,7 +41,7 @@ def truncated(x):
 
 """
 
-# Functions for emulated formats, whose elements may share a byte (`planes.py`).
+# Functions for emulated formats. Several elements of such a format may share a byte (`planes.py`).
 _PACKING = """
 @triton.jit
 def minifloat(code, BITS: tl.constexpr, SHIFT: tl.constexpr, factor):
@@ -96,16 +96,17 @@ class Instructions:
     """An elementwise Triton function in inline assembly.
 
     Triton's own functions handle denormals, call a library, or unpack registers twice. They execute
-    two to twenty instructions instead of one, which would make kernels slower than memory allows.
+    two to twenty instructions instead of one. Kernels would then be limited by instructions instead
+    of memory.
     The hardware's approximations have a relative error of 2^-22.
 
     Attributes:
-        instructions: the PTX.
+        instructions: the PTX code.
         interpreted: equivalent Triton code, for Triton's interpreter, which has no inline assembly.
-        parameters: the function's parameters.
-        registers: constraints of the inline assembly: results, then parameters.
-        dtype: dtype of the results.
-        pack: elements that one execution processes.
+        parameters: names of the function's parameters.
+        registers: register constraints of the results, then of the parameters.
+        dtype: dtype of the result.
+        pack: number of elements that one execution processes.
     """
 
     instructions: str
@@ -117,7 +118,7 @@ class Instructions:
 
 
 def write_functions(functions: dict[str, Instructions]) -> str:
-    """Return the source of Triton functions, by name."""
+    """Return the Triton source of `functions`, a dict from names to instructions."""
     import triton
 
     found = []
@@ -132,7 +133,8 @@ def write_functions(functions: dict[str, Instructions]) -> str:
 _INSTRUCTIONS = {
     "exp2": Instructions("ex2.approx.ftz.f32 $0, $1;", "tl.exp2(x)"),
     "reciprocal": Instructions("rcp.approx.ftz.f32 $0, $1;", "1.0 / x"),
-    # Packs four values into a word of E4M3. One hardware instruction converts two values.
+    # Converts four values to E4M3 and packs them into a word of 32 bits. One hardware instruction
+    # converts two values.
     "word_of": Instructions(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
         " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
@@ -159,7 +161,7 @@ def call_quotient_of(amax: str, format: str) -> str:
 
 
 def shared_source() -> str:
-    """Return the source at the beginning of every kernel's module."""
+    """Return the source of the functions that every kernel's module contains."""
     scaling = _PRELUDE.format(
         smallest_scale=SMALLEST_SCALE,
         bf16_bits=BF16_BITS,

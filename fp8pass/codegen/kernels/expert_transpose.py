@@ -3,9 +3,9 @@
     codes[k, place] = x[rows[token], k] / scale[e]
                                             token = place - padded start of e + start of e
 
-Here `place` is a column of the result, and `e` its expert. A Triton program processes a tile of
-places and loops over the columns of `x`. The program computes the expert of each place from the
-offsets, because copying the offsets to the CPU would make the CPU wait for the GPU.
+Here `place` is the index of a column of the result, and `e` is the expert of this column. A Triton
+program processes a tile of places and loops over the columns of `x`. The GPU computes the expert of
+each place from the offsets, because the CPU would have to wait for a copy of the offsets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8pass.dialect.expert_groups import padded_length
 from fp8pass.dialect.formats import E4M3
 
 PLACES, COLUMNS = 128, 64
-# Columns that one program loops over.
+# Number of columns of `x` that one Triton program loops over.
 SPAN = 1024
 TILE = tl.constexpr(CONTRACTION_MULTIPLE)
 
@@ -61,7 +61,7 @@ def _transpose_segments(
 def transpose_segments(
     x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
 ) -> Tensor:
-    """Compute `dialect.ops.transpose_segments` on a GPU, in E4M3."""
+    """Compute `dialect.ops.transpose_segments` on a GPU. The only supported `format` is E4M3."""
     if format != E4M3.name:
         raise ValueError(f"The kernel for tokens of experts quantizes to e4m3, not {format}. {BUG}")
     x, columns, experts = x.contiguous(), x.shape[1], len(offsets)

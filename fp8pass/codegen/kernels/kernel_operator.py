@@ -1,8 +1,8 @@
 """Kernels as operators: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
 
 In eager mode, an operator runs generated Triton kernels on a GPU, and the programs' references on a
-CPU. In compiled graphs, Inductor allocates the results and launches the kernels like its own.
-Programs are passed as a string, because graphs with string arguments can be cached.
+CPU. In compiled graphs, Inductor allocates the results and launches the kernels, as it does for its
+own kernels. Programs are passed as a string, because graphs with string arguments can be cached.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from fp8pass.codegen.kernels.launch import Launch, LaunchPart, plan_launches
 from fp8pass.codegen.program.ir import Program
 from fp8pass.codegen.program.program_batch import Batch
 
-# A function that prepares a program for a launch, given the sizes M (may be symbolic) and N.
+# A function that prepares a program for a launch. Its arguments are the program, M and N. M may be
+# symbolic.
 Prepare = Callable[[Program, Any, int], LaunchPart]
 
-# The function that prepares programs, for the operator of each kernel.
+# For the operator of each kernel, the function that prepares its programs.
 KERNELS: dict[Any, Prepare] = {}
 
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
-    """Define the operator of a kernel. `prepare` prepares each program of a batch for a launch."""
+    """Define and return the operator `name`. `prepare` prepares its programs for launches."""
 
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
         batch = Batch.parse(programs)
@@ -58,7 +59,7 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
 
 
 def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
-    """Run the kernels of a batch, which write their output to the tensors `results`."""
+    """Run the kernels of a batch. The kernels write their output to the tensors `results`."""
     operands = [x.contiguous() for x in inputs]
     parts = prepare_batch(prepare, batch, [x.shape for x in operands])
     for launch in plan_launches(part for part in parts if part.grid):
@@ -68,7 +69,7 @@ def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[
 def prepare_batch(
     prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]
 ) -> Iterator[LaunchPart]:
-    """Prepare each program of a batch for inputs of these sizes."""
+    """Yield the prepared programs of a batch. `sizes` contains the shape of each input."""
     for program, read, numbers in batch.split(range(len(sizes))):
         rows, columns = program.sizes([sizes[i] for i in read])
         part = prepare(program, rows, int(columns))

@@ -1,7 +1,7 @@
 """Launch several programs as one Triton kernel, with concatenated grids.
 
 A launch takes ten to twenty microseconds on the CPU. The GPU quantizes a weight of hidden size 2048
-in five microseconds, so with a launch for each program the GPU would wait for the CPU.
+in five microseconds. With a separate launch for each program, the GPU would wait for the CPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from fp8pass import compat
 from fp8pass.codegen.kernels.device_functions import shared_source
 
-# Maximum number of parts in a launch. Each part makes the compiled kernel larger, even if it equals
-# another part.
+# Maximum number of programs in a launch. Each program makes the compiled kernel larger, even if the
+# launch contains an equal program.
 MOST_PARTS = 8
 
 _FUNCTION = """
@@ -36,13 +36,13 @@ def {name}({parameters}):
 
 @dataclass(frozen=True)
 class Function:
-    """A Triton function that computes a program; its first parameter is `index`, a program id.
+    """A Triton function that computes a program. Its first parameter, `index`, is a program id.
 
     Attributes:
         name: the name that profilers show.
-        pointers: parameters for tensors, inputs and then results.
-        sizes: run-time parameters.
-        constants: compile-time parameters.
+        pointers: names of the tensor parameters: first inputs, then results.
+        sizes: names of the run-time parameters.
+        constants: names of the compile-time parameters.
         body: source of the function's body.
     """
 
@@ -53,7 +53,7 @@ class Function:
     body: str
 
     def source(self, name: str) -> str:
-        """Return the source of the function, with the name `name`."""
+        """Return the source of the function under the name `name`."""
         constants = (f"{constant}: tl.constexpr" for constant in self.constants)
         parameters = ", ".join((*self.pointers, *self.sizes, *constants))
         body = textwrap.indent(self.body, " " * 4)
@@ -67,9 +67,9 @@ class LaunchPart:
     Attributes:
         function: the Triton function that computes the program.
         grid: number of Triton programs.
-        sizes: run-time arguments.
-        constants: compile-time arguments.
-        num_warps: warps of a Triton program.
+        sizes: run-time arguments, by parameter name.
+        constants: compile-time arguments, by parameter name.
+        num_warps: number of warps of each Triton program.
         inputs: indices of the operator's inputs that the kernel reads.
         outputs: indices of the operator's results that the kernel writes.
     """
@@ -88,10 +88,11 @@ class Launch:
     """A Triton kernel and its arguments.
 
     Attributes:
-        kernel: the Triton kernel; its parameters are inputs `in0`, ..., results `out0`, ..., sizes.
+        kernel: the Triton kernel. Its parameters are the inputs `in0`, `in1`, ..., the results
+            `out0`, `out1`, ..., and the names in `sizes`.
         grid: number of Triton programs.
-        sizes: run-time arguments.
-        num_warps: warps of a Triton program.
+        sizes: run-time arguments, by parameter name.
+        num_warps: number of warps of each Triton program.
         inputs: indices of the operator's inputs that the kernel reads.
         outputs: indices of the operator's results that the kernel writes.
     """
@@ -104,7 +105,7 @@ class Launch:
     outputs: tuple[int, ...]
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Launch with an operator's inputs and results."""
+        """Launch the kernel. `inputs` and `outputs` are all inputs and results of the operator."""
         tensors = [inputs[i] for i in self.inputs] + [outputs[i] for i in self.outputs]
         self.kernel[(self.grid,)](*tensors, **self.sizes, num_warps=self.num_warps)
 
@@ -115,7 +116,7 @@ def plan_launches(parts: Iterable[LaunchPart]) -> list[Launch]:
 
 
 def group_into_launches(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
-    """Group parts into launches of at most `MOST_PARTS`, with the same number of warps.
+    """Group parts with the same number of warps into launches of at most `MOST_PARTS` parts.
 
     Parts are sorted by function. Repeated layers then have equal launches, which share a kernel.
     """
@@ -132,7 +133,7 @@ def group_into_launches(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
 def build_launch(parts: Sequence[LaunchPart]) -> Launch:
     """Build the launch of parts that have the same number of warps."""
     inputs = tuple(i for part in parts for i in part.inputs)
-    # Parts that write to different columns of one result share its parameter.
+    # Parts that write to different columns of one result share one parameter.
     outputs = tuple(dict.fromkeys(i for part in parts for i in part.outputs))
     ends = list(accumulate(part.grid for part in parts))
     sizes = {f"end_{i}": end for i, end in enumerate(ends[:-1])}
@@ -159,7 +160,7 @@ class Call:
     constants: tuple[tuple[str, Any], ...]
 
     def source(self, name: str, number: int, index: str) -> str:
-        """Return the source of part `number`'s call of function `name` with program id `index`."""
+        """Return the source that calls function `name` for part `number`, program id `index`."""
         sizes = [f"{size}={size}_{number}" for size in self.function.sizes]
         constants = [f"{constant}={value!r}" for constant, value in self.constants]
         return f"{name}({', '.join((index, *self.pointers, *sizes, *constants))})"
@@ -172,14 +173,14 @@ def _load_kernel(calls: tuple[Call, ...], parameters: tuple[str, ...]) -> Any:
 
 
 def _name_kernel(calls: Sequence[Call]) -> str:
-    """Name a kernel by its functions and the number of calls of each."""
+    """Return a kernel's name: the names of its functions, and how often each is called."""
     counts = Counter(call.function.name for call in calls)
     words = (name if count == 1 else f"{name}_x{count}" for name, count in counts.items())
     return "_and_".join(words)[:120]
 
 
 def _write_kernel(name: str, calls: Sequence[Call], parameters: Sequence[str]) -> str:
-    """Return the Triton module of a kernel."""
+    """Return the source of the Triton module that defines the kernel `name`."""
     functions = list(dict.fromkeys(call.function for call in calls))
     names = {function: f"part_{i}" for i, function in enumerate(functions)}
     lines = []

@@ -1,8 +1,9 @@
 """Write the Triton source that locates, decodes and encodes packed elements.
 
-The bits of an element are in one or two planes (`Format.planes`). In a plane of w bits, a group of
-G elements has S = G · w / 8 bytes. Byte i contains elements i, i + S, i + 2S, ... of the group,
-element i in the lowest bits. Neighboring threads therefore read neighboring bytes (`ops.quantize`).
+The bits of an element are in one or two planes (`Format.planes`). In a plane with w bits of each
+element, a group of G elements has S = G · w / 8 bytes. Byte i contains elements i, i + S, i + 2S,
+... of the group, with element i in the lowest bits. This layout (`ops.quantize`) lets neighboring
+threads read neighboring bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ from fp8pass.dialect.formats import FORMATS
 
 
 def locate_byte(column: str, size: int, width: int) -> str:
-    """Return the index of the byte in a row that contains a column's element."""
+    """Return the expression for the index, in a row of a plane, of the byte of a column's element.
+
+    Args:
+        column: expression for the column.
+        size: elements of a group.
+        width: bits of an element in the plane.
+    """
     count = size * width // 8
     return f"{column} // {size} * {count} + {column} % {count}"
 
 
 def extract_bits(planes: Sequence[str], column: str, size: int, format: str) -> str:
-    """Return the bits of a column's element as int32, given the element's byte in each plane.
+    """Return the expression for the int32 bits of the element at `column`.
 
-    Bits above the format's width are undefined.
+    `planes` contains the element's byte in each plane, and `size` is the number of elements of a
+    group. Bits above the format's width are undefined.
     """
     fields, offset = [], 0
     for byte, width in zip(planes, FORMATS[format].planes, strict=True):
@@ -35,14 +43,14 @@ def extract_bits(planes: Sequence[str], column: str, size: int, format: str) -> 
 
 
 def decode_bits(elements: str, format: str) -> str:
-    """Return the fp32 values of elements, which are fp16 numbers with another exponent bias."""
+    """Return the expression that converts the bits of elements to fp32 values."""
     fmt = FORMATS[format]
     factor = 2.0 ** (14 + fmt.min_exponent)
     return f"minifloat({elements}, {fmt.bits}, {10 - fmt.mantissa}, {factor!r})"
 
 
 def encode_values(values: str, format: str) -> str:
-    """Round fp32 values to elements, ties to even, as `dialect.encoding.encode` does."""
+    """Return the expression that rounds fp32 values to bits, as `dialect.encoding.encode` does."""
     fmt = FORMATS[format]
     dropped = 23 - fmt.mantissa
     rebias = (127 - (1 - fmt.min_exponent)) << fmt.mantissa
@@ -53,7 +61,7 @@ def encode_values(values: str, format: str) -> str:
 
 
 def split_planes(elements: str, format: str) -> Iterator[tuple[str, int]]:
-    """Yield the bits of elements in each plane, with the plane's width."""
+    """Yield, for each plane, the expression for its bits of the elements, and its width in bits."""
     offset = 0
     for width in FORMATS[format].planes:
         field = f"({elements} >> {offset})" if offset else elements

@@ -1,10 +1,10 @@
 """The row kernel: computes programs with reductions along rows.
 
-In the forward, operands of linear layers are norms, activations and weights, with a scale for each
-row (section 5.2 of the COAT paper, section 3 of the LLMQ paper). The kernel reads a row once. From
-this row it computes the norm's statistics, the scale, the quantized row, and the quantized groups
-that are saved for the backward. Inductor's code reads the row again for each of these results, and
-needs another kernel for the groups (`benchmarks/kernels.py`).
+In the forward, the operands of linear layers are outputs of norms, outputs of activation functions,
+and weights. Each row has a scale (section 5.2 of the COAT paper, section 3 of the LLMQ paper). The
+kernel reads a row once. From this row it computes the norm's statistics, the scale, the quantized
+row, and the quantized groups that are saved for the backward. Inductor's code reads the row again
+for each of these results, and needs a second kernel for the groups (`benchmarks/kernels.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from fp8pass.codegen.kernels.supported import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS, TRITON_TYPES
 from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
 
-# Most elements of a row that registers hold. Longer rows are read in a loop.
+# Maximum length of a row that is held in registers. Longer rows are read in a loop.
 LONGEST_HELD = 16384
-# Longest rows for which passes fuse sums over rows, because the sums need registers, too.
+# Maximum row length for which passes fuse sums over rows. The sums need registers, too.
 LONGEST_SUMMED = 8192
-# Most elements that a thread holds, without and with sums over rows. With more elements, too few
-# threads fit on the GPU to hide latency (`benchmarks/results/sweeps.json`).
+# Maximum number of elements that a thread holds: `HELD_SUMMED` if the program sums over rows, else
+# `HELD`. If threads held more, too few threads would run at once to hide the latency of memory
+# (`benchmarks/results/sweeps.json`).
 HELD = 44
 HELD_SUMMED = 32
-# Elements of a chunk if the row is read in a loop.
+# Number of elements in a chunk if the row is read in a loop.
 CHUNK = 4096
 # Minimum number of elements in a chunk.
 SMALLEST_CHUNK = 128
@@ -43,7 +44,7 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
 
 
 def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
-    """Return a program's part of a launch, with the chunk size and warps that suit an H200 best.
+    """Prepare a program for a launch, with the chunk size and warps that are fastest on an H200.
 
     Raises UnsupportedProgram if this kernel does not support a store.
     """
@@ -69,7 +70,7 @@ def _check(program: Program, columns: int) -> None:
 
 
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
-    """Return how to cut a row into chunks of whole groups, and the number of warps."""
+    """Return how a row is cut into chunks of whole groups, and the number of warps."""
     if columns > LONGEST_HELD:
         return Shape(columns, CHUNK, held=False), 4
     held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)

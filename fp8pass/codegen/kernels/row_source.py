@@ -1,8 +1,8 @@
 """The Triton source of row kernels.
 
 A row is cut into chunks. If all chunks of a row fit into registers, the kernel reads the row once.
-A longer row is read in a loop over chunks, which is repeated for every stage of reductions. After
-the first loop, the row is in the cache.
+Otherwise the kernel reads the row in a loop over chunks, and repeats the loop for every stage of
+reductions. After the first loop, the row is in the cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ row = index.to(tl.int64)
 {body}
 """
 
-# With sums over rows, a Triton program loops over several rows and holds their sums in registers.
+# If the kernel sums over rows, a Triton program loops over rows and holds the sums in registers.
 _SUMMING_BODY = """
 {before}
 for row in range(index.to(tl.int64), M, PROGRAMS):
@@ -56,8 +56,7 @@ _LOADS = {
     "row": "tl.load({0} + row)",
     "scalar": "tl.load({0})",
 }
-# A scale is loaded once for the neighboring elements of a thread, which would otherwise load it
-# several times.
+# A thread loads a scale once for `few` neighboring elements of a group, not once for each element.
 _GROUP_SCALES = [
     "{v}_few = {start} + tl.arange(0, {chunk} // {few}) * {few}",
     "{v}_scales = tl.load({scales} + row * ({width} // {size}) + ({offset} + {v}_few) // {size}"
@@ -90,8 +89,8 @@ class Shape:
     """How a kernel processes a row.
 
     Attributes:
-        columns: elements of the row.
-        chunk: elements of a chunk.
+        columns: number of elements in the row.
+        chunk: number of elements in a chunk.
         held: whether registers hold the whole row; otherwise the kernel reads it in a loop.
     """
 
@@ -101,11 +100,11 @@ class Shape:
 
     @property
     def chunks(self) -> range:
-        """Indices of the chunks that have their own code: all of a held row, one of a loop."""
+        """Indices of the chunks with separate code: all of a held row, or one for the loop."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     def is_full(self, i: int) -> bool:
-        """Whether all elements of a chunk lie within the row."""
+        """Whether all elements of chunk `i` lie within the row."""
         if self.held:
             return (i + 1) * self.chunk <= self.columns
         return self.columns % self.chunk == 0
@@ -115,9 +114,9 @@ class RowWriter:
     """Writes the body of a Triton function.
 
     The body has stages. A reduction or store belongs to the first stage after all reductions that
-    it depends on. A value that varies along a row has a name in each chunk. If registers hold the
-    row, such a value is computed once. If the row is read in a loop, the value is recomputed in
-    every stage that needs it.
+    it depends on. A value that varies along a row has a separate name in each chunk. If registers
+    hold the row, such a value is computed once. If the row is read in a loop, the value is
+    recomputed in every stage that needs the value.
     """
 
     def __init__(self, program: Program, shape: Shape) -> None:
@@ -135,7 +134,7 @@ class RowWriter:
         self.known: set[str] = set()
 
     def _name_results(self) -> dict[tuple[int, str], list[str]]:
-        """Return the pointer parameters of every store, by the store's number and layout."""
+        """Return the names of the pointer parameters of every store, by store number and layout."""
         found: dict[tuple[int, str], list[str]] = {}
         count = 0
         for i, store in enumerate(self.program.stores):
@@ -146,12 +145,12 @@ class RowWriter:
         return found
 
     def parameters(self) -> list[str]:
-        """Return the function's pointer parameters."""
+        """Return the names of the function's pointer parameters."""
         inputs = [f"in{i}" for i in range(self.program.input_count)]
         return inputs + [name for names in self.results.values() for name in names]
 
     def _place(self, definition: Load | Step) -> None:
-        """Record whether a value varies along a row, and the first stage that can use it.
+        """Record whether a value varies along a row, and the first stage that can use the value.
 
         The result of a reduction can be used in the stage after the reduction.
         """
@@ -183,7 +182,7 @@ class RowWriter:
     def body(self) -> list[str]:
         """Return the lines that run for each row."""
         self.lines = [f"first = row * {self.shape.columns}"]
-        if self.shape.held:  # all loads are issued before the kernel waits for the first
+        if self.shape.held:  # all loads are issued before the kernel waits for the first load
             self._read("full", "groups")
         reductions = [s for s in self.program.steps if s.target in REDUCTION_STEPS]
         when = {key: self._stage_of_store(key[0]) for key in self.results}
@@ -196,7 +195,7 @@ class RowWriter:
         return self.lines
 
     def after(self) -> list[str]:
-        """Return the lines that run once, after the last row: stores of sums."""
+        """Return the lines that run once, after the last row. They store sums over rows."""
         self.lines = []
         for number, pointer in self._sums():
             for i in self.shape.chunks:
@@ -205,7 +204,7 @@ class RowWriter:
         return self.lines
 
     def _sums(self) -> list[tuple[int, str]]:
-        """Return the numbers and pointers of stores of sums over rows."""
+        """Return, for each store of sums over rows, its number and its pointer parameter."""
         found = self.results.items()
         return [(number, pointers_[0]) for (number, layout), pointers_ in found if layout == "sums"]
 
@@ -239,7 +238,7 @@ class RowWriter:
                 self.lines.append(f"tl.store({pointer} + row, {value}.to(tl.{store.dtype}))")
 
     def _row_values(self, names: list[str]) -> list[str]:
-        """Return the values that `names` depend on and that must be computed before the chunks."""
+        """Return the row values that `names` need. They are computed before the chunks."""
         found: list[str] = []
         seen, pending = set(self.known), list(reversed(names))
         while pending:
@@ -291,24 +290,24 @@ class RowWriter:
             self.lines.append(f"there_{i} = column_{i} < {self.shape.columns}")
 
     def _if_there(self, i: int, condition: str = "") -> str:
-        """Return the mask argument of a load or store; a full chunk needs no mask."""
+        """Return the mask argument of a load or store in chunk `i`, or '' if the chunk is full."""
         return "" if self.shape.is_full(i) else f", {condition or f'there_{i}'}"
 
     def _only_there(self, value: str, i: int) -> str:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
 
     def name(self, value: str, i: int) -> str:
-        """Return the name of a value in a chunk; a value that does not vary has only one name."""
+        """Return a value's name in chunk `i`. A row value has the same name in all chunks."""
         return f"{value}_{i}" if value in self.varying else value
 
     def _along(self, value: str, i: int) -> str:
-        """Broadcast a value to the elements of a chunk."""
+        """Return the expression for a value, broadcast to the elements of chunk `i`."""
         name = self.define(value, i)
         varies = value in self.varying
         return name if varies else f"tl.full(({self.shape.chunk},), {name}, tl.float32)"
 
     def define(self, value: str, i: int) -> str:
-        """Write the lines that compute a value in a chunk, unless present. Return its name."""
+        """Return a value's name in chunk `i`. Write the lines that compute it, unless present."""
         name = self.name(value, i)
         if name in self.known:
             return name
@@ -326,7 +325,7 @@ class RowWriter:
         return name
 
     def _read(self, *kinds: str) -> None:
-        """Write the loads of all operands of these kinds, in all chunks."""
+        """Write, for all chunks, the loads of operands of these kinds (`OPERANDS`)."""
         for i in self.shape.chunks:
             for load in self.program.loads:
                 if load.operand in kinds:
@@ -351,7 +350,7 @@ class RowWriter:
             self.lines += [line.format(scales=where[-1], **names) for line in _GROUP_SCALES]
 
     def _read_planes(self, load: Load, name: str, i: int) -> None:
-        """Load, for each element of a chunk, the byte in each plane that contains its bits."""
+        """Write the loads of the bytes with chunk i's elements, one load for each plane."""
         for plane, width in enumerate(FORMATS[load.format].planes):
             byte = locate_byte(f"column_{i}", load.group_size, width)
             place = f"row * {self.shape.columns * width // 8} + {byte}"
@@ -421,7 +420,7 @@ class RowWriter:
             self.lines.append(_STORE_ELEMENTS.format(data=planes[0], type=type, **names))
 
     def _store_planes(self, i: int, store: Store, planes: list[str], names: dict[str, Any]) -> None:
-        """Pack the elements of groups into the bytes of each plane."""
+        """Write the lines that pack the elements of groups into bytes and store each plane."""
         bits = f"{store.name}_{i}_bits"
         self.lines.append(f"{bits} = {encode_values(f'{store.name}_{i}_groups', store.format)}")
         fields = split_planes(bits, store.format)
@@ -432,7 +431,7 @@ class RowWriter:
             self.lines += [line.format(**names) for line in _STORE_PLANE]
 
 
-# The method that stores a chunk in each layout. `_write_stage` writes the store of layout `row`.
+# For each layout, the method that writes the store of a chunk. `_write_stage` handles layout `row`.
 STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
     "rows": RowWriter._store_rows,
     "groups": RowWriter._store_groups,
@@ -442,7 +441,7 @@ STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
 
 
 def _first(load: Load) -> str:
-    """Return the expression for the offset of a row in a loaded matrix."""
+    """Return the expression for the offset, in elements, of the row's first element in memory."""
     return f"row * {load.width} + {load.offset}" if load.width else "first"
 
 
@@ -456,13 +455,13 @@ def _operands(step: Step) -> list[str]:
 
 
 def sums_rows(program: Program) -> bool:
-    """Whether a program sums over rows."""
+    """Whether a program stores sums over rows."""
     return any("sums" in store.layouts for store in program.stores)
 
 
 @cache
 def write(program: Program, shape: Shape) -> Function:
-    """Write the Triton function of a program."""
+    """Return the Triton function that computes a program."""
     writer = RowWriter(program, shape)
     before, body, after = ("\n".join(x) for x in (writer.before(), writer.body(), writer.after()))
     sizes: tuple[str, ...] = ()

@@ -17,15 +17,15 @@ from fp8pass.graph.patterns import is_batched_transpose, quantization_of, skip_r
 
 fp8 = torch.ops.fp8pass
 
-# A kernel computes a matrix itself if the inputs have at most this many times the bytes of the
-# matrix. Otherwise the kernel reads the matrix from memory.
+# If computing a matrix reads at most this many times the bytes of the matrix, the kernel computes
+# the matrix. Otherwise the kernel reads the matrix from memory.
 LARGEST_INPUTS = 2.0
 
 
 class UnsupportedProgram(ValueError):
     """A kernel cannot run a well-formed program; the message contains the reason.
 
-    Passes check this before they emit a program.
+    Passes check for support before they emit a program.
     """
 
     def __init__(self, problem: str) -> None:
@@ -52,7 +52,7 @@ def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]])
 
 
 def why_no_rows(data: fx.Node) -> str | None:
-    """Return why the row kernel cannot compute a quantized matrix; does not check its inputs."""
+    """Return why the row kernel cannot compute quantized `data`, or None. Ignores its inputs."""
     block = quantization_of(data).block
     if block != ROW:
         return "one scale for the whole matrix" if block == TENSOR else "scales vary along rows"
@@ -62,13 +62,13 @@ def why_no_rows(data: fx.Node) -> str | None:
 
 
 def _has_columns_for_rows(x: fx.Node) -> bool:
-    """Whether a matrix is a batch of transposed matrices, which the row kernel would copy first."""
+    """Whether a matrix is a batch of transposed matrices. The row kernel would have to copy it."""
     copy = skip_reshapes(x)
     return is_call(copy, aten.clone.default) and is_batched_transpose(copy.args[0])  # type: ignore[arg-type]
 
 
 def why_no_tiles(data: fx.Node) -> str | None:
-    """Return why the tile kernel cannot compute a quantized matrix; does not check its inputs."""
+    """Return why the tile kernel cannot compute quantized `data`, or None. Ignores its inputs."""
     block = quantization_of(data).block
     if block != TENSOR:
         return "one scale for each row" if block == ROW else "scales vary along rows"
@@ -76,13 +76,13 @@ def why_no_tiles(data: fx.Node) -> str | None:
 
 
 def why_no_kernel(data: fx.Node) -> str | None:
-    """Return why no kernel can compute a quantized matrix: its format, size or device."""
+    """Return why no kernel supports the format, size or device of quantized `data`, or None."""
     format = quantization_of(data).format.name
     return why_not_a_matrix(data) if format in TRITON_TYPES else f"no kernel for {format}"
 
 
 def why_not_a_matrix(x: fx.Node) -> str | None:
-    """Return why no kernel can compute a value: its size or device."""
+    """Return why no kernel supports the size or device of a value, or None."""
     val = tensor(x)
     if val.ndim < 2 or not isinstance(val.shape[-1], int) or val.shape[-1] == 1:
         return "not a matrix of fixed width"

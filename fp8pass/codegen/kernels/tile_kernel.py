@@ -1,13 +1,13 @@
 """The tile kernel: computes programs without reductions, and can store the result in two layouts.
 
-In the backward, one GEMM contracts an operand of a linear layer over its rows, and another GEMM
-contracts the operand over its columns. FP8 tensor cores support only one layout, so the kernel
-stores the operand a second time, transposed (section G.3 of the COAT paper). Inductor's generated
-code for a transposed store reaches 50 to 70% of the bandwidth of a copy (`benchmarks/kernels.py`);
-this kernel reaches 85%. Neighboring Triton programs read neighboring tiles of the same rows. Each
-thread packs elements of four rows into a word, because a transposition in shared memory moves words
-faster than bytes. The pointwise body is generated from the graph, so the kernel supports any
-activation.
+A linear layer has GEMMs that contract an operand over its rows, and GEMMs that contract the same
+operand over its columns. FP8 tensor cores contract only the last dimension, so the kernel stores
+the operand a second time, transposed (section G.3 of the COAT paper). Inductor's generated code for
+a transposed store reaches 50 to 70% of the bandwidth of a copy (`benchmarks/kernels.py`), and this
+kernel reaches 85%. Neighboring Triton programs read neighboring tiles of the same rows. Each thread
+packs elements of four rows into a 32-bit word, because a transposition in shared memory moves words
+faster than bytes. The pointwise code is generated from the graph, so the kernel supports any
+activation function.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
 
 
 def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
-    """Return a program's part of a launch, with the tile size that was fastest in `sweeps.json`.
+    """Prepare a program for a launch, with the tile size that was fastest in `sweeps.json`.
 
-    A program that also stores rows has smaller tiles, because a thread holds the data of all stores
-    at once. Raises UnsupportedProgram if this kernel does not support a store or a step.
+    A program with a store in layout `rows` has smaller tiles, because a thread holds the data of
+    all stores at once. Raises UnsupportedProgram if this kernel does not support a store or step.
     """
     check_stores("tile", program, FORMATS_BY_LAYOUT)
     for step in program.steps:
@@ -61,7 +61,7 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
 
 @cache
 def write(program: Program) -> Function:
-    """Write the Triton function of a program."""
+    """Return the Triton function that computes a program."""
     return TileWriter(program).write()
 
 
@@ -69,7 +69,7 @@ tiles = define_kernel("tiles", prepare)
 
 
 def holds_amaxes(x: fx.Node) -> bool:
-    """Whether the operand `x` of an `amax` already consists of amaxes of rows or tiles."""
+    """Whether the elements of `x`, an operand of `amax`, are already amaxes of rows or tiles."""
     columns = tensor(x).shape[-1]
     if isinstance(columns, int) and columns == 1:
         return True

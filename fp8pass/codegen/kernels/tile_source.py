@@ -1,7 +1,8 @@
 """The Triton source of tile kernels.
 
-A tile is cut into n slices. Slice i consists of the rows i, i + n, i + 2n, ..., so that one thread
-holds all elements of a word, which come from n consecutive rows.
+A tile is cut into n slices. Slice i consists of the rows i, i + n, i + 2n, ... of the tile. A word
+of the transposed result contains elements of n consecutive rows, one from each slice, and one
+thread holds all of them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from fp8pass.codegen.kernels.triton_ops import (
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.dialect.formats import FORMATS
 
-# FP8 elements in a word.
+# Number of FP8 elements in a 32-bit word.
 WORD = 4
 
-# Parameters of the kernel: sizes at run time, constants at compile time.
+# Names of the kernel's parameters: run-time sizes and compile-time constants.
 SIZES = "M", "M_PADDED", "N"
 CONSTANTS = "M_TILE", "N_TILE", "FULL"
 
@@ -39,7 +40,7 @@ in_row = tl.arange(0, N_TILE)
 column = first_column + in_row
 column_there = FULL | (column < N)
 """
-# Offsets in a matrix may need 64 bits. Offsets in a tile fit into 32 bits.
+# The offset of a tile in the matrix may need 64 bits. Offsets within a tile fit into 32 bits.
 _FIRST = "first = (row_tile * M_TILE).to(tl.int64) * N + first_column"
 _SLICE = """
 in_tile_{i} = {slices} * in_tile + {i}
@@ -63,7 +64,7 @@ _LOADS = {
 
 @dataclass(frozen=True)
 class TileWriter:
-    """Writes the Triton function of a program. The name of a value in slice i ends in i."""
+    """Writes the Triton function of a program. In slice `i`, the names of values end in `_i`."""
 
     program: Program
 
@@ -74,7 +75,7 @@ class TileWriter:
         return WORD if transposes else 1
 
     def write(self) -> Function:
-        """Write the Triton function."""
+        """Return the Triton function that computes the program."""
         program = self.program
         results = [f"out{i}" for i in range(sum(len(s.layouts) for s in program.stores))]
         body = [*self._places()]
@@ -93,7 +94,7 @@ class TileWriter:
         )
 
     def _places(self) -> Iterator[str]:
-        """Write the lines that compute where the tile's elements lie in matrices."""
+        """Write the lines that compute the offsets of the tile's elements in matrices."""
         yield _TILE.format(slices=self.slices)
         yield _FIRST
         for i in range(self.slices):
@@ -117,7 +118,7 @@ class TileWriter:
         row = f"row_{i}.to(tl.int64) * ({load.width or 'N'} // {size})"
         first = f"{scales} + {row} + {load.offset // size}"
         return [
-            # If a tile lies within one group, it has only one scale for each row.
+            # If each row of the tile lies within one group, the row has only one scale.
             f"if {size} % N_TILE == 0:",
             f"    {name}_scale = tl.load({first} + first_column // {size}, row_there_{i},"
             " other=0.0).to(tl.float32)[:, None]",
@@ -128,7 +129,7 @@ class TileWriter:
         ]
 
     def _elements(self, load: Load, planes: list[str], i: int) -> str:
-        """Return the values of quantized elements, not yet multiplied by their scale."""
+        """Return the expression for quantized elements, not yet multiplied by their scales."""
         if not load.packed:
             return f"tl.load({planes[0]} + {_place(load, i)}, there_{i}, other=0.0).to(tl.float32)"
         row, size, bytes_ = f"row_{i}.to(tl.int64)[:, None]", load.group_size, []
@@ -155,14 +156,14 @@ class TileWriter:
 
     def _code(self, store: Store) -> Iterator[str]:
         for i in range(self.slices):
-            # Padding must be zero, but the steps may compute another value from it.
+            # Padding must be zero, but the steps may compute nonzero values from zeros.
             codes = f"{store.name}_{i}"
             if store.scale:
                 codes = divide_by_scale(codes, f"{store.scale}_{i}")
             yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
-        """Store amaxes of tiles. A program that stores amaxes stores nothing else: one slice."""
+        """Write the store of the tile's amax. A program with this store has only slice 0."""
         magnitude = f"tl.where(there_0, tl.abs({store.name}_0), 0.0)"
         amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
         yield f"tl.store({pointer} + index, {amax})"
@@ -189,14 +190,14 @@ class TileWriter:
 
 
 def _place(load: Load, i: int) -> str:
-    """Return the expression for the offsets of a tile's elements in a matrix."""
+    """Return the expression for the offsets of slice i's elements in the loaded matrix."""
     if not load.width:
         return f"first + full_{i}"
     first = f"(row_tile * M_TILE).to(tl.int64) * {load.width} + first_column + {load.offset}"
     return f"{first} + in_tile_{i}[:, None] * {load.width} + in_row[None, :]"
 
 
-# The method that writes a store in each layout.
+# For each layout, the method that writes a store in this layout.
 STORES: dict[str, Callable[[TileWriter, Store, str], Iterator[str]]] = {
     "rows": TileWriter._store_rows,
     "columns": TileWriter._store_columns,

@@ -16,7 +16,7 @@ GROUP_FORMATS = frozenset({*TRITON_TYPES, *(f.name for f in FORMATS.values() if 
 
 
 def write_expression(step: Step) -> str | None:
-    """Return the Triton expression of a step; None for reductions and unsupported operators."""
+    """Return the Triton expression of a step, or None for a reduction or unsupported operator."""
     if step.target == "scale":
         amax, format = step.args
         return f"power_of_two({call_quotient_of(amax, format)})"
@@ -25,7 +25,7 @@ def write_expression(step: Step) -> str | None:
 
 
 def _write_argument(argument: str | float) -> str:
-    """Return a name unchanged, and a number in parentheses."""
+    """Return the source of an argument: the name itself, or the number in parentheses."""
     if isinstance(argument, str):
         return argument
     return f"({argument!r})" if math.isfinite(argument) else f"float('{argument}')"
@@ -43,12 +43,12 @@ def name_kernel(kind: str, program: Program) -> str:
 
 
 def divide_by_scale(value: str, scale: str) -> str:
-    """Return a value divided by its scale. The caller's cast rounds, saturates, preserves NaN."""
+    """Return the expression for `value / scale`. The caller casts the quotient to the format."""
     return f"({value} * tl.div_rn(1.0, {scale}))"
 
 
 def name_pointers(program: Program) -> dict[Load, list[str]]:
-    """Return the pointer parameters of each load."""
+    """Return the names of the pointer parameters of each load."""
     found, number = {}, 0
     for load in program.loads:
         found[load] = [f"in{number + i}" for i in range(load.tensor_count)]

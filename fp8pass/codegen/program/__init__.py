@@ -5,6 +5,6 @@ reader.py          reads FX operators into loads and steps
 simplify.py        removes steps from a program
 verify.py          the rules of a well-formed program
 program_batch.py   several programs that one operator runs
-emit.py            replaces nodes of a graph by an operator that runs programs
-reference.py       computes a program operator by operator in PyTorch
+emit.py            adds operators that run programs to a graph
+reference.py       runs the operators of a program in PyTorch, one by one
 """

@@ -23,9 +23,10 @@ Draft = tuple[Iterable[Reader], Iterable[Store]]
 
 
 def emit_kernel(target: Any, drafts: Iterable[Draft], *, like: fx.Node) -> list[fx.Node]:
-    """Build a program for each draft, and add an operator before `like` that runs the programs.
+    """Build a program for each draft, and add an operator that runs the programs.
 
-    Returns the results in the order of the stores. Stores to the same matrix have the same result.
+    The operator `target` is inserted before the node `like`. Returns its results in the order of
+    the stores. Stores to the same matrix have the same result.
     """
     programs, inputs = zip(
         *(_build_program(readers, stores) for readers, stores in drafts), strict=True
@@ -38,7 +39,7 @@ def emit_kernel(target: Any, drafts: Iterable[Draft], *, like: fx.Node) -> list[
 def emit_batch(
     target: Any, batch: Batch, inputs: Sequence[fx.Node], *, like: fx.Node
 ) -> list[fx.Node]:
-    """Add an operator that runs a batch, before `like`, and return its results.
+    """Insert the operator `target`, which runs a batch, before `like`. Return its results.
 
     Raises MalformedProgram if a program is not well formed.
     """
@@ -55,7 +56,7 @@ def emit_batch(
 def _build_program(
     readers: Iterable[Reader], stores: Iterable[Store]
 ) -> tuple[Program, list[fx.Node]]:
-    """Build the program of a draft. Return the program and the nodes that it reads."""
+    """Build the program of a draft. Return the program and its input nodes."""
     readers = list(readers)
     loads = {n: x for reader in readers for n, x in reader.loads.items()}
     steps: dict[fx.Node, list[Step]] = {}
@@ -75,7 +76,7 @@ def _build_program(
 def _merge_steps(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """Return, for each node in `others`, its known steps, followed by its additional steps."""
+    """Return, for each node in `others`, its steps in `steps`, then its other steps in `others`."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])
@@ -84,9 +85,10 @@ def _merge_steps(
 
 
 def _store_contiguous(node: fx.Node) -> fx.Node:
-    """Return a contiguous node with the same value: a buffer, if generated code computes `node`.
+    """Return a node with the same value in contiguous memory.
 
-    All users of the node read the buffer, so that the value is computed only once.
+    For a graph input, a scalar or FP8 data, this is `node` itself; otherwise a buffer. All users of
+    `node` then read the buffer, so that the value is computed only once.
     """
     val = tensor(node)
     if node.op != "call_function" or val.ndim == 0 or is_fp8(val.dtype):
@@ -100,12 +102,12 @@ def _store_contiguous(node: fx.Node) -> fx.Node:
 
 
 def has_shape(node: fx.Node) -> bool:
-    """Whether a reshape can restore the shape of `node`, which needs at most one symbolic size."""
+    """Whether a reshape can restore the shape of `node`: at most one size may be symbolic."""
     return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
 
 
 def replace(node: fx.Node, result: fx.Node) -> None:
-    """Replace all uses of `node` by `result`, a matrix."""
+    """Replace all uses of `node` by the matrix `result`, reshaped to the shape of `node`."""
     val = tensor(node)
     if val.ndim != tensor(result).ndim:
         shape = [size if isinstance(size, int) else -1 for size in val.shape]

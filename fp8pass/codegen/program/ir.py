@@ -1,9 +1,9 @@
 """Programs: loads, steps and stores of a fused kernel that computes an [M, N] matrix.
 
-A `Program` is plain data, so that graphs and caches can contain it as a string. `reader.py` builds
-programs from FX nodes, `reference.py` defines their results, and `codegen/kernels` writes Triton
-kernels that compute these results. Values are fp32. As in Inductor's kernels, a value is rounded
-only if it is stored.
+A `Program` is plain data, so that graphs and caches can contain the program as a string.
+`reader.py` reads FX nodes into loads and steps, `reference.py` defines the results of programs, and
+`codegen/kernels` writes Triton kernels that compute these results. Values are fp32. As in
+Inductor's kernels, a value is rounded only if it is stored.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 
-# How an operand is broadcast to the matrix: from [], [N], [M, 1] or [M, N]. A `groups` operand
-# consists of several tensors: data [M, N], or packed planes [M, N w / 8] of w bits, and the scales
-# [M, N / G] of groups of G elements along rows.
+# How an operand is broadcast to the matrix: from shape [], [N], [M, 1] or [M, N]. A `groups`
+# operand is quantized, with a scale for each group of G elements in a row. It has several tensors:
+# data [M, N], or packed planes [M, N w / 8] with w bits of each element, then scales [M, N / G].
 OPERANDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the tiles that the first stage of an amax reduces.
 AMAX_TILE = 64, 128
-# Number of partial sums over rows. Partial sum i adds rows i, i + 1024, ..., in a fixed order.
+# Number of partial sums over rows. Partial sum i adds rows i, i + 1024, ... in a fixed order.
 PARTIAL_SUMS = 1024
-# Steps that reduce along rows; their results are [M, 1].
+# Steps that reduce each row to one number. Their results are [M, 1].
 REDUCTION_STEPS = ("row_sum", "row_amax")
 
 
@@ -43,8 +43,9 @@ class NotAMatrix(Exception):
 class Load:
     """Reads the value `name` from memory. `operand` is one of `OPERANDS`.
 
-    Only `groups` have a `group_size` and a `format`. A matrix may be a *part* of a wider matrix in
-    memory: `columns` columns, starting at `offset`, of a matrix with `width` columns.
+    Only `groups` have a `group_size` (in elements) and a `format`. A matrix may be a *part* of a
+    wider matrix in memory. The wider matrix has `width` columns, and the part consists of `columns`
+    columns, starting at column `offset`.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Step:
-    """`name = target(*args)`: an operator on values (their names) and constants.
+    """`name = target(*args)`: an operator. Its arguments are names of values, or constants.
 
     The target is a pointwise aten operator, one of `REDUCTION_STEPS`, or `scale`, whose arguments
     are an amax and a format.
@@ -83,18 +84,19 @@ class Step:
 class Store:
     """Stores the value `name`, in one tensor for each of `layouts`.
 
-    `rows`     quantized data [M, N], with one `scale` or a scale for each row
+    `rows`     quantized data [M, N]; `scale` has one value, or one for each row
     `columns`  the transposed data [N, M'], where M' is M padded with zeros to a length that GEMMs
-               support; without a scale if the values are already divided by it
-    `amax`     largest magnitudes of tiles of `AMAX_TILE`, fp32 [M / 64, N / 128]
-    `groups`   quantized data [M, N], or packed planes [M, N w / 8] of w bits, and bf16 scales
-               [M, N / G]
+               support; `scale` is '' if the values are already divided by their scale
+    `amax`     the largest magnitude of each tile (`AMAX_TILE`), fp32 [M / 64, N / 128]
+    `groups`   quantized data [M, N], or packed planes [M, N w / 8] with w bits of each element,
+               then bf16 scales [M, N / G]
     `full`     the value, [M, N] in `dtype`; later steps use the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
     `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
 
-    Data in `rows` or `columns` may be stored in a matrix of `width` columns, starting at column
-    `offset`. Other programs store the other columns (`program_batch.py`).
+    A matrix in layout `rows` or `columns` may be stored as a part of a wider matrix, which has
+    `width` columns. The part starts at column `offset`. Other programs store the remaining columns
+    (`program_batch.py`).
     """
 
     name: str
@@ -107,12 +109,12 @@ class Store:
     offset: int = 0
 
     def tensor_count(self, layout: str) -> int:
-        """Return the number of tensors that are stored in one of the layouts."""
+        """Return the number of tensors that the store writes for one of its layouts."""
         return len(FORMATS[self.format].planes) + 1 if layout == "groups" else 1
 
     @property
     def result_count(self) -> int:
-        """Number of tensors that the store writes."""
+        """Number of tensors that the store writes for all its layouts."""
         return sum(map(self.tensor_count, self.layouts))
 
 
@@ -125,7 +127,7 @@ class Program:
     stores: tuple[Store, ...]
 
     def dumps(self) -> str:
-        """Serialize the program."""
+        """Return the program as a string, which `parse` reads."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -140,7 +142,7 @@ class Program:
         )
 
     def canonical(self) -> Program:
-        """Name the values v0, v1, ..., so that repeated layers have equal programs and kernels."""
+        """Rename values to v0, v1, ..., so that repeated layers have equal programs and kernels."""
         names = [x.name for x in self.loads] + [x.name for x in self.steps]
         new = {name: f"v{i}" for i, name in enumerate(names)}
         return Program(
@@ -151,7 +153,7 @@ class Program:
 
     @property
     def finishes_amax(self) -> bool:
-        """Whether the program stores only row values, like the second stage of an amax."""
+        """Whether all stores have the layout `row`, as in the second stage of an amax."""
         return all(store.layouts == ("row",) for store in self.stores)
 
     @property
@@ -165,15 +167,15 @@ class Program:
         return sum(load.tensor_count for load in self.loads)
 
     def sizes(self, shapes: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-        """Return M and N, given the shapes of the inputs."""
+        """Return the matrix's size (M, N), given the shapes of the program's inputs."""
         matrices = ((i, x) for i, x in enumerate(self.loads) if x.operand in ("full", "groups"))
-        i, load = next(matrices)  # load i reads input i: each earlier load reads one tensor
+        i, load = next(matrices)  # load i reads input i, because each earlier load reads one tensor
         *leading, columns = shapes[i]
         width = FORMATS[load.format].planes[0] if load.packed else 8
         return math.prod(leading), load.columns or columns * 8 // width
 
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return uninitialized results."""
+        """Return uninitialized tensors for the program's results."""
         rows, columns = self.sizes([x.shape for x in inputs])
         outputs = []
         for store in self.stores:

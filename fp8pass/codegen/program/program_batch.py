@@ -1,8 +1,8 @@
 """Batches: independent programs that one operator runs.
 
-Programs may store data in different columns of one matrix, which saves a copy that would
-concatenate the data. This matrix is the operator's first result. The other results follow in the
-order of the programs and their stores.
+Several programs may store their data in different columns of one matrix, so that no copy is needed
+to concatenate the data. Such a matrix is the operator's first result. The remaining results follow
+in the order of the programs and their stores.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """Programs of one operator. Its inputs are the concatenated inputs of the programs."""
+    """The programs of one operator. Its inputs are the inputs of all programs, in order."""
 
     programs: tuple[Program, ...]
 
     def dumps(self) -> str:
-        """Serialize the programs."""
+        """Return the batch as a string, which `parse` reads."""
         return json.dumps([program.dumps() for program in self.programs])
 
     @staticmethod
@@ -44,7 +44,7 @@ class Batch:
         return any(store.width for program in self.programs for store in program.stores)
 
     def split(self, inputs: Sequence[T]) -> Iterator[tuple[Program, list[T], list[int]]]:
-        """Yield each program with its inputs and the indices of its results."""
+        """Yield each program, its inputs, and the indices of its results in the batch's results."""
         first, number = 0, int(self.joins)
         for program in self.programs:
             numbers = []
@@ -56,7 +56,7 @@ class Batch:
             first += program.input_count
 
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return uninitialized results."""
+        """Return uninitialized tensors for the operator's results."""
         found: dict[int, Tensor] = {}
         for program, operands, numbers in self.split(inputs):
             for number, x in zip(numbers, program.empty_outputs(operands), strict=True):
@@ -64,7 +64,7 @@ class Batch:
         return [found[number] for number in range(len(found))]
 
     def reference(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the results operator by operator, in plain PyTorch."""
+        """Compute the operator's results in plain PyTorch."""
         results = self.empty_outputs(inputs)
         for program, operands, numbers in self.split(inputs):
             stores = [store for store in program.stores for _ in range(store.result_count)]

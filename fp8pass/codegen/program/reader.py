@@ -1,4 +1,7 @@
-"""Read the FX operators that compute a matrix into a program, back to tensors in memory."""
+"""Read FX nodes into the loads and steps of a program.
+
+A reader starts at a node and follows its operands until it reaches tensors in memory.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from fp8pass.graph.pointwise import triton_template
 
 fp8 = torch.ops.fp8pass
 
-# Offsets and widths of parts are multiples of this many elements, so that threads can load 16 bytes
-# at once in any dtype.
+# A part of a wider matrix is loaded only if its offset and the matrix's width are multiples of this
+# many elements, so that threads can load 16 bytes at once in any dtype.
 ALIGNED = 16
 
-# Operators that change the layout, shape or dtype of a value, but not the value.
+# Operators that change the layout, shape or dtype of a tensor, but not its values.
 TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
 
 Snapshot = tuple[dict[fx.Node, Load], dict[fx.Node, list[Step]], dict[fx.Node, str], fx.Node | None]
@@ -43,17 +46,17 @@ class Reader:
     """Collects the operators that compute one matrix, and the tensors that the operators read.
 
     `read` adds a node and its operands, recursively. Nodes that no kernel can compute are loaded
-    from memory. A node that cannot be broadcast to the matrix raises NotAMatrix.
+    from memory. `read` raises NotAMatrix for a node that cannot be broadcast to the matrix.
 
     Attributes:
         matrix: the matrix that the kernel computes, [M, N].
-        by_row: whether the kernel holds whole rows. Such a kernel can reduce along rows, and can
-            compute one residual sum and store the sum for other kernels.
-        loads: the loads, by the node that is loaded.
-        steps: the steps, by the node that they compute.
-        names: the name of each node's value; casts and views have the name of their operand.
-        sum: the residual sum that the kernel computes. Other residual sums are loaded from memory,
-            because each kernel would otherwise recompute the residual stream from its beginning.
+        by_row: whether the kernel processes whole rows. Such a kernel can reduce along rows. It can
+            also compute one residual sum, and store the sum for other kernels.
+        loads: for each loaded node, its load.
+        steps: for each computed node, the steps that compute the node.
+        names: for each node, the name of its value; a cast or view has the name of its operand.
+        sum: the residual sum that the kernel computes, or None. Other residual sums are loaded from
+            memory. Otherwise each kernel would recompute the residual stream from its beginning.
     """
 
     matrix: fx.Node
@@ -70,16 +73,16 @@ class Reader:
 
     @property
     def bytes_read(self) -> int:
-        """Total bytes of the loaded tensors that are as large as the matrix."""
+        """Bytes that the kernel reads for `large_loads`, without the scales of groups."""
         return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
-        """Add `node` and its operands, recursively; raises NotAMatrix."""
+        """Add `node` and its operands, recursively. Raises NotAMatrix, as `load` does."""
         if node not in self.names and not self._compute(node):
             self.load(node)
 
     def load(self, node: fx.Node) -> None:
-        """Load `node` from memory; raises NotAMatrix if a kernel cannot load it."""
+        """Add a load of `node` from memory. Raises NotAMatrix if a kernel cannot load `node`."""
         val = graph.value(node)
         if val is None or not val.is_floating_point():
             raise NotAMatrix
@@ -94,7 +97,7 @@ class Reader:
         self.names[node] = node.name
 
     def operand(self, node: fx.Node) -> str:
-        """Return how `node` is broadcast to the matrix, one of `OPERANDS`; raises NotAMatrix."""
+        """Return how `node` is broadcast to the matrix, one of `OPERANDS`, or raise NotAMatrix."""
         val, matrix = graph.value(node), tensor(self.matrix)
         if val is None:
             raise NotAMatrix
@@ -112,7 +115,7 @@ class Reader:
         raise NotAMatrix
 
     def _compute(self, node: fx.Node) -> bool:
-        """Add the operator of `node`. Return False, and add nothing, if kernels lack support."""
+        """Add `node` and return True. If no kernel supports it, add nothing and return False."""
         if node.op != "call_function":
             return False
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
@@ -126,7 +129,7 @@ class Reader:
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Add a node and its operands. Return False, and add nothing, if any is unreadable."""
+        """Add a node and its operands. Return whether this succeeded; if not, nothing is added."""
         before = self.snapshot()
         if is_residual_sum(node):
             self.sum = node
@@ -144,7 +147,7 @@ class Reader:
         return dict(self.loads), dict(self.steps), dict(self.names), self.sum
 
     def restore(self, before: Snapshot) -> None:
-        """Reset the reader to a snapshot."""
+        """Reset the reader to the state that `snapshot` returned."""
         self.loads, self.steps, self.names, self.sum = before
 
     def agrees(self, other: Reader) -> bool:
@@ -191,7 +194,7 @@ class Reader:
         return True
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
-        """Return the step of a pointwise operator; an empty list if kernels do not support it."""
+        """Return the step of a pointwise operator, or an empty list if no kernel supports it."""
         if node.target is fp8.dequantize.default:
             planes, scale_node = node.args[:2]
             data, scale = self._name(planes[0]), self._name(scale_node)  # type: ignore[index]
@@ -205,7 +208,7 @@ class Reader:
         return [Step(node.name, str(node.target), args)]
 
     def _row_steps(self, node: fx.Node) -> list[Step] | None:
-        """Return the steps of a reduction along rows or of a scale; None for other operators."""
+        """Return the steps of a scale or of a reduction along rows, or None for other operators."""
         columns, name, args = tensor(self.matrix).shape[-1], node.name, node.args
         if node.target is fp8.amax.default and args[1] == "row":
             return [Step(name, "row_amax", (self._name(args[0]),))]
@@ -269,7 +272,7 @@ def _preserves_operand(node: fx.Node, source: str, result: str) -> bool:
 
 
 def _over_rows(node: fx.Node, columns: int) -> bool:
-    """Whether a reduction is over a last dimension of size `columns`, with `keepdim`."""
+    """Whether a reduction is over the last dimension, of size `columns`, and has `keepdim`."""
     if len(node.args) < 2 or tensor(node.args[0]).shape[-1] != columns:  # type: ignore[arg-type]
         return False
     x, dims = node.args[:2]
@@ -279,14 +282,14 @@ def _over_rows(node: fx.Node, columns: int) -> bool:
 
 
 def is_in_memory(x: fx.Node) -> bool:
-    """Whether a matrix is a graph input, or a library rather than generated code computes it."""
+    """Whether a matrix is in memory: a graph input, or the result of a library's kernel."""
     while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
         x = x.args[0]  # type: ignore[assignment]
     return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
 
 
 def _is_readable(part: ColumnSlice) -> bool:
-    """Whether a part is in memory, and aligned for vectorized loads."""
+    """Whether a part of a wider matrix is in memory, and is aligned for vectorized loads."""
     return part.offset % ALIGNED == part.width % ALIGNED == 0 and is_in_memory(part.whole)
 
 
@@ -295,7 +298,7 @@ def _select_columns(load: Load, part: ColumnSlice) -> Load:
 
 
 def _find_groups(x: fx.Node) -> fx.Node | None:
-    """Return the `dequantize` node that `x` reshapes, if both have equally long rows, else None."""
+    """Return the `dequantize` node that `x` reshapes. Return None if their row lengths differ."""
     source = graph.skip_reshapes(x)
     if not is_dequantized_saved_value(source):
         return None
@@ -303,14 +306,14 @@ def _find_groups(x: fx.Node) -> fx.Node | None:
 
 
 def _bytes_of(node: fx.Node, load: Load) -> Any:
-    """Return the number of bytes that a load of a matrix reads, not counting scales of groups."""
+    """Return the number of bytes that a load of a matrix reads, without the scales of groups."""
     *data, last = tensors_of(node, load)
     whole = sum(map(graph.nbytes, data or [last]))
     return whole * load.columns // load.width if load.width else whole
 
 
 def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
-    """Yield the nodes that a load reads."""
+    """Yield the nodes of the tensors that the load of `node` reads."""
     whole = node
     if load.width:
         whole = graph.match_column_slice(node).whole  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Compute the results of a program operator by operator, in fp32 and plain PyTorch."""
+"""Compute the results of a program in plain PyTorch: one operator after the other, in fp32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPERATORS: dict[str, Callable[..., Tensor]] = {
 
 
 def find_operator(target: str) -> Any:
-    """Return the operator with a name such as `aten.mul.Tensor`."""
+    """Return the PyTorch operator with the name `target`, such as `aten.mul.Tensor`."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part)
@@ -40,7 +40,7 @@ def find_operator(target: str) -> Any:
 
 
 def compute_program(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Compute the results of a program operator by operator."""
+    """Return the results of a program, in the order of its stores and their layouts."""
     rows, columns = program.sizes([x.shape for x in inputs])
     values = _load(program, inputs, columns)
     rounded = {s.name: getattr(torch, s.dtype) for s in program.stores if "full" in s.layouts}

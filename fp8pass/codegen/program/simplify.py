@@ -1,11 +1,11 @@
-"""Shorten programs: call `sigmoid` instead of its formula, and compute every value only once.
+"""Shorten programs: use `sigmoid` instead of its formula, and compute every value only once.
 
     before   e = exp(-g);  a = g / (e + 1);  p = sigmoid(g);  x = pow(y, 1.0);  b = a * x
     after    p = sigmoid(g);  a = g * p;  b = a * y
 
 The speed of kernels for activations is limited by instructions rather than memory, so fewer steps
-make them faster. PyTorch decomposes silu into a quotient in the forward, but uses a sigmoid in the
-backward.
+make these kernels faster. PyTorch decomposes silu into a quotient in the forward, but uses a
+sigmoid in the backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SUMS = "aten.add.Tensor", "aten.add.Scalar"
 
 
 def simplify(program: Program) -> Program:
-    """Return an equivalent program with fewer steps; its rounding errors may differ."""
+    """Return an equivalent program with at most as many steps. Its rounding errors may differ."""
     stored = {name for store in program.stores for name in (store.name, store.scale)}
     rounded = {store.name for store in program.stores if "full" in store.layouts}
     steps: dict[str, Step] = {}
@@ -50,7 +50,7 @@ def _shorten(step: Step, steps: dict[str, Step]) -> list[Step]:
 
 
 def _match_logistic(name: object, steps: dict[str, Step]) -> str | None:
-    """Return the name of x if a value is 1 + exp(-x), else None."""
+    """Return the name of x if the value `name` is 1 + exp(-x), else None."""
     sum_ = steps.get(str(name))
     if sum_ is None or sum_.target not in _SUMS or 1 not in sum_.args or len(sum_.args) != 2:
         return None
@@ -63,7 +63,7 @@ def _match_logistic(name: object, steps: dict[str, Step]) -> str | None:
 
 
 def _find_unchanged(step: Step) -> str | None:
-    """Return the operand of a step that does not change its operand; None for other steps."""
+    """Return the operand of a step that returns its operand unchanged, or None for other steps."""
     is_first_power = step.target == "aten.pow.Tensor_Scalar" and step.args[1] == 1
     return step.args[0] if is_first_power else None
 

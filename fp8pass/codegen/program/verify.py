@@ -1,6 +1,7 @@
-"""Check that a program is well formed, before its operator is added to a graph.
+"""Check that programs are well formed, before the operator that runs them is added to a graph.
 
-The code that writes kernels does not check programs: a malformed one would compute wrong results.
+The code that writes kernels does not check programs. Kernels of malformed programs would compute
+wrong results.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _FIELDS: dict[str, frozenset[str]] = {
     "sums": frozenset(),
     "amax": frozenset(),
 }
-# Fields that a layout may have. `columns` need no scale if the values are already divided by it.
+# Optional fields. A store in `columns` has no scale if the values are already divided by theirs.
 _OPTIONAL: dict[str, frozenset[str]] = {"columns": frozenset({"scale"})}
-# Layouts of quantized matrices. One store may have both layouts.
+# Layouts of quantized matrices. One store may have both of these layouts.
 _QUANTIZED = frozenset({"rows", "columns"})
 
 
 class MalformedProgram(AssertionError):
-    """A program violates a rule; the message names the load, step or store."""
+    """A program violates a rule. The message names the load, step or store that violates it."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. {BUG}")
@@ -44,15 +45,16 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     """Raise MalformedProgram unless a program is well formed.
 
     - Every value is defined once, before its uses.
-    - The program reads a matrix. Every operand is one of `OPERANDS`. Parts lie within their matrix.
+    - The program reads a matrix. Every operand is one of `OPERANDS`.
+    - If a load reads a part of a wider matrix, the part lies within this matrix.
     - Kernels support every step. Reductions have one operand.
-    - The program stores a value. Stores have known layouts and all fields that these require.
+    - The program stores a value. Stores have known layouts, and the fields that these require.
     - Values stored as `row`, and the scales of quantized matrices, do not vary along a row.
     - A program that stores amaxes of tiles stores nothing else.
     - A value that is stored as `full` several times has the same dtype each time.
 
-    If `inputs` are given, their number and sizes are checked, too: the group size divides the row
-    length, and data fit into the wider matrix that they are stored in.
+    If `inputs` are given, their number and sizes are checked, too: group sizes must divide the row
+    length, and data that are stored in a wider matrix must fit into this matrix.
     """
     defined: set[str] = set()
     varying: set[str] = set()
@@ -204,7 +206,7 @@ def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
 
 
 def _verify_width(load: Load, x: Tensor, width: int) -> None:
-    """Check that the tensor of a part has as many columns as the load states."""
+    """Check that the tensor `x`, which contains a loaded part, has `width` columns."""
     if load.width:
         found = x.shape[-1]
         _require(found == width, load, f"is a part of {width} columns, but its tensor has {found}")
