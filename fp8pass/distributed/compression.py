@@ -71,10 +71,10 @@ def compress(
     (section 5 of the paper AGoQ). Sent gradients take 0.51 times the bytes of BF16. With hybrid
     sharding, replicas still exchange sums in 16 bits. FSDP2 gathers the weights of linear layers in
     E4M3 with a scale for each row. Gathered weights take half the bytes of BF16, on the wire and on
-    the GPU. Results do not change: without `compress`, compiled code quantizes weights to the same
-    FP8 data. Output heads, embeddings and all other parameters are gathered in high precision. A
-    copy of a DistributedDataParallel (copy.deepcopy, AveragedModel) uses PyTorch's reduction,
-    unless the copy is passed to `compress`, too.
+    the GPU. Without `compress`, compiled code quantizes these weights to the same FP8 data. Output
+    heads, embeddings and all other parameters are gathered in high precision. A copy of a
+    DistributedDataParallel (copy.deepcopy, AveragedModel) uses PyTorch's reduction, unless the copy
+    is passed to `compress`, too.
 
     Args:
         model: a DistributedDataParallel, or a module to which `replicate` or `fully_shard` was
@@ -82,7 +82,7 @@ def compress(
         gradients: `groups`, or `none` for PyTorch's own reduction.
         weights: `row`, or `none` for PyTorch's own gathers. DDP does not gather weights.
         skip: paths or patterns, as in `Config.skip`, of layers whose weights are gathered in high
-            precision. Name the layers that `Config.skip` keeps in high precision.
+            precision. Name the layers that the compiled model runs in high precision.
         monitor: measures the gradients that this rank sends, in the steps that the monitor samples.
 
     Raises:
@@ -125,7 +125,7 @@ def compress(
 
 
 def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool) -> None:
-    """Raise ConfigError if the modules cannot send `gradients` or `weights` in FP8, as requested."""
+    """Raise ConfigError if the modules cannot send gradients, or weights, in FP8 as requested."""
     if done := [path for path, module in reducers.items() if module in _COMPRESSED]:
         raise ConfigError(
             f"{done[0] or 'The model'} is compressed already: call compress only once, with the "
@@ -273,14 +273,14 @@ class FSDPReduceScatter:
         self.sums.reduce_scatter(output_tensor, terms, sizes, group, factor)
 
 
-# Without annotations: DDP compares a hook's annotations with classes, but annotations in this module
-# are strings. A module-level function, because a pickled DDP refers to its hook by name.
+# Without annotations, because DDP compares a hook's annotations with classes, but annotations in
+# this module are strings. A module-level function, because a copied DDP finds the hook by name.
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]
     return state.reduce(bucket)
 
 
 class DDPReduction:
-    """DDP's all-reduce of a bucket of gradients, in FP8. On a GPU the backward continues meanwhile.
+    """DDP's all-reduce of a bucket of gradients, in FP8. On a GPU the backward runs concurrently.
 
     Copies and pickles of a DDP contain an empty instance, and use PyTorch's own reduction.
     """

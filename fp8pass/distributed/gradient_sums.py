@@ -70,7 +70,7 @@ class ParameterLayout:
 
     @cached_property
     def _runs(self) -> tuple[int, ...]:
-        """Lengths of runs, which need no padding inside. A run ends at a parameter's partial group."""
+        """Lengths of runs, which are padded only at their end, after a parameter's partial group."""
         runs = [0]
         for size in self.sizes:
             runs[-1] += size
@@ -163,7 +163,7 @@ class GradientSums:
         layout.unpad(sums[:, :length], x.view(1, -1))
 
     def _scatter(self, rows: Tensor, group: Any, factor: float) -> Tensor:
-        """Return this rank's row [1, N] of the sum over ranks of `rows` [world, N], times `factor`."""
+        """Sum `rows` [world, N] over ranks, and return this rank's row [1, N], times `factor`."""
         sent = pack(rows)
         if self.monitor is not None and self.monitor.sampling:
             padded, scales = split_into_groups(rows)
