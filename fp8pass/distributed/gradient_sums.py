@@ -70,7 +70,7 @@ class ParameterLayout:
 
     @cached_property
     def _runs(self) -> tuple[int, ...]:
-        """Lengths of runs, which are padded only at their end, after a parameter's partial group."""
+        """Lengths of runs. A run is padded only at its end, after a parameter's partial group."""
         runs = [0]
         for size in self.sizes:
             runs[-1] += size

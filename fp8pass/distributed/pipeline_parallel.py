@@ -57,8 +57,8 @@ def pipeline_configs(
         base: all other options; by default `Config(save_format="e2m1")`.
 
     Raises:
-        ConfigError: the schedule is unknown or does not support these numbers, or `base` has no
-            budget and its `save_format` is already the largest format.
+        ConfigError: the schedule is unknown or does not support these numbers; or `base` has no
+            `memory_budget`, and its `save_format` is already the largest format.
         TypeError: `base` is not a `Config`.
     """
     base = Config(save_format="e2m1") if base is None else checked_config(base, "base")

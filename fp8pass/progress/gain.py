@@ -26,8 +26,8 @@ import torch
 from fp8pass.hardware import Gpu, Work, known_gpu
 from fp8pass.plan import Linear, Plan
 
-# If the estimate is a smaller share of the GEMMs' BF16 time, FP8 may be slower. The limit is between
-# the 8% and 28% in the module's docstring.
+# If the estimate is a smaller share of the GEMMs' BF16 time, FP8 may be slower. The limit is
+# between the 8% and 28% in the module's docstring.
 CLEAR_SHARE = 0.15
 
 

@@ -109,7 +109,7 @@ def make_lightning_callback(observer: Any) -> Any:
     if not hasattr(observer, "state_dict"):
         return LightningStepCallback()
 
-    # Lightning stores the states of callbacks by class, so the callback of a Guard has its own class.
+    # Lightning stores states of callbacks by class, so the callback of a Guard has its own class.
     class LightningGuardCallback(LightningStepCallback):
         def state_dict(self) -> dict[str, Any]:
             return observer.state_dict()
