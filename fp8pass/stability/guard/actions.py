@@ -21,9 +21,9 @@ Done = tuple[str, str]  # kind and message of an event
 class Actions:
     """The responses to alarms that the user allows.
 
-    Lasting actions (`lower lr`, `high precision`) start in the order of `act`. An action starts only
-    if the earlier actions were not enough. When all lasting actions are on, each further call of
-    `begin` multiplies the learning rate by `factor` again. Lasting actions end after `hold` steps.
+    Lasting actions (`lower lr`, `high precision`) start in the order of `act`. An action starts
+    only if the earlier actions were not enough. When all lasting actions are on, `lower lr`
+    multiplies the learning rate by `factor` again. Lasting actions end after `hold` steps.
     If an alarm follows within `quiet` steps, the same actions restart and last twice as long.
 
     Args:
@@ -119,7 +119,7 @@ class Actions:
             self._snapshots.add(self._training[0], names)
 
     def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
-        """End actions that are over, and take snapshots without an alarm. Call this in each step."""
+        """End actions that are over, and take snapshots without an alarm. Called in each step."""
         if self._training is not None and not self._has_stepped:
             self._check_steps(
                 self._training[1]

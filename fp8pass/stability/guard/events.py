@@ -53,7 +53,7 @@ class Event:
         step: number of optimizer steps done before the event.
         kind: `alarm`; the outcome of an alarm: `confirmed` (the loss has risen) or `false alarm`;
             an action: `lower lr`, `high precision`, `roll back`; `end of` a lasting action; or
-            `no roll back`, if there are no good weights or a rollback did not help many times.
+            `no roll back`, without good weights or after `MOST_ROLLBACKS` rollbacks.
         message: the event in words.
         signals: signals of an alarm.
         suspects: suspects of an alarm, the most likely first.

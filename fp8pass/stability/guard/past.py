@@ -51,8 +51,8 @@ class Trend:
         ........................................ | ........
         past, in blocks of equal length            recent
 
-    `rise` compares the median of the recent numbers with the lowest of the medians of the blocks. A
-    falling loss is below the medians of all blocks. A slowly rising loss is compared with its lowest
+    `rise` compares the median of the recent numbers with the median of the lowest block. A falling
+    loss is below the medians of all blocks. A slowly rising loss is compared with its lowest
     values, not with the values just before.
 
     Args:
