@@ -43,8 +43,8 @@ LIMITS: dict[str, tuple[Limit, Limit]] = {
     "quantization": (Limit(6.0, 4.0), Limit(20.0, 16.0)),
     "sharpness": (Limit(4.0, 2.0), Limit(12.0, 8.0)),
 }
-# The rise of the loss that confirms an alarm. It is lower than the limit of a strong signal, because
-# the alarm is evidence already.
+# The rise of the loss that confirms an alarm. It is lower than the limit of a strong signal,
+# because the alarm is evidence already.
 RISEN = Limit(2.0, 1.10)
 SUSPECT = Limit(4.0, 1.5)  # limits for a suspect tensor
 # For each kind of norm of a parameter, the lower limit of the noise of its logarithm.

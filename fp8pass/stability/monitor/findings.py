@@ -34,7 +34,7 @@ NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and the tensor's name in the graph. `skip` patterns match module paths in the graph."""
+    """A row, and the tensor's name in the graph, whose module path `skip` patterns match."""
 
     row: TensorStatistics
     name: TensorName
@@ -81,7 +81,7 @@ class Findings:
         self._known: set[tuple[str, str, str]] = set()
 
     def find_new(self, rows: Sequence[Measured]) -> list[str]:
-        """Return one message for each symptom, about the tensors that have it for the first time."""
+        """Return one message for each symptom, about tensors that newly have this symptom."""
         found: dict[str, list[tuple[Measured, str]]] = {symptom: [] for symptom in SYMPTOMS}
         for measured in rows:
             for symptom, figure in measured.find_symptoms():

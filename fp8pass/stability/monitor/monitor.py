@@ -31,7 +31,8 @@ log = logging.getLogger("fp8pass")
 
 MOST_PRINTED = 40  # rows of a printed monitor
 
-# How often a weight may change within one step: some optimizers run a forward with perturbed weights.
+# How often a weight may change within one step: some optimizers run a forward with perturbed
+# weights.
 MOST_CHANGES = 1
 
 

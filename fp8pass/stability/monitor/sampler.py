@@ -49,7 +49,7 @@ class Sampler:
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
         self.trains = False
-        # Blocks that are compiled separately may share a graph, which then runs once for each block.
+        # Blocks that are compiled separately may share a graph, which then runs once for each.
         self._forwards: deque[SampledForward] = deque(maxlen=MOST_FORWARDS)
         self._count = 0
 
@@ -178,7 +178,7 @@ def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
         if is_quantized_operand(node):
             names: list[tuple[str, str]] = list(node.meta.get(OPERAND_OF, ()))
         elif is_quantized_saved_value(node) and node.args[3:] in ((), (0,)):
-            # A tensor packed into several planes is quantized several times. Measure the first only.
+            # A tensor packed into several planes has several quantize nodes. Measure the first.
             module, tensor = graph.module_path(node), f"saved {operator_name(_operand(node))}"
             number = counts[module, tensor] = counts.get((module, tensor), 0) + 1
             names = [(module, tensor if number == 1 else f"{tensor} {number}")]
@@ -201,7 +201,7 @@ def _group_size(node: fx.Node, x: Tensor) -> int:
 
 
 def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
-    """Return the index of each graph input that is a linear layer's weight, and the layer's path."""
+    """Return the index of each input that is a linear layer's weight, and the layer's path."""
     placeholders = [n for n in g.nodes if n.op == "placeholder"]
     return [
         (placeholders.index(weight), module)

@@ -12,8 +12,8 @@ from fp8pass import graph
 from fp8pass.dialect.encoding import decode, encode
 from fp8pass.dialect.formats import Format
 
-# Number of elements that are measured at once. On a GPU the temporaries take about ten bytes for each
-# of these elements. On a CPU they fit into the caches.
+# Number of elements that are measured at once. On a GPU the temporaries take about ten bytes for
+# each of these elements. On a CPU they fit into the caches.
 GPU_CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
