@@ -40,8 +40,8 @@ def _clamp_remaining(length, first, most: tl.constexpr):
 
 @triton.jit
 def _read(values, inside, left, MOST: tl.constexpr):
-    # Without a mask, Triton reads vectors. With a mask whose end is unknown at compile time, Triton
-    # reads element by element.
+    # Without a mask, Triton reads vectors. With a mask, Triton reads element by element if the
+    # mask's end is unknown at compile time.
     if left == MOST:
         found = tl.load(values + inside)
     else:

@@ -118,7 +118,7 @@ _INSTRUCTIONS = {
         dtype="uint8",
         pack=4,
     ),
-    # Returns `x`, but the compiler does not know that the result equals `x`.
+    # Returns `x`, but the compiler cannot infer that the result equals `x`.
     "hide_from_compiler": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
     "widen": Instructions(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",

@@ -3,8 +3,8 @@
 No group of a DTensor contains elements of two rows. Therefore groups do not depend on the number of
 ranks among which the rows are divided, and any number of ranks can load a distributed checkpoint.
 If columns are sharded too, no group crosses the boundary of a shard, and the group size is reduced
-if a shard's rows are shorter than a group. States of vectors are FP32. So are states of matrices
-whose row length no supported group size divides.
+if a shard's rows are shorter than a group. States of vectors are FP32. States of a matrix are FP32
+if no supported group size divides its row length.
 
     parameter [M, ...] with N elements a row    placements: shards of rows or columns, replicas
     scales    [M, N / G]                        the placements of the parameter

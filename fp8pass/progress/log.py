@@ -39,7 +39,7 @@ class CompileLog(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that stores a new graph's messages, or logs those of a cached graph."""
+        """Return a function that stores a new graph's messages, or logs a cached graph's."""
         stored = StoredMessages.find(gm, config)
 
         def finish(program: Program, compiled: CompiledGraph | None) -> Program:

@@ -1,7 +1,7 @@
 """Files with the messages about each graph, in the folder of Inductor's caches.
 
-When PyTorch takes a graph from its caches, fp8pass's passes do not run, so there is no plan from
-which messages could be made.
+When PyTorch takes a graph from its caches, fp8pass's passes do not run, and there is no plan to
+report. Therefore the messages of the original compilation are stored.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StoredMessages:
         return cls(key, Path(folder, "fp8pass", f"{key}.json") if folder else None)
 
     def read(self) -> dict[str, str]:
-        """Return the stored messages, by kind; {} if there are none."""
+        """Return the stored messages, by kind; {} without a file."""
         try:
             return dict(json.loads(self.path.read_text())) if self.path else {}
         except (OSError, ValueError, TypeError):

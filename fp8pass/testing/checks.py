@@ -78,7 +78,7 @@ def assert_close(
         sqnr: smallest accepted ratio of the exact gradient's norm to the error's norm, in dB.
 
     Raises:
-        AssertionError: lists every tensor whose error is too large, with the error.
+        AssertionError: lists the tensors with too large errors, and these errors.
     """
     config = replace(checked_config(config), compiler="eager")
     with hardware_accumulation():

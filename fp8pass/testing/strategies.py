@@ -38,7 +38,7 @@ def formats() -> st.SearchStrategy[Format]:
 
 
 def blocks(columns: int) -> st.SearchStrategy[Block]:
-    """Draw which elements share a scale: the tensor, a row, or a group whose size divides `columns`."""
+    """Draw which elements share a scale: the tensor, a row, or a group that divides `columns`."""
     sizes = [size for size in (16, 32, 64, 128) if columns % size == 0]
     return st.sampled_from([*OPERAND_BLOCKS.values(), *map(group, sizes)])
 

@@ -35,7 +35,7 @@ class Actions:
         monitor: the Monitor that switches graphs to high precision.
 
     Raises:
-        ConfigError: an action is unknown, or not possible.
+        ConfigError: an action is unknown, or `high precision` lacks a Monitor with a `fallback`.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class LowerRate:
         self._rates = None
 
     def _save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Put the schedule's rates into a checkpoint that is saved during a step."""
+        """Put the original rates into a checkpoint that is saved while the rates are lowered."""
         if self._rates is not None:
             for group, rate in zip(state_dict["param_groups"], self._rates, strict=True):
                 group["lr"] = _copy(rate)

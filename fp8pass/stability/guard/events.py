@@ -25,7 +25,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A tensor whose norm or statistics are far from earlier values.
+    """A tensor with a norm or statistics far from their earlier values.
 
     Attributes:
         module: path of the module in the model.

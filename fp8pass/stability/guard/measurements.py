@@ -24,7 +24,7 @@ from fp8pass.optim.shards import local, whole
 from fp8pass.stability.guard.past import Numbers
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-SAMPLE = 1024  # maximum elements of a parameter from which its change is computed
+SAMPLE = 1024  # a parameter's change is computed from up to so many elements
 ABSENT = -1.0  # replaces a number that does not exist
 
 

@@ -43,7 +43,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copy a training into this snapshot, whose host memory is reused."""
+        """Copy a training into this snapshot. Reuse the snapshot's host memory."""
         tensors, self.values = _collect_tensors(model, optimizer)
         before, self.step, self.tensors = self.tensors, step, {}
         arenas: dict[torch.device, Arena] = {}
@@ -56,7 +56,7 @@ class Snapshot:
 
     @torch.no_grad()
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Add parameters that were frozen until now, so their values are those of the snapshot."""
+        """Add parameters that were frozen until now, and so did not change after the snapshot."""
         for name, parameter in model.named_parameters():
             if name in names and ("model", name) not in self.tensors:
                 x = local(parameter).detach()

@@ -32,8 +32,8 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
 
-# Maximum number of recorded forwards whose backward may still run. Their number is the number of
-# blocks times the number of micro-batches in flight.
+# Maximum number of recorded forwards. It limits the number of blocks times the number of
+# micro-batches in flight.
 MOST_FORWARDS = 4096
 # After so many forwards, references to freed memory are dropped.
 COMPACT_EVERY = 64
@@ -49,7 +49,7 @@ class Sampler:
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
         self.trains = False
-        # Blocks that are compiled separately may share a graph, which then runs once for each.
+        # Separately compiled blocks may share a graph, which then runs one forward for each block.
         self._forwards: deque[SampledForward] = deque(maxlen=MOST_FORWARDS)
         self._count = 0
 
