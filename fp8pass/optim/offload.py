@@ -212,7 +212,7 @@ class Staging:
             self.release()
 
     def abandon(self) -> None:
-        """Wait on the CPU until all launched work has ended, and drop all references."""
+        """Wait on the CPU until all launched work has ended, and drop the tensors in use."""
         for stream in self._streams:
             if stream is not None:
                 stream.synchronize()

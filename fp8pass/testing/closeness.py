@@ -116,7 +116,7 @@ class Reference:
     """The exact and the plain steps of a model, and noisy steps, which are computed on demand.
 
     Attributes:
-        model: the model in its own dtype. It is copied for every run.
+        model: the model in its own dtype. Every run copies the model.
         batches: returns new tensors in each call, because a step may write to its batch.
         formats: the formats to which a recipe rounds.
         run: wraps the model for steps in its own dtype, for example with autocast.

@@ -114,7 +114,7 @@ class Actions:
         return good.step
 
     def follow_trained(self, names: Collection[str]) -> None:
-        """Add parameters, which were frozen so far and will now be trained, to the snapshots."""
+        """Add those of the parameters `names` to the snapshots that were frozen until now."""
         if self._training is not None:
             self._snapshots.add(self._training[0], names)
 

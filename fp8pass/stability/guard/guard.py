@@ -131,7 +131,7 @@ class Guard(StepObserver):
         """Set the model (by default the monitor's) and the optimizer. Callbacks call this method.
 
         Raises:
-            ConfigError: a model is missing, or an action is not possible.
+            ConfigError: no model was passed, or an action is not possible with this training.
         """
         # Not `or`, because an empty nn.Sequential is false.
         others = (self.model, self.monitor.model if self.monitor else None)

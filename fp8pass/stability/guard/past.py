@@ -51,7 +51,7 @@ class Trend:
         ........................................ | ........
         past, in blocks of equal length            recent
 
-    `rise` compares the median of the recent numbers with the median of the lowest block. A falling
+    `rise` compares the median of the recent numbers with the lowest median of a block. A falling
     loss is below the medians of all blocks. A slowly rising loss is compared with its lowest
     values, not with the values just before.
 

@@ -198,7 +198,7 @@ class Signals:
         yield from _make_signal("weights", abs(deviations[i]), math.exp(abs(change[i])), text)
 
     def _check_rows(self, rows: Sequence[TensorStatistics]) -> Iterator[Signal]:
-        """Compare amax, underflow, saturation and noise of quantized tensors with their past."""
+        """Compare statistics of quantized tensors with earlier samples. Add suspects."""
         if not rows:
             return
         keys = [(r.module, r.tensor, r.scales) for r in rows]

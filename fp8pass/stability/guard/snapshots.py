@@ -112,7 +112,7 @@ class Snapshots:
         self._trial.take(step, model, optimizer)
 
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Add parameters, which were frozen so far and will now be trained, to both copies."""
+        """Add those of the parameters `names` to both copies that were frozen until now."""
         for snapshot in (self.good, self._trial):
             if snapshot is not None:
                 snapshot.add(model, names)
