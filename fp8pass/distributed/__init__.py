@@ -3,7 +3,7 @@
 compression.py         `compress`: replaces the communication of DDP and FSDP2
 gradient_sums.py       sums of gradients over ranks, sent in FP8
 weight_gather.py       FSDP2 all-gathers of quantized weights, and which layers allow them
-wire.py                packs gradients into FP8 buffers, and sums such buffers
+wire.py                packs gradients into FP8 buffers, and adds up received buffers
 wire_kernels.py        the Triton kernels of `wire.py` and `weight_gather.py`
 pipeline_parallel.py   a memory budget for each stage of a pipeline
 """

@@ -31,19 +31,19 @@ from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
-PATIENCE_S = 30  # seconds until a warning that this rank waits for another rank
+PATIENCE_S = 30  # seconds until a rank warns that it still waits for other ranks
 _COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Compression:
-    """Changes that `compress` made to a model, and the bytes that this rank has sent since.
+    """Changes that `compress` made to a model, and the bytes that this rank has sent since then.
 
     Attributes:
         modules: paths of the modules that reduce compressed gradients; '' is the model itself.
         layers: paths of the linear layers whose weights are gathered in FP8.
-        gradients: counts of the gradients that this rank sent.
-        weights: counts of the weights of `layers` that this rank sent.
+        gradients: the values and bytes that this rank sent to reduce gradients.
+        weights: the values and bytes that this rank sent to gather the weights of `layers`.
     """
 
     modules: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ def compress(
     skip: str | Sequence[str] = (),
     monitor: Monitor | None = None,
 ) -> Compression:
-    """Make the ranks that train `model` send each other gradients and weights in FP8.
+    """Make the ranks that train `model` send gradients and weights in FP8.
 
         fully_shard(model)                     # or DistributedDataParallel(model)
         fp8pass.distributed.compress(model)
@@ -70,23 +70,24 @@ def compress(
     Gradients are quantized to E4M3 in groups of 128 that share a scale, and added up in fp32
     (section 5 of the paper AGoQ). Sent gradients take 0.51 times the bytes of BF16. With hybrid
     sharding, replicas still exchange sums in 16 bits. FSDP2 gathers the weights of linear layers in
-    E4M3 with a scale for each row: half the bytes, on the wire and on the GPU. Without `compress`,
-    compiled code would multiply the same FP8 data. Output heads, embeddings and all other
-    parameters are gathered in high precision. A copy of a DistributedDataParallel (copy.deepcopy,
-    AveragedModel) uses PyTorch's reduction unless the copy is passed to `compress`, too.
+    E4M3 with a scale for each row. Gathered weights take half the bytes of BF16, on the wire and on
+    the GPU. Without `compress`, compiled code quantizes these weights to the same FP8 data. Output
+    heads, embeddings and all other parameters are gathered in high precision. A copy of a
+    DistributedDataParallel (copy.deepcopy, AveragedModel) uses PyTorch's reduction, unless the copy
+    is passed to `compress`, too.
 
     Args:
-        model: a DistributedDataParallel, a module that `replicate` was applied to, or a module that
-            `fully_shard` shards, itself or in its submodules.
+        model: a DistributedDataParallel, or a module to which `replicate` or `fully_shard` was
+            applied. `fully_shard` may also have been applied to its submodules only.
         gradients: `groups`, or `none` for PyTorch's own reduction.
         weights: `row`, or `none` for PyTorch's own gathers. DDP does not gather weights.
-        skip: paths or patterns, as in `Config.skip`, of layers that gather their weights in high
-            precision: name the layers that the compiled model leaves in high precision.
+        skip: paths or patterns, as in `Config.skip`, of layers whose weights are gathered in high
+            precision. Name the layers that the compiled model runs in high precision.
         monitor: measures the gradients that this rank sends, in the steps that the monitor samples.
 
     Raises:
         ConfigError: the model is not distributed in one of these ways, is compressed already, or
-            already has another reduction of gradients; or ranks pass different arguments.
+            has another custom reduction of gradients; or ranks pass different arguments.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -124,7 +125,7 @@ def compress(
 
 
 def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool) -> None:
-    """Raise ConfigError if these modules cannot send gradients, or weights, in FP8."""
+    """Raise ConfigError if the modules cannot send gradients, or weights, in FP8 as requested."""
     if done := [path for path, module in reducers.items() if module in _COMPRESSED]:
         raise ConfigError(
             f"{done[0] or 'The model'} is compressed already: call compress only once, with the "
@@ -138,13 +139,13 @@ def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool)
 
 
 def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> None:
-    """Raise ConfigError on all ranks if arguments differ, because ranks would then block.
+    """Raise ConfigError on all ranks if their arguments differ. Training would otherwise block.
 
-    A rank with invalid arguments also calls this, so that the remaining ranks do not wait for it.
+    A rank with invalid arguments also calls this function, because the other ranks wait for it.
     """
     found = {arguments}
     with _warn_after_waiting():
-        for group in groups:  # each mesh dimension forwards the results of the earlier dimensions
+        for group in groups:  # a gather forwards the results of earlier mesh dimensions
             received: list[set[str]] = [set()] * group.size()
             dist.all_gather_object(received, found, group=group)
             found = set().union(*received)
@@ -157,7 +158,7 @@ def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> N
 
 @contextmanager
 def _warn_after_waiting() -> Iterator[None]:
-    """Warn once if the context lasts PATIENCE_S: PyTorch's own timeout takes minutes."""
+    """Warn once if the context lasts PATIENCE_S. PyTorch's timeout takes minutes."""
     text = "compress has waited %d s for other ranks: call it on every rank."
     timer = threading.Timer(PATIENCE_S, log.warning, (text, PATIENCE_S))
     timer.daemon = True
@@ -199,7 +200,7 @@ def _why_nothing_reduces(model: nn.Module) -> str:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """Return why a module's reduction cannot be replaced, and what to do; None if possible."""
+    """Return why a module's reduction cannot be replaced, and what to do; None if it can."""
     if isinstance(module, Replicated) and replicas_have_begun(module):
         return "the model has run already: call compress before its first forward."
     if isinstance(module, FSDPModule) and not any(map(_is_scattered, module.parameters())):
@@ -213,7 +214,7 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def _is_scattered(parameter: Tensor) -> bool:
-    """Whether ranks hold different parts of a parameter."""
+    """Return whether ranks hold different parts of a parameter."""
     if not isinstance(parameter, DTensor):
         return True  # unknown: FSDP2 has gathered it in the middle of a step
     placements = enumerate(parameter.placements)
@@ -244,7 +245,7 @@ class FSDPReduceScatter:
         self.sums = sums
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer that FSDP2 copies gradients to."""
+        """Allocate a buffer into which FSDP2 copies gradients."""
         return GradientBuffer.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -272,17 +273,16 @@ class FSDPReduceScatter:
         self.sums.reduce_scatter(output_tensor, terms, sizes, group, factor)
 
 
-# No annotations: DDP compares a hook's annotations with classes, but annotations in this module are
-# strings. A module-level function, because copies of a DDP find the hook by its name.
+# Without annotations, because DDP compares a hook's annotations with classes, but annotations in
+# this module are strings. A module-level function, because a copied DDP finds the hook by name.
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]
     return state.reduce(bucket)
 
 
 class DDPReduction:
-    """DDP's all-reduce of a bucket of gradients, in FP8, concurrent with the backward on a GPU.
+    """DDP's all-reduce of a bucket of gradients, in FP8. On a GPU the backward runs concurrently.
 
-    Copies and pickles of a DDP contain this hook with an empty state, and use PyTorch's own
-    reduction.
+    Copies and pickles of a DDP contain an empty instance, and use PyTorch's own reduction.
     """
 
     def __init__(self, group: Any, sums: GradientSums) -> None:
@@ -294,7 +294,7 @@ class DDPReduction:
         return {"group": None, "sums": None, "stream": None}
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Return a future of a bucket's mean over ranks."""
+        """Return a future of the bucket's gradients, averaged over ranks."""
         x = bucket.buffer()
         devices = [x.device] if x.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)

@@ -1,16 +1,18 @@
 """Sums of gradients over ranks, sent in FP8 (section 5 of the paper AGoQ).
 
-Every rank receives its part of all ranks' gradients, dequantizes the values, and adds them up in
-fp32, so partial sums are never quantized. An all-reduce then sends the sums in FP8.
+Every rank receives the same part of the gradients from all ranks, dequantizes the values, and adds
+them up in fp32. Therefore partial sums are never quantized. An all-reduce then sends the sums in
+FP8 to all ranks.
 
-Quantization groups start at each parameter:
+Each parameter starts a new quantization group:
 
     row      p p p p p q q s s s s            parameters p, q, s
     padded   p p p p|p 0 0 0|q q 0 0|s s s s  in groups of 4
 
-A group across a boundary would have a scale that depends on two parameters. With tensor
+The scale of a group with elements of two parameters would depend on both parameters. With tensor
 parallelism, ranks hold equal copies of one parameter (a norm) next to different shards of another
-parameter. Each rank would round its copy differently, and the copies would drift apart.
+parameter. Each rank would round the gradient of its copy differently, and the copies would drift
+apart.
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ class Traffic:
     """Counts of the values and bytes that a rank has sent to other ranks.
 
     Attributes:
-        elements: values sent, counted once per receiving rank.
-        bytes: bytes sent.
+        elements: number of values sent. A value counts once for each rank that receives it.
+        bytes: number of bytes sent.
     """
 
     elements: int = 0
     bytes: int = 0
 
     def add(self, elements: int, sent: int, copies: float) -> None:
-        """Count `elements` values in `sent` bytes, sent `copies` times."""
+        """Count `copies` times `elements` values and `sent` bytes. `copies` may be a fraction."""
         self.elements += int(elements * copies)
         self.bytes += int(sent * copies)
 
     @property
     def ratio(self) -> float:
-        """Bytes sent, divided by the bytes of the same values in BF16; 1 before the first send."""
+        """Bytes sent, divided by the bytes of these values in BF16; 1 before the first send."""
         return self.bytes / (2 * self.elements) if self.elements else 1.0
 
 
@@ -59,8 +61,8 @@ class ParameterLayout:
     """Positions of parameters in a row of gradients, with and without padding.
 
     Attributes:
-        sizes: elements of each parameter in a row, in order, each at least 1.
-        unit: elements of a group.
+        sizes: number of elements of each parameter in a row, in order; at least 1.
+        unit: number of elements of a group.
     """
 
     sizes: tuple[int, ...]
@@ -68,7 +70,7 @@ class ParameterLayout:
 
     @cached_property
     def _runs(self) -> tuple[int, ...]:
-        """Lengths of runs without padding: a run ends where a parameter ends inside a group."""
+        """Lengths of runs. A run is padded only at its end, after a parameter's partial group."""
         runs = [0]
         for size in self.sizes:
             runs[-1] += size
@@ -82,9 +84,9 @@ class ParameterLayout:
         return (*(run + -run % self.unit for run in others), last)
 
     def pad(self, rows: Tensor) -> Tensor:
-        """Return rows [R, N] with zeros, so that each parameter starts a group.
+        """Return rows [R, N] with zeros inserted, so that each parameter starts a group.
 
-        Returns `rows` itself if no padding is needed.
+        Return `rows` itself if no padding is needed.
         """
         if len(self._runs) == 1:
             return rows
@@ -94,7 +96,7 @@ class ParameterLayout:
         return padded
 
     def unpad(self, padded: Tensor, rows: Tensor) -> None:
-        """Write `padded`, without its padding, to `rows` [R, N]."""
+        """Copy `padded` without the padding to `rows` [R, N]."""
         for source, run in self._pair_runs(padded, rows):
             run.copy_(source[:, : run.shape[-1]])
 
@@ -112,9 +114,9 @@ class GradientSums:
     """Sums of gradients over ranks, sent in E4M3 with a scale for each group of 128.
 
     Args:
-        traffic: counts the bytes that are sent.
+        traffic: counts the values and bytes that are sent.
         monitor: measures the gradients that are sent, in the steps that the monitor samples.
-        path: path of the module that owns these gradients, for the monitor.
+        path: path of the module whose gradients are summed. The monitor reports this path.
     """
 
     def __init__(self, traffic: Traffic, monitor: Monitor | None = None, path: str = "") -> None:
@@ -127,8 +129,8 @@ class GradientSums:
 
         Args:
             output: [N], any float dtype.
-            terms: [world · N]: the parts of all ranks, concatenated.
-            sizes: elements of each parameter in a part, in order.
+            terms: [world · N]: this rank's gradients; part `i`, of N elements, is for rank `i`.
+            sizes: number of elements of each parameter in a part, in order.
             group: the process group.
             factor: multiplies the sum; 1 / world gives the mean.
         """
@@ -138,9 +140,9 @@ class GradientSums:
         layout.unpad(self._scatter(rows, group, factor), output.view(1, -1))
 
     def all_reduce(self, x: Tensor, sizes: tuple[int, ...], group: Any, factor: float) -> None:
-        """Replace `x` [N] by its sum over ranks, times `factor`; all ranks get the same bits.
+        """Replace `x` [N] by its sum over ranks, times `factor`. All ranks get the same bits.
 
-        `sizes` are the elements of each parameter in `x`, in order.
+        `sizes` are the numbers of elements of each parameter in `x`, in order.
         """
         world = group.size()
         if world == 1:
@@ -161,7 +163,7 @@ class GradientSums:
         layout.unpad(sums[:, :length], x.view(1, -1))
 
     def _scatter(self, rows: Tensor, group: Any, factor: float) -> Tensor:
-        """Return the sum [1, N] over ranks of this rank's row of `rows` [world, N]."""
+        """Sum `rows` [world, N] over ranks, and return this rank's row [1, N], times `factor`."""
         sent = pack(rows)
         if self.monitor is not None and self.monitor.sampling:
             padded, scales = split_into_groups(rows)

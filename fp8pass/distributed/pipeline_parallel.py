@@ -1,10 +1,10 @@
 """Memory budgets for the stages of a pipeline.
 
-A rank holds the saved tensors of several micro-batches, and the first rank holds the most. The
-paper AGoQ (section 4.2, DBCA-PP) gives every rank the memory that the first rank needs with 4 bits:
-B_i = 4 · N_1 / N_i bits if rank i holds N_i micro-batches (Eq. 22). This module reads N_i from
-PyTorch's schedule. Budgets are computed in bytes, and the planner chooses a format for each tensor
-(`activation_memory/raise_precision.py`).
+A rank holds the saved tensors of several micro-batches at once, and the first rank holds the most
+micro-batches. The paper AGoQ (section 4.2, DBCA-PP) gives every rank the memory that the first rank
+needs if it saves tensors in 4 bits: B_i = 4 · N_1 / N_i bits if rank i holds N_i micro-batches
+(Eq. 22). This module computes N_i from PyTorch's schedule. Budgets are in bytes, and the planner
+chooses a format for each tensor (`activation_memory/raise_precision.py`).
 
     for stage, config in zip(stages, pipeline_configs("1F1B", len(stages), microbatches=8)):
         stage.compile(backend=fp8pass.backend(config))
@@ -19,8 +19,8 @@ from fp8pass.compat import PipelineAction
 from fp8pass.config import LARGEST_SHARE, Config, ConfigError, checked_config, unknown
 from fp8pass.dialect.formats import SAVED_FORMATS
 
-# Change of the number of held micro-batches by each kind of action. A backward in two parts
-# releases its micro-batch after the second part, which computes gradients of weights.
+# How much each kind of action changes the number of micro-batches that a rank holds. A backward in
+# two parts releases its micro-batch after the second part (W), which computes weight gradients.
 HELD_CHANGE = {"F": 1, "B": -1, "W": -1}
 
 
@@ -34,31 +34,31 @@ def pipeline_configs(
 ) -> list[Config]:
     """Return the configurations of a pipeline's stages, from the first stage to the last.
 
-    The configurations differ in `memory_budget`. At its peak each rank may hold the same bytes for
-    the backward, summed over its stages and micro-batches. The default budget is the bytes that the
-    rank with the most micro-batches saves in the smallest format of `base`. Stages of other ranks
-    use formats with more bits, up to twice as many. Where ranks hold 11, 9, 7 and 5 micro-batches,
-    as four ranks with two stages each do, formats have 4, 4.9, 6.3 and 8 bits on average (AGoQ, Eq.
-    21 and 22).
+    The configurations differ in `memory_budget`. All ranks have the same budget for the tensors
+    that they save for backwards: the sum over a rank's stages and micro-batches at the rank's peak.
+    By default, this is the memory that the rank with the most micro-batches needs with
+    `base.save_format`. Stages of other ranks save tensors in up to twice as many bits. For example,
+    four ranks with two stages each hold 11, 9, 7 and 5 micro-batches, and save tensors in 4, 4.9,
+    6.3 and 8 bits on average (AGoQ, Eq. 21 and 22).
 
-    Inputs and outputs of stages, which PyTorch holds for each micro-batch, are not included.
+    Budgets do not include inputs and outputs of stages, which PyTorch holds for each micro-batch.
 
-    Here `base.memory_budget` is the budget of a rank. A number of bytes ("24GiB") is possible for
-    any stages, if each is compiled as one graph. A share of the default is only useful for similar
-    stages: a stage that saves more tensors, such as logits, gets proportionally more memory.
+    In this function, `base.memory_budget` is the budget of a rank. A number of bytes ("24GiB")
+    works for any stages, if each stage is compiled as one graph. A share is only useful if stages
+    are similar: a stage that saves more tensors, such as logits, gets proportionally more memory.
 
     Args:
         schedule: a schedule of `torch.distributed.pipelining`. If stages are compiled before the
-            schedule exists: its class or name ("1F1B", "Interleaved1F1B"), with the next three
-            arguments.
-        stages: number of stages (model chunks) of all ranks together.
+            schedule exists, pass its class or name ("1F1B", "Interleaved1F1B"), and `stages`,
+            `ranks` and `microbatches`.
+        stages: number of stages (model chunks) on all ranks together.
         ranks: number of ranks; not needed if each rank has one stage.
         microbatches: number of micro-batches in a batch.
         base: all other options; by default `Config(save_format="e2m1")`.
 
     Raises:
-        ConfigError: the schedule is unknown or does not support these numbers, or `base` has no
-            budget and its `save_format` is already the largest format.
+        ConfigError: the schedule is unknown or does not support these numbers; or `base` has no
+            `memory_budget`, and its `save_format` is already the largest format.
         TypeError: `base` is not a `Config`.
     """
     base = Config(save_format="e2m1") if base is None else checked_config(base, "base")
@@ -87,11 +87,11 @@ def held_microbatches(
     """Return how many micro-batches each rank holds at its peak, from the first rank to the last.
 
     A micro-batch counts once for each stage of the rank, from the end of its forward to the end of
-    its backward, or of its backward for weights if that is a separate action (zero bubble
-    schedules).
+    its backward. In zero bubble schedules, which compute weight gradients in a separate action, it
+    counts until the end of that action.
 
-    Eq. 21 of AGoQ covers interleaved 1F1B with two stages on each of n ranks: rank i, counted from
-    1, holds 3n - 2i + 1 micro-batches. The paper prints n + 2i - 1, which counts ranks backwards.
+    For interleaved 1F1B with two stages on each of n ranks, rank i, counted from 1, holds
+    3n - 2i + 1 micro-batches. Eq. 21 of AGoQ is n + 2i - 1, because it counts ranks backwards.
 
     Args:
         schedule: as in `pipeline_configs`.
@@ -114,9 +114,10 @@ def _find_peak(actions: list[PipelineAction]) -> int:
 
 
 def _compute_budget(base: Config, held: int, most: int) -> float | int:
-    """Return the budget of one micro-batch.
+    """Return the budget of one micro-batch in one stage: bytes, or a share of the default.
 
-    `held` is the number of micro-batches on the rank, and `most` the largest number on any rank.
+    `held` is the number of micro-batches that the rank holds at its peak. `most` is the largest
+    such number of any rank.
     """
     if isinstance(base.memory_budget, (str, int)):
         return int(base.budget_bytes(0) // held)
@@ -161,7 +162,7 @@ def _find_class(schedule: str | type) -> type:
 
 
 def _plan(schedule: type, numbers: dict[str, int | None]) -> object:
-    """Return a schedule for these numbers of stages, ranks and micro-batches."""
+    """Return a schedule of this class for these numbers of stages, ranks and micro-batches."""
     one_each = compat.runs_one_stage_a_rank(schedule)
     if one_each and numbers["ranks"] is None:
         numbers["ranks"] = numbers["stages"]

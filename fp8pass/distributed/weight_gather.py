@@ -1,9 +1,9 @@
 """FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ, section 3.2).
 
-A shard holds whole rows, so that each rank quantizes its shard without communication. Gathered
-weights stay in FP8 on every rank. The forward's GEMM in compiled code reads gathered weights
-directly, which are bit-identical to BF16 weights quantized by row. The backward dequantizes
-gathered weights. Shards, gradients and state dicts remain plain tensors.
+A shard consists of whole rows, so each rank quantizes its shard without communication. Gathered
+weights are FP8 tensors on every rank, bit-identical to gathered BF16 weights that are then
+quantized by row. The forward's GEMM in compiled code reads them directly, and the backward
+dequantizes them. Shards, gradients and state dicts are not quantized.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SHARD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PackedWeights:
-    """FP8 data and scales of matrices [M, K] in one buffer, which is sent as one tensor.
+    """FP8 data and scales of several matrices [M, K] in one buffer, which is sent as one tensor.
 
     Attributes:
         memory: uint8 [ΣM·K + Σ4·M]: the FP8 data of all matrices, then the fp32 scales of all
             matrices.
-        sizes: bytes of the data of each matrix, then bytes of the scales of each matrix.
-        views: typed views of `memory`: all `data`, all `scales`, and `parts`: data and scales of
-            each matrix.
+        sizes: for each matrix the bytes of its data, then for each matrix the bytes of its scales.
+        views: typed views of `memory`: `data` of all matrices, `scales` of all matrices, and
+            `parts`, the pair of data and scales of each matrix.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
@@ -64,9 +64,9 @@ class PackedWeights:
 
 
 class ShardKey(NamedTuple):
-    """Device, dtype and shapes of the shards of a module. Modules with equal keys share a buffer.
+    """Device, dtype and shapes of a module's shards. Modules with equal keys share a send buffer.
 
-    The dtype is part of the key because FSDP2 gathers weights of several dtypes together.
+    The dtype is part of the key, because FSDP2 may gather weights of several dtypes together.
     """
 
     device: torch.device
@@ -80,9 +80,9 @@ class ShardKey(NamedTuple):
 
 
 class SendBuffers:
-    """Send buffers that modules with equal shard shapes use in turn.
+    """Send buffers that modules with equal `ShardKey`s use in turn.
 
-    Sharing saves the CPU time of allocating and splitting a buffer for every layer.
+    Shared buffers save the CPU time of allocating and splitting a buffer for every layer.
     """
 
     def __init__(self) -> None:
@@ -96,12 +96,12 @@ class SendBuffers:
     def get(self, key: ShardKey) -> PackedWeights:
         """Return a buffer that the current stream may overwrite.
 
-        Earlier reads on this stream finish before the write. Each stream has its own buffers.
+        Each stream has its own buffers. Earlier reads on this stream end before the next write.
         """
         place = key, compat.stream_of(key.device)
         if (found := self._buffers.get(place)) is None:
             found = PackedWeights(key.shapes, key.device)
-            if self._users[key] > 1:  # a single user frees its buffer between gathers
+            if self._users[key] > 1:  # a buffer with one user is freed between gathers
                 self._buffers[place] = found
         return found
 
@@ -109,16 +109,17 @@ class SendBuffers:
 class WeightGather:
     """FSDP2's all-gather extension for the weights of one module.
 
-    FSDP2 calls the extension of each weight in order. The first call sends the FP8 data of all
-    weights and unpacks the received data; later calls send nothing. One tensor for all weights
-    saves CPU time, because FSDP2 needs as much for each tensor as for a kernel launch.
+    FSDP2 calls the extension once for each weight, in order. The call for the first weight sends
+    the FP8 data of all weights and unpacks the received data; the other calls send nothing. One
+    tensor for all weights saves CPU time, because each tensor costs FSDP2 as much time as a kernel
+    launch.
 
     Attributes:
         layers: the layers that own the weights, in FSDP2's order.
-        traffic: counts the bytes that are sent.
-        buffers: send buffers.
-        received: the gathered weights, in memory that FSDP2 frees and allocates. None before the
-            first gather.
+        traffic: counts the values and bytes that are sent.
+        buffers: the send buffers, shared with other modules.
+        received: the gathered weights. FSDP2 frees their memory after use and allocates it again
+            before a gather. None before the first gather.
     """
 
     def __init__(self, layers: list[nn.Linear], traffic: Traffic, buffers: SendBuffers) -> None:
@@ -134,7 +135,7 @@ class WeightGather:
         return [get_shard(cast(Any, y.weight)) for y in self.layers]
 
     def attach(self) -> None:
-        """Attach the extension to the current shards. Weights that are gathered now are skipped."""
+        """Attach the extension to the current shards. Skip weights that FSDP2 has just gathered."""
         for i, layer in enumerate(self.layers):
             weight: Any = layer.weight
             shard: Any = get_shard(weight) if isinstance(weight, DTensor) else None
@@ -151,7 +152,7 @@ class WeightGather:
             return self._quantize_shards(dtype, mesh.size() - 1) if i == 0 else (), dtype
 
         # FSDP2 inspects the signature in each gather. Without this attribute, the inspection takes
-        # longer than all other steps.
+        # more CPU time than the rest of the gather.
         signature = inspect.signature(pre_all_gather)
         pre_all_gather.__signature__ = signature  # type: ignore[attr-defined]
         return pre_all_gather
@@ -171,7 +172,7 @@ class WeightGather:
         ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
             if i == 0:
                 self._receive(gathered[0])
-            if out is not None:  # the earlier returned weight is a view of `received`
+            if out is not None:  # the weight of the first gather is a view of `received`
                 return None
             assert self.received is not None
             owned = (self.received.memory,) if i == 0 else ()
@@ -180,9 +181,9 @@ class WeightGather:
         return post_all_gather
 
     def _receive(self, gathered: Tensor) -> None:
-        """Unpack the buffers of all ranks, uint8 [ranks · B], to `received`, and free the buffers.
+        """Unpack the buffers of all ranks, uint8 [ranks · B], into `received`, then free them.
 
-        FSDP2 has allocated the memory of `received` again before this call.
+        Before this call, FSDP2 has allocated the memory of `received` again.
         """
         if self.received is None:
             self.received = PackedWeights(self._shapes, gathered.device)
@@ -191,7 +192,7 @@ class WeightGather:
 
 
 def unpack(gathered: Tensor, whole: PackedWeights) -> None:
-    """Copy packed shards of all ranks, uint8 [ranks, B], to the packed whole weights."""
+    """Copy the packed shards of all ranks, uint8 [ranks, B], to the packed full weights."""
     if (kernels := load_kernels(gathered.device)) is not None:
         return kernels.unpack(gathered, whole.memory, whole.sizes)
     ranks = len(gathered)
@@ -204,7 +205,7 @@ def unpack(gathered: Tensor, whole: PackedWeights) -> None:
 def gather_quantized_weights(
     model: nn.Module, skip: tuple[Pattern, ...], traffic: Traffic
 ) -> tuple[str, ...]:
-    """Make FSDP2 gather the weights of linear layers in FP8. Return the paths of these layers."""
+    """Make FSDP2 gather weights of linear layers in FP8. Return the paths of these layers."""
     reasons = find_reasons_against_fp8(model, skip)
     gathers: dict[nn.Module, list[WeightGather]] = {}
     buffers = SendBuffers()
@@ -219,7 +220,7 @@ def gather_quantized_weights(
             if key not in made:
                 made[key] = WeightGather(layers, traffic, buffers)
             gathers.setdefault(module, []).append(made[key])
-    # A forward starts at the model or at one of its parts, so the model's hooks attach all gathers.
+    # A forward of the whole model starts with the model's hooks, so these attach all gathers.
     if gathers and isinstance(model, FSDPModule):
         gathers[model] = [each for group in gathers.values() for each in group]
     for module, group in gathers.items():
@@ -248,7 +249,10 @@ def _log_layers(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, .
 
 
 def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> None:
-    """Attach now, after loads, and before forwards, because loading or moving replaces shards."""
+    """Attach `gathers` now, after each load and before each forward of `module`.
+
+    Loading a state dict and moving a module replace the shards.
+    """
 
     def attach(*_: Any) -> None:
         for gather in gathers:
@@ -260,7 +264,7 @@ def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> Non
 
 
 def why_too_late(modules: Iterable[nn.Module]) -> str:
-    """Return why it is too late to gather weights in FP8; '' if it is not."""
+    """Return why it is too late to make FSDP2 gather weights in FP8; '' if it is not too late."""
     shards = (m for m in modules if isinstance(m, FSDPModule))
     has_run = any(map(fsdp_has_run, shards))
     return "the model has run already: call compress before its first forward." if has_run else ""
@@ -270,7 +274,7 @@ def why_too_late(modules: Iterable[nn.Module]) -> str:
 
 
 def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear, str]:
-    """Return why each linear layer's weight is gathered in high precision; '' means in FP8."""
+    """Return for each linear layer why its weight is gathered in high precision; '' means FP8."""
     modules = model.named_modules()
     linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
@@ -298,7 +302,7 @@ def _why_not(parameter: GatheredParameter) -> str:
 
 
 def _why_not_in_rows(weight: DTensor) -> str:
-    """Return why ranks do not hold equally many whole rows of a matrix, or ''."""
+    """Return why not every rank has the same number of whole rows of `weight`; '' if it has."""
     *replicas, shard = weight.placements
     ranks, rows = weight.device_mesh.size(-1), weight.shape[0]
     if weight.device.type not in (weight.device_mesh.device_type, "meta"):

@@ -3,8 +3,8 @@
     rows [R, N]  ->  uint8 [R, B]    the E4M3 data of a row, padded to an even length, then one BF16
                                      scale for each group; the last group may be shorter
 
-This takes 1.016 bytes per element. A group that contains NaN or infinity arrives as NaN. The method
-is from section 5 of AGoQ.
+A buffer takes 1.016 bytes per element. The receiver gets NaN for all elements of a group that
+contains NaN or infinity. The method is from section 5 of the paper AGoQ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, amax_quotient, round_up_t
 fp8 = torch.ops.fp8pass
 
 GROUP_SIZE = 128
-# All ranks must use the same quantization.
+# The quantization of gradients. All ranks must use the same.
 QUANTIZATION = str(Quantization(E4M3, group(GROUP_SIZE)))
 
 
@@ -53,9 +53,9 @@ def split_into_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
-    """Write the sums over T of buffers uint8 [T, R, B], times `factor`, to `into`; return `into`.
+    """Dequantize `wire`, uint8 [T, R, B], sum it over T, and write it times `factor` to `into`.
 
-    `into` is [R, N], contiguous, of any float dtype. The sums are computed in fp32.
+    `into` is [R, N], contiguous, of any float dtype. The sums are computed in fp32. Return `into`.
     """
     if (kernels := load_kernels(wire.device)) is not None:
         kernels.add_up(wire, into, factor, GROUP_SIZE)
@@ -84,6 +84,6 @@ def load_kernels(device: torch.device) -> Any:
 
 @functools.cache
 def _import_kernels() -> Any:
-    from fp8pass.distributed import wire_kernels  # imports Triton, which CPU builds do not have
+    from fp8pass.distributed import wire_kernels  # late, because CPU builds of PyTorch lack Triton
 
     return wire_kernels

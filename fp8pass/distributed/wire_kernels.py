@@ -20,16 +20,16 @@ from fp8pass.dialect.scaling import BF16_BITS
 from fp8pass.dialect.triton_scaling import largest, quotient_of
 from fp8pass.runtime.triton_launcher import Launcher
 
-# Groups per program: 4 kB of fp32 in registers.
+# Groups per program of `pack` and `add_up`, which need 4 kB of fp32 in registers.
 GROUPS = 8
-# Words of 4 bytes per program.
+# Words of 4 bytes that a program of `unpack` copies.
 WORDS = 4096
 BITS = tl.constexpr(BF16_BITS)
 
 
 @triton.jit
 def _positions(GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    # In 32 bits, because 64-bit arithmetic for each element takes longer than reading the element.
+    # Positions have 32 bits: 64-bit arithmetic for each element takes longer than reading it.
     return tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
 
 
@@ -40,7 +40,8 @@ def _clamp_remaining(length, first, most: tl.constexpr):
 
 @triton.jit
 def _read(values, inside, left, MOST: tl.constexpr):
-    # With a mask whose end Triton cannot derive, Triton reads element by element.
+    # Without a mask, Triton reads vectors. With a mask, Triton reads element by element if the
+    # mask's end is unknown at compile time.
     if left == MOST:
         found = tl.load(values + inside)
     else:
@@ -125,7 +126,7 @@ def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
-    """Write the sums over T of `wire`, uint8 [T, R, B], times `factor`, to `into` [R, N]."""
+    """Run `wire.add_up`: `wire` is uint8 [T, R, B], and `into` is [R, N]."""
     terms, count, sent = wire.shape
     length = into.shape[-1]
     grid = triton.cdiv(length, group_size * GROUPS), count, 1
@@ -135,9 +136,11 @@ def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
 
 
 def unpack(shards: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> None:
-    """Copy packed shards, uint8 [ranks, B], to `whole`, where each piece is contiguous.
+    """Copy packed shards, uint8 [ranks, B], to the packed full weights `whole`.
 
-    `sizes` are the bytes of each piece in `whole`. Each rank sent its part of each piece, in order.
+    A piece is the data or the scales of one weight. `sizes` are the bytes of each piece in `whole`,
+    where a piece is contiguous. The buffer of each rank has this rank's rows of each piece, in
+    order.
     """
     ranks, sent = shards.shape
     blocks, table, constants = _make_table(sizes, ranks, shards.device)
@@ -151,8 +154,8 @@ def _make_table(
 ) -> tuple[int, Tensor, tuple[int, ...]]:
     """Return the number of programs per rank, the kernel's table, and the kernel's constants.
 
-    The table, int64 [pieces, 3], holds for each piece the first program, and the offset and length
-    in a rank's buffer, in words.
+    The table, int64 [pieces, 3], contains for each piece the index of its first program, and its
+    offset and length in a rank's buffer, in words.
     """
     words = [size // ranks // 4 for size in sizes]
     begins = list(accumulate(words, initial=0))

@@ -4,8 +4,8 @@
     options.py     options of a parameter group, and presets
     formats.py     formats of states, quantization with Dynamic Range Expansion
     rounding.py    stochastic rounding
-    slots.py       the states of a parameter: keys and tensors
-    shards.py      parameters that are distributed over ranks
+    slots.py       keys and tensors of a parameter's states
+    shards.py      local shards of distributed parameters
     checkpoint.py  conversion of checkpoints, also during loads by torch.distributed.checkpoint
     update.py      the update in vectorized PyTorch
     kernel.py      the update as Triton source

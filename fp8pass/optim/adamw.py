@@ -1,4 +1,4 @@
-"""`AdamW`: selects an update for each parameter, and implements PyTorch's optimizer interface."""
+"""`AdamW`: implements PyTorch's optimizer interface, and selects how each parameter is updated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-# At most 1 / WAITING of all gradient bytes (two of 32 layers) may wait for offloaded states.
+# Gradients may wait for offloaded states. They may occupy at most 1 / WAITING of the bytes of all
+# parameters, which are the bytes of two layers in a model of 32.
 WAITING = 16
 
 
@@ -56,19 +57,19 @@ class AdamW(torch.optim.Optimizer):
             exponent), each also with `+expand`; `fp16`, `bf16`, `fp32`.
         second_moment: format, with the same choices.
         state_rounding: rounding of moments and FP16 master copies. `stochastic` preserves their
-            mean. `nearest` has less noise, but a moment with a beta near 1 does not follow
-            gradients that become smaller. Default: the preset's.
+            mean. `nearest` has less noise, but if beta is near 1, the moment does not decrease when
+            gradients become smaller. Default: the preset's.
         weights: how 16-bit parameters receive updates smaller than their precision. `stochastic`
             rounds BF16 stochastically, which preserves updates on average (FP16 is rounded to
             nearest). `nearest` loses such updates. `fp32` and `fp16` update a master copy; the FP16
             copy is rounded by `state_rounding`.
         group_size: number of consecutive elements that share a scale, a power of two.
         seed: seed of stochastic rounding.
-        offload: tensors that are stored in host memory and streamed through the GPU, with the same
-            results: `states`, the moments and master weights; `gradients`, the sums of gradients
-            over several backwards that `step_in_backward` makes (LLMQ, section 3). States of
-            parameters with fewer than 65,536 elements, or in another layout (`channels_last`), are
-            not offloaded.
+        offload: tensors that are stored in host memory and streamed through the GPU (paper LLMQ,
+            section 3): `states`, the moments and master weights; `gradients`, the sums over several
+            backwards that `step_in_backward` makes. Results do not change. Tensors of parameters
+            with fewer than 65,536 elements are not offloaded, and neither are states of parameters
+            that are not contiguous (`channels_last`).
         maximize: whether to maximize the objective instead of minimizing it.
 
     Raises:
@@ -76,7 +77,8 @@ class AdamW(torch.optim.Optimizer):
             is too small.
     """
 
-    # Makes GradScaler pass `grad_scale` and `found_inf` instead of unscaling gradients.
+    # With this attribute, GradScaler does not unscale gradients. Instead, it sets the optimizer's
+    # attributes `grad_scale` and `found_inf`.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -132,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
         self._prepared: dict[tuple[int, ...], tuple[Any, list[Any], PreparedUpdate]] = {}
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters with their own options; `preset` sets several options.
+        """Add a group of parameters with its own options; `preset` sets several options.
 
         Raises:
             ConfigError: an option is invalid or misspelled, or a parameter cannot be optimized.
@@ -159,7 +161,7 @@ class AdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient, and return the result of `closure`.
 
         Raises:
-            RuntimeError, ConfigError: as in `update`, but before any parameter is updated.
+            RuntimeError, ConfigError: as in `update`. No parameter has been updated then.
         """
         loss = None
         if closure is not None:
@@ -182,9 +184,9 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, group: Group, parameters: Tensors) -> None:
-        """Update some of the parameters of a group by their gradients.
+        """Update some parameters of a group with their gradients.
 
-        Parameters with offloaded states are updated on another stream, which `join` waits for.
+        Parameters with offloaded states are updated on another stream; `join` waits for it.
 
         Raises:
             RuntimeError: a gradient is sparse, a parameter is a DTensor and its gradient is not, or
@@ -209,8 +211,8 @@ class AdamW(torch.optim.Optimizer):
                 gradients = [g.contiguous() for g in gradients]
             self._prepare(group, batch, gradients, how).step(gradients, group, control)
             if fuses:
-                # As in-place operators do: a backward that saved the old weights then raises an
-                # error.
+                # In-place operators do the same. A backward that needs the old weights then raises
+                # an error instead of reading the new weights.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
     def count_updates(self, group: Group, parameter: Tensor) -> Tensor:
@@ -242,11 +244,11 @@ class AdamW(torch.optim.Optimizer):
             staging.release()
 
     def prepare_again(self) -> None:
-        """Drop prepared updates after a write to states, because they contain step counts."""
+        """Drop prepared updates. Call this after a write to states: updates contain step counts."""
         self._prepared.clear()
 
     def _control(self, group: Group, device: torch.device) -> Tensor:
-        """Return fp32 [2]: the factor of gradients, and 1 if some gradients are infinite."""
+        """Return fp32 [2]: the factor of gradients, and 1 if a gradient is not finite, else 0."""
         key = device, bool(group["maximize"])
         if key not in self._constants:
             sign = -1.0 if group["maximize"] else 1.0
@@ -262,11 +264,11 @@ class AdamW(torch.optim.Optimizer):
     def _prepare(
         self, group: Group, parameters: Tensors, gradients: Tensors, how: tuple[Storage, bool, bool]
     ) -> PreparedUpdate:
-        """Return the update of these parameters.
+        """Return the prepared update of these parameters.
 
         `how` contains the storage of states, whether the kernel runs, and whether states are
-        offloaded. The update is reused while options, parameters, dtypes and states are the same,
-        so that states are only checked and converted after a change.
+        offloaded. An update is reused until an option, parameter, dtype or state tensor changes.
+        Only then are states checked and converted again.
         """
         key, (storage, fuses, streams) = tuple(map(id, parameters)), how
         # An eager update does not need the address of a plain parameter, and a FakeTensor has none.
@@ -282,8 +284,8 @@ class AdamW(torch.optim.Optimizer):
             if old == signature and all(states[i].get(name) is x for i, name, x in tensors):
                 return prepared
         slots = [self._make_slot(storage, group, p) for p in parameters]
-        # A fused update replaces the step tensors of its parameters, which outdates other prepared
-        # updates of the same parameters.
+        # A fused update replaces the step tensors of its parameters. Other prepared updates of
+        # these parameters would count steps in the old tensors.
         for other in [x for x in self._prepared if not set(key).isdisjoint(x)]:
             del self._prepared[other]
         if streams:
@@ -330,7 +332,7 @@ class AdamW(torch.optim.Optimizer):
         return Slot.of(self._number(parameter), parameter, state, storage)
 
     def _move_to_host(self, state: State, group: Group, parameter: Tensor) -> State:
-        """Return a new state, moved to host memory if the options offload the state."""
+        """Return `state`, moved to host memory if the options offload the state."""
         if not is_offloaded(group, "states", parameter):
             return state
         copy = self._arena_of(parameter.device).take
@@ -344,9 +346,9 @@ class AdamW(torch.optim.Optimizer):
         return self._numbers[parameter]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a checkpoint, after all copies to host memory have ended.
+        """Wait for copies to host memory, and return a checkpoint.
 
-        `torch.distributed.checkpoint` can load a checkpoint in any format into the result.
+        `torch.distributed.checkpoint` can load states of any format into the returned dict.
         """
         for staging in self._staging.values():
             staging.synchronize()
@@ -366,8 +368,8 @@ class AdamW(torch.optim.Optimizer):
         """
         if not isinstance(state_dict, dict):  # PyTorch would fail before calling the hook
             checkpoint.check_has_states(state_dict)
-        # PyTorch casts states to the dtype of their parameter, so the hook hides the states. The
-        # hook runs last, so that hooks of users get the original checkpoint.
+        # PyTorch would cast states to the dtype of their parameter, so this hook hides the states.
+        # The hook is registered last, so that hooks of users get the original checkpoint.
         handle = self.register_load_state_dict_pre_hook(checkpoint.hide_states)
         try:
             super().load_state_dict(state_dict)
@@ -375,7 +377,7 @@ class AdamW(torch.optim.Optimizer):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        loaded = {  # converted first, so that an invalid checkpoint changes nothing
+        loaded = {  # converted first: an invalid checkpoint raises an error before any change
             key: checkpoint.convert(x, key.parameter, storage_of(key.group, key.parameter))
             for key, x in state.get("state", {}).items()
             if isinstance(key, checkpoint.HiddenParameter)

@@ -1,12 +1,12 @@
 """`step_in_backward`: an optimizer that updates each parameter within the backward.
 
 A parameter is updated as soon as its gradient is final, and the gradient is freed before the next
-one is computed, so that the gradients of all parameters never occupy memory at the same time.
-`sums.py` adds the gradients of several backwards.
+gradient is computed. Therefore the gradients of all parameters never occupy memory at the same
+time. `sums.py` adds the gradients of several backwards.
 
-A failed backward has updated the parameters whose gradients were final, or has added these
-gradients to sums. Some sums would then contain one gradient more than other sums, so all sums
-restart.
+If a backward fails, the parameters whose gradients were final have been updated already, or these
+gradients have been added to sums. Some sums then contain one gradient more than other sums, so all
+sums are dropped.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FEW = 8
 BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
 # Value of `compat.running_backward` outside of a backward.
 NO_BACKWARD = -1
-# Pipeline actions that compute the gradients of inputs or of weights alone. Autograd calls no
-# parameter hooks in them.
+# Kinds of pipeline actions that compute only gradients of inputs, or only gradients of weights.
+# During these actions autograd calls no parameter hooks.
 IN_TWO_PARTS = {"I", "W"}
 
 
@@ -50,7 +50,8 @@ class Attached:
     Attributes:
         optimizer: the optimizer that steps.
         parameters: the parameters that the optimizer updates.
-        accumulated: the sums of gradients, if the optimizer does not step in every backward.
+        accumulated: the sum of each parameter's gradients; {} if the optimizer steps in every
+            backward.
     """
 
     optimizer: AdamW
@@ -59,7 +60,7 @@ class Attached:
     _handles: list[RemovableHandle] = field(repr=False)
 
     def detach(self) -> None:
-        """Leave gradients to `optimizer.step()` again, and drop accumulated gradients."""
+        """Remove the hooks, so `optimizer.step()` updates again. Drop accumulated gradients."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -69,9 +70,9 @@ class Attached:
                 attached.remove(self)
 
 
-# Keeps optimizers alive as long as a module that owns one of their parameters. Hooks cannot do so:
-# the garbage collector does not see their references, so a parameter would never be freed if its
-# hook referred back to it.
+# The attached optimizers of each module that owns parameters. This keeps an optimizer alive as long
+# as one of these modules. Hooks cannot hold the optimizer: the garbage collector does not see the
+# references of hooks, so a parameter whose hook refers back to the parameter is never freed.
 _ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
@@ -84,22 +85,24 @@ def step_in_backward(
         fp8pass.optim.step_in_backward(model, optimizer)
 
     Learning rate schedules and checkpoints work as before. `optimizer.step()` only applies
-    incomplete sums, of fewer than `accumulate` gradients: sums of parameters that not every
-    backward used, or sums at the end of an epoch. Call it after the last backward of a step, or
-    never. With FSDP2 a shard is updated as soon as its gradient has been reduced. Methods that need
-    all gradients at once do not work: clipping by their common norm, and `torch.amp.GradScaler`.
+    incomplete sums, which contain fewer than `accumulate` gradients: sums of parameters that not
+    every backward used, or sums at the end of an epoch. Call `optimizer.step()` after the last
+    backward of a step, or never. With FSDP2 a shard is updated as soon as its gradient has been
+    reduced. Methods that need all gradients at once do not work: clipping by the norm of all
+    gradients, and `torch.amp.GradScaler`.
 
     Layers may be frozen and unfrozen afterwards. A backward raises ConfigError before any update if
-    the optimizer lacks a trainable parameter, if one was added to the model later, or if
-    DistributedDataParallel wraps the model.
+    the optimizer lacks a trainable parameter, even a parameter that was added to the model later.
+    Wrapping the model in DistributedDataParallel afterwards raises ConfigError.
 
     Args:
         model: the module to train. A parameter that the module uses several times is updated once.
         optimizer: the optimizer of all trainable parameters of `model`.
-        accumulate: update in every n-th backward, by the sum of gradients since the last update.
+        accumulate: number of backwards between two updates. A parameter is updated with the sum of
+            its gradients since the last update.
         buffer: format of the sum: `e4m3`, `e5m2`, `de8`, or `fp16`, which has two bytes an element.
-            Default: `e4m3` for up to 8 gradients, and `fp16` for more, because each addition rounds
-            the sum, and the errors of many roundings to 8 bits become as large as the sum.
+            Default: `e4m3` for up to 8 gradients, and `fp16` for more. Each addition rounds the
+            sum, and the errors of many roundings to 8 bits become as large as the sum.
 
     Raises:
         ConfigError: the optimizer is not an `fp8pass.optim.AdamW` or lacks a parameter, parameters
@@ -152,14 +155,14 @@ def step_in_backward(
     hooks.find_schedule()
     handles = [optimizer.register_step_pre_hook(hooks.before_step)]
     if accumulate > 1:
-        # After the step, because the step's closure may run the last backward of the sums.
+        # A hook after the step, because the step's closure may run the last backward.
         finish = partial(_update_by_incomplete_sums, groups, sums)
         handles.append(optimizer.register_step_post_hook(finish))
     for parameter in updated.values():
         take: Callable[[AdamW, Tensor], bool] = partial(_step, groups[parameter])
         if accumulate > 1:
             take = partial(_accumulate, groups[parameter], sums[parameter], accumulate)
-        # Otherwise Dynamo would trace the hook where compiled autograd runs the backward.
+        # Without `disable`, Dynamo would trace the hook if compiled autograd runs the backward.
         hook = torch.compiler.disable(partial(hooks.take_gradient, take))
         # PyTorch refuses to register hooks on frozen parameters.
         was_trained = parameter.requires_grad
@@ -176,7 +179,7 @@ def step_in_backward(
 
 
 def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is attached, so that its `step()` finds no gradients."""
+    """Return whether an optimizer is attached. If so, its `step()` finds no gradients."""
     return any(x.optimizer is optimizer for found in _ATTACHED.values() for x in found)
 
 
@@ -191,9 +194,9 @@ class Backward:
 
     parameters: int  # number of trainable parameters
     gradients: int = 0  # number of final gradients so far
-    updates: int = 0  # parameters updated so far; other gradients were added to sums
-    # False if PyTorch does not report the end: FSDP2 reduces the gradients of a pipeline stage
-    # after the last backward.
+    updates: int = 0  # number of updates so far; other gradients were added to sums
+    # False if PyTorch does not report the end of this backward: FSDP2 reduces the gradients of a
+    # pipeline stage after the last backward, outside of autograd.
     reports_end: bool = True
 
 
@@ -203,8 +206,8 @@ class BackwardHooks:
 
     optimizer: ref[AdamW]
     model: ref[nn.Module]
-    names: frozenset[str]  # of the parameters that have hooks
-    ids: frozenset[int]
+    names: frozenset[str]  # names of the parameters that have hooks
+    ids: frozenset[int]  # `id` of these parameters
     sharded: bool  # whether FSDP2 sharded the model before the optimizer was attached
     sums: Sequence[tuple[ref[Tensor], GradientSum]]
     _running: dict[int, Backward] = field(default_factory=dict)
@@ -212,7 +215,9 @@ class BackwardHooks:
     _has_begun: bool = False
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Check that all hooks exist: fully_shard replaces parameters, but not their hooks.
+        """Check that all trainable parameters have hooks, and that no GradScaler is used.
+
+        A parameter that `fully_shard` created has no hook.
 
         Raises:
             ConfigError: a trainable parameter has no hook, a GradScaler calls the step, or the
@@ -230,8 +235,8 @@ class BackwardHooks:
     def take_gradient(self, take: Callable[[AdamW, Tensor], bool], parameter: Tensor) -> None:
         """Pass a final gradient to `take`, which returns whether it updated the parameter.
 
-        The gradient is dropped even if `take` fails. Otherwise the next gradient would be added to
-        it.
+        The gradient is dropped even if `take` fails. Otherwise autograd would add the next gradient
+        to this gradient.
         """
         optimizer = self.optimizer()
         if optimizer is None:
@@ -260,7 +265,7 @@ class BackwardHooks:
             parameter.grad = None
 
     def _begin(self) -> int:
-        """Check the setup of a new backward, drop sums of frozen layers, and count parameters."""
+        """Check a new backward, drop sums of frozen layers, and count trainable parameters."""
         if compat.compiles_backward():
             raise ConfigError(
                 "step_in_backward does not support compiled autograd. Set "
@@ -339,7 +344,8 @@ class BackwardHooks:
     def _gradient_divisor(self) -> int:
         """Return the number by which the pipeline schedule divides gradients; 1 without a schedule.
 
-        PyTorch's schedules divide after the last micro-batch, when the gradients have been used.
+        PyTorch's schedules divide gradients after the last micro-batch, which is too late for
+        updates within the backward.
         """
         if not self._has_begun:  # the schedule exists in the first backward at the latest
             self.find_schedule()
@@ -350,7 +356,7 @@ class BackwardHooks:
 
 @cache
 def _wrappers() -> tuple[type, ...]:
-    """Return the modules that reduce gradients after the hooks of parameters have run."""
+    """Return the module classes that reduce gradients after the hooks of parameters have run."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     from fp8pass.compat.data_parallel import Replicated
@@ -365,7 +371,7 @@ def _check_no_wrapper(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _wrappers()):
             raise _wrapper_error(module)
-    # Search all objects, because a module does not refer to the wrapper around it.
+    # Search all objects, because a module has no reference to a module that wraps it.
     of_model = {id(p) for p in model.parameters()}
     for found in gc.get_objects():
         if issubclass(type(found), _wrappers()) and _has_any(found.parameters(), of_model):
@@ -374,9 +380,10 @@ def _check_no_wrapper(model: nn.Module) -> None:
 
 @cache
 def _watch_wrappers() -> None:
-    """Make wrappers that are created later refuse modules of an attached optimizer.
+    """Make later wrappers raise ConfigError if they wrap parameters of an attached optimizer.
 
-    `replicate` creates its DistributedDataParallel in the first forward.
+    A wrapper may be created late: `replicate` creates its DistributedDataParallel in the first
+    forward.
     """
     nn.modules.module.register_module_module_registration_hook(_check_wrapped)
 
@@ -418,7 +425,7 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _step(group: int, optimizer: AdamW, parameter: Tensor) -> bool:
-    """Update a parameter by its gradient; return True."""
+    """Update a parameter with its gradient; return True."""
     optimizer.update(optimizer.param_groups[group], [parameter])
     return True
 
@@ -431,8 +438,8 @@ def _accumulate(
     options = optimizer.param_groups[group]
     gradient = local_gradient(parameter).contiguous()
     if accumulated.count + 1 < backwards:
-        # `count_updates` creates missing states. Otherwise DCP's get_state_dict would create them
-        # by a step, which would use up the sum.
+        # `count_updates` creates missing states. Otherwise get_state_dict of
+        # torch.distributed.checkpoint would run a step to create them, which would use up the sum.
         accumulated.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
         return False
     _update_by_sum(group, accumulated, optimizer, parameter, gradient)
@@ -442,7 +449,7 @@ def _accumulate(
 def _update_by_sum(
     group: int, accumulated: GradientSum, optimizer: AdamW, parameter: Tensor, gradient: Tensor
 ) -> None:
-    """Update a parameter by its last gradient and the sum of the previous gradients."""
+    """Update a parameter with its last gradient plus the sum of the previous gradients."""
     accumulated.move_to(gradient)
     if not is_offloaded(optimizer.param_groups[group], "states", parameter):
         optimizer.join()
@@ -454,7 +461,7 @@ def _update_by_sum(
 def _update_by_incomplete_sums(
     groups: Mapping[Tensor, int], sums: Mapping[Tensor, GradientSum], optimizer: AdamW, *_: Any
 ) -> None:
-    """Update parameters by incomplete sums, after `optimizer.step()` has ended the accumulation."""
+    """Update parameters with their incomplete sums. This is a hook after `optimizer.step()`."""
     for parameter, sum_ in sums.items():
         if not parameter.requires_grad:  # frozen during the accumulation
             sum_.clear()

@@ -1,12 +1,12 @@
 """Conversion of checkpointed states to an optimizer's formats, also during DCP loads.
 
-A checkpoint may contain states in other formats, or states of `torch.optim.AdamW`. The keys of a
-state contain its format (`slots.py`), and the number of scales determines the group size, so the
-options in the checkpoint's parameter groups do not matter.
+A checkpoint may contain states in other formats, or states of `torch.optim.AdamW`. The format of a
+state is read from its keys (`slots.py`), and the group size follows from the number of scales. The
+options in the checkpoint's parameter groups are not needed for the conversion.
 
-`torch.distributed.checkpoint` (DCP) reads into the tensors of the optimizer, and finds only entries
-with the same keys. Where the checkpoint has a state in another format, DCP reads into new tensors
-in that format, which are converted into the tensors of the optimizer after the read.
+`torch.distributed.checkpoint` (DCP) reads entries of a checkpoint into the optimizer's tensors with
+the same keys. If a state has another format in the checkpoint, DCP reads it into new tensors of
+that format. After the read, these tensors are converted into the optimizer's tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PLAIN_OF_DTYPE = {format.dtype: format for format in PLAIN.values()}
 
 @dataclass(frozen=True, eq=False)
 class HiddenParameter:
-    """Key of a loaded state. It hides the parameter, so that PyTorch does not cast the state."""
+    """Key of a loaded state instead of its parameter. PyTorch does not cast such states."""
 
     parameter: Tensor
     group: dict[str, Any]
@@ -56,10 +56,10 @@ class HiddenParameter:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state of a checkpoint."""
+    """One state of a parameter, such as `exp_avg`, in any format."""
 
     data: Tensor  # floating-point values or quantized data, shaped like the parameter
-    format: StateFormat | None = None  # of quantized data; None for floating-point values
+    format: StateFormat | None = None  # format of quantized data; None for floating-point values
     parts: tuple[Tensor, ...] = ()  # scales, and powers if the format has them
 
     def is_stored_as(self, format: StateFormat, group_size: int) -> bool:
@@ -69,14 +69,14 @@ class SavedState:
         return self.parts[0].numel() == group_count(self.data.numel(), group_size)
 
     def copy(self, device: torch.device) -> Quantized:
-        """Return a copy of the local tensors on `device`; scales and powers are [R]."""
+        """Copy the local shards to `device`. Scales and powers of the result are [R]."""
         data, *parts = (
             local(x).detach().to(device, copy=True).contiguous() for x in (self.data, *self.parts)
         )
         return Quantized(data, *(x.view(-1) for x in parts))
 
     def dequantize(self, device: torch.device) -> Tensor:
-        """Return the values of the local shard on `device`, in any float dtype."""
+        """Return the dequantized local shard on `device`; unquantized values keep their dtype."""
         copied = self.copy(device)
         if self.format is None:
             return copied.data
@@ -84,10 +84,10 @@ class SavedState:
         return from_rows(dequantize(copied._replace(data=rows), self.format), copied.data.shape)
 
     def group_size(self) -> int:
-        """Return the group size that results in the number of scales.
+        """Return the group size, computed from the numbers of elements and of scales.
 
         Raises:
-            ConfigError: no group size results in this number.
+            ConfigError: the number of scales fits no group size.
         """
         elements, groups = self.data.numel(), self.parts[0].numel()
         for exponent in range(SMALLEST_GROUP.bit_length() - 1, LARGEST_GROUP.bit_length()):
@@ -126,7 +126,7 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         for key, parameter in zip(saved["params"], group["params"], strict=False):
             if key in states:
                 states[HiddenParameter(parameter, own)] = states.pop(key)
-    # PyTorch raises an error about groups without a counterpart.
+    # If the checkpoint has more groups than the optimizer, PyTorch raises an error.
     merged += saved_groups[len(merged) :]
     return {**state_dict, "state": states, "param_groups": merged}
 
@@ -203,11 +203,11 @@ def is_converted(
 
 
 def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState | None:
-    """Return the state `name` of a parameter, or None if `values` lacks it.
+    """Return the state `name` of a parameter, or None if `values` does not contain this state.
 
-    PyTorch merges a full state dict into the optimizer's state dict. Then `values` contains the
-    state twice: in the optimizer's format `own`, and in the checkpoint's format, which has
-    priority.
+    When PyTorch merges a full state dict into the optimizer's state dict, `values` contains the
+    state twice: in the optimizer's format `own`, and in the format of the checkpoint. The state of
+    the checkpoint is returned.
     """
     keys = [key for key in values if name_of(key) == name and not key.endswith(PARTS)]
     others = [key for key in keys if key != state_key(name, own)]
@@ -220,7 +220,7 @@ def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState 
 
 
 def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
-    """Return the state `name`: its data `values[key]`, and its scales and powers in `values`.
+    """Return the state `name` with the data `values[key]`, and its scales and powers in `values`.
 
     Raises:
         ConfigError: the format is unknown, or scales or powers are missing.
@@ -257,7 +257,7 @@ def stage_states(
         saved: the metadata of the checkpoint's entries.
 
     Returns:
-        The conversion to call after the read, for each new entry.
+        For each new entry of `state_dict`, the function that converts it after the read.
 
     Raises:
         ConfigError: a state in the checkpoint is incomplete.
@@ -271,15 +271,15 @@ def stage_states(
             continue
         staged = _make_staging_tensors(name, own, found)
         if not found and name == "master" and (prefix, MOMENTS[0]) in theirs:
-            # Leave the master copy: where the weights differ from it, the next step uses the
-            # weights.
+            # Do not change the master copy: the next step replaces elements of the copy that differ
+            # from the loaded weights.
             staged = {}
         if staged is None:  # DCP raises an error about the first missing key
             continue
         for key in own:
             del state_dict[prefix + key]
-        # All entries of a state share one object, which is called after the last entry has been
-        # read.
+        # All entries of a state share one function, which is called once, after the last entry has
+        # been read.
         convert_entries = partial(_convert_staged, name, own, staged)
         for key, x in staged.items():
             state_dict[prefix + key] = x
@@ -306,7 +306,7 @@ def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) 
 
 
 def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the entries of each state, by the parameter's prefix and the state's name."""
+    """Return the entries of each state; keys are the parameter's prefix and the state's name."""
     found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry, value in entries.items():
         prefix, dot, key = entry.rpartition(".")
@@ -316,7 +316,7 @@ def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[st
 
 
 def _groups_prefix(prefix: str) -> str:
-    """Return the prefix of the parameter groups, given the prefix of a parameter's states."""
+    """Return the key prefix of parameter groups, given the key prefix of a parameter's states."""
     return prefix.rpartition("state.")[0] + "param_groups."
 
 
@@ -326,7 +326,7 @@ def _is_of_adamw(prefix: str, state_dict: Mapping[str, Any]) -> bool:
 
 
 def _data_key(entries: Mapping[str, Any]) -> str:
-    """Return the key of a state's values or data, or "" if there is not exactly one."""
+    """Return the key of a state's data, or "" if `entries` do not have exactly one such key."""
     keys = [key for key in entries if not key.endswith(PARTS)]
     return keys[0] if len(keys) == 1 else ""
 
@@ -353,7 +353,10 @@ def _make_staging_tensors(
 def _new_empty(
     shape: torch.Size, dtype: torch.dtype, like: Tensor, *, is_part: bool
 ) -> Tensor | None:
-    """Return a new tensor for a parameter's state, or None if groups would cross shards."""
+    """Return an empty tensor distributed like `like`, or None if groups would cross shards.
+
+    `shape` is the shape of the whole tensor. `is_part` selects scales or powers instead of data.
+    """
     shard = local(like)
     if not isinstance(like, DTensor):
         return shard.new_empty(shape, dtype=dtype)

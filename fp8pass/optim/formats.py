@@ -8,10 +8,11 @@ format.
 
     code = mid · (|x| / scale)^k        |x| = scale · (code / mid)^(1/k)
 
-`mid` is the geometric mean of the smallest and the largest code. `scale` is the geometric mean of
-the smallest and the largest magnitude of the group (`C` in appendix G.4 of COAT), which keeps
-powers within the range of fp32. Scale and power are stored in bf16, and quantization uses the bf16
-numbers. A group that contains NaN or infinity gets the scale NaN, so all its values become NaN.
+`mid` is the geometric mean of the smallest positive and the largest code. `scale` is the geometric
+mean of the smallest and the largest magnitude of the group (`C` in appendix G.4 of COAT). With this
+scale the k-th power does not overflow fp32. Scale `scale` and power `k` are stored in bf16, and
+quantization uses the stored numbers. A group that contains NaN or infinity gets the scale NaN, so
+all its values become NaN.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from fp8pass.optim.rounding import round_to_bf16, uniform
 EXPAND = "+expand"
 DYNAMIC_DECADES = 7
 EXPONENT_BITS = 0x7F800000
-# Binary digits of the noise that rounds dynamic formats.
+# Bits of the noise for stochastic rounding to dynamic formats (`de8`).
 DIGITS = 23
-# Lower limit of powers. A group whose range is wider than the square of the format's range is
-# clipped at its lower end: smaller powers would make the whole group coarser for its smallest
-# values.
+# Lower limit of powers. If the range of a group is wider than the square of the format's range, its
+# smallest values are clipped. A smaller power would represent these values, but would make the
+# whole group coarser.
 MIN_POWER = 0.5
 # Upper limit of powers. Groups of nearly equal values do not need finer codes, and larger powers
 # amplify fp32 rounding errors.
@@ -55,7 +56,8 @@ SPARE = 2.0**-7
 class StateFormat:
     """Format of an optimizer state.
 
-    An unsigned state (the second moment) is a divisor, so positive values never round to zero.
+    Positive values of an unsigned state (the second moment) never round to zero, because the update
+    divides by the state.
     """
 
     name: str  # as written in options
@@ -63,9 +65,9 @@ class StateFormat:
     max: float = math.inf  # largest code; infinite if values are stored directly
     min: float = 0.0  # smallest positive code
     signed: bool = True  # whether the state has negative values
-    mantissa: int = 0  # stored mantissa bits, if codes are floats
+    mantissa: int = 0  # stored mantissa bits; 0 if codes are not floats
     expands: bool = False  # whether Dynamic Range Expansion is used
-    values: tuple[float, ...] = ()  # values of all codes, ascending, if PyTorch has no dtype
+    values: tuple[float, ...] = ()  # values of all codes, ascending; () if PyTorch has a dtype
 
     @property
     def grouped(self) -> bool:
@@ -84,17 +86,17 @@ class StateFormat:
 
     @property
     def span(self) -> float:
-        """Binades between the smallest and the largest code."""
+        """Number of binades from the smallest positive to the largest code."""
         return math.log2(self.max / self.min)
 
     @property
     def middle(self) -> float:
-        """Geometric mean of the smallest and the largest code."""
+        """Geometric mean of the smallest positive and the largest code."""
         return math.sqrt(self.max * self.min)
 
     @property
     def mean_loss(self) -> float:
-        """Relative correction of codes that preserves the mean of expanded values.
+        """Factor in the relative correction of codes that preserves the mean of dequantized values.
 
         Stochastic rounding preserves the mean of codes, but the mean of the p-th power of codes
         loses (1 - p) · p/2 · variance / code². For floats variance / code² is a twelfth of the
@@ -105,15 +107,16 @@ class StateFormat:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Fields of `Quantized` that have a number for each group."""
+        """Names of the fields of `Quantized` that have one number for each group."""
         return ("scale", "power")[: 1 + self.expands] if self.grouped else ()
 
 
 def dynamic_values(*, signed: bool) -> tuple[float, ...]:
     """Return the 256 values of the 8-bit dynamic exponent (Dettmers et al. 2021), ascending.
 
-    The values of decade `d` of seven, [0.1, 1]·10^-d, are midpoints of equal intervals. The decade
-    has half as many values as the next larger decade. The values 0 and 1 are added.
+    There are seven decades. The values of decade `d`, [0.1, 1]·10^-d, are midpoints of equal
+    intervals. Each decade has half as many values as the next larger decade. The values 0 and 1 are
+    added.
     """
     positive = []
     for decade in range(DYNAMIC_DECADES):
@@ -157,8 +160,9 @@ def moment_format(name: str, *, signed: bool) -> StateFormat:
     base = _GROUPED[name.removesuffix(EXPAND)]
     values = dynamic_values(signed=signed) if base.name == "de8" else ()
     smallest = min((x for x in values if x > 0), default=base.min)
-    # The largest magnitude that exists with both signs. Otherwise the most negative value of a
-    # group would be clipped, and a sum would lose the clipped part in every addition.
+    # The largest magnitude that exists with both signs. With a larger limit, the most negative
+    # value of a group would be clipped, and a sum of gradients would lose the clipped part in every
+    # addition.
     largest = min(max(values), -min(values)) if values and signed else base.max
     expands = name.endswith(EXPAND)
     return replace(
@@ -188,7 +192,7 @@ def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quan
     amax = torch.where(amax < SMALLEST_SCALE, 0.0, amax)
     x = torch.where(amax.unsqueeze(-1) == 0, 0.0, x)
     if not format.expands:
-        # Rounded up to bf16, so that no scaled value exceeds the largest code.
+        # The scale is rounded up to bf16, so that no scaled value exceeds the largest code.
         scale = round_up_to_bf16((amax * (1 / format.max)).clamp_min(SMALLEST_SCALE))
         scale = _select_by_group(scale, amax, zero=1.0, not_finite=torch.nan)
         x = x * scale.float().reciprocal().unsqueeze(-1)
@@ -246,7 +250,7 @@ def _compute_expansion(
 
 
 def _select_by_group(x: Tensor, amax: Tensor, *, zero: float, not_finite: float) -> Tensor:
-    """Return `x` in bf16, with `zero` for all-zero groups and `not_finite` for NaN or infinity."""
+    """Return `x` in bf16, but `zero` where `amax` is 0, and `not_finite` where it is not finite."""
     x = torch.where(amax.isfinite(), x, not_finite)
     return torch.where(amax == 0, zero, x).to(GROUP_SCALE_DTYPE)
 
@@ -265,7 +269,7 @@ def _round_to_codes(x: Tensor, format: StateFormat, bits: Tensor | None) -> Tens
         magnitude = x.abs()
         binade = (magnitude.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
         step = (binade * 2.0**-format.mantissa).clamp_min(format.min)
-        # The noise has as many digits as fp32's mantissa loses, so the sum is exact.
+        # The noise has as many bits as rounding removes from fp32's mantissa, so the sum is exact.
         noise = uniform(bits, 23 - format.mantissa)
         x = ((magnitude / step + noise).floor() * step).copysign(x)
     return x.clamp(-format.max, format.max).to(format.dtype).view(format.storage_dtype)

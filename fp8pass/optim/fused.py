@@ -1,14 +1,14 @@
-"""Prepared updates: by the fused kernel (`FusedUpdate`), and with offloaded states.
+"""Prepared updates: with the fused kernel (`FusedUpdate`), and of offloaded states.
 
-`FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device, written once,
-contain the addresses of parameters and states, and the parameter that each program updates. A step
-increments the step counts, computes the factors, updates the addresses of gradients if they
-changed, and launches the kernel. The CPU never waits for the GPU.
+`FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device contain the
+addresses of parameters and states, and the index of the parameter that each program updates. They
+are written once. A step increments the step counts, computes the factors of the update, writes the
+addresses of gradients if they changed, and launches the kernel. The CPU never waits for the GPU.
 
 `StreamedUpdate` copies offloaded states through staging buffers and updates them in pieces. For
 each piece the tables contain the address that element 0 of the parameter would have, and the
-position where the piece ends. Therefore a piece uses the same random bits as the whole parameter,
-and results are equal bit by bit.
+position in the parameter at which the piece ends. Positions select random bits, so results are
+bit-identical to an update of the whole parameter.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.update import EagerUpdate, Group, Launches, PreparedUpdate, Tensors, factors
 
-# Threads read vectors if pointers are multiples of ALIGNMENT bytes, and sizes are multiples of
-# ALIGNMENT elements.
+# The kernel's threads read vectors if addresses are multiples of ALIGNMENT bytes and sizes are
+# multiples of ALIGNMENT elements.
 ALIGNMENT = 16
 
 
@@ -45,11 +45,15 @@ def why_not(device: torch.device) -> str | None:
 
 
 class FusedUpdate(PreparedUpdate):
-    """Update of `slots` by the Triton kernel. Slots are contiguous, of one dtype, on one device.
+    """Updates `slots` with the Triton kernel. Each program of the kernel updates a chunk of a slot.
 
-    The steps in `optimizer.state` become views of one tensor. `gradients` are examples: the
-    gradients of every step have the same dtypes. `separate` gives each slot its own launch. Each
-    program of the kernel updates a chunk of a parameter.
+    The step counts in `optimizer.state` become views of one tensor.
+
+    Args:
+        slots: contiguous parameters of one dtype on one device.
+        gradients: examples of gradients. The gradients of every step have the same dtypes.
+        storage: how the states are stored.
+        separate: whether each slot has its own launch.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class FusedUpdate(PreparedUpdate):
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _addresses(self, slots: Sequence[Slot]) -> list[list[int]]:
-        """Return the addresses of parameters and states, one list for each column of the table."""
+        """Return a list for each column of the table: the addresses of this tensor in all slots."""
         dtype, size = slots[0].parameter.dtype, self.storage.group_size
         rows = {PARAMETER: [_address_of_element_0(s.parameter, s.first) for s in slots]}
         for name, format in self.storage.states(dtype).items():
@@ -115,7 +119,7 @@ class FusedUpdate(PreparedUpdate):
     def _make_launches(
         self, slots: Sequence[Slot], gradients: Tensors, *, separate: bool
     ) -> list[tuple[Any, Tensor, bool]]:
-        """Return each launch: kernel, table row of each program, and whether it reads vectors."""
+        """Return each launch: kernel, slot index of each program, and if sizes allow vectors."""
         batches: dict[Any, list[int]] = defaultdict(list)
         for i, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
             batches[gradient.dtype, _is_aligned(slot), i if separate else 0].append(i)
@@ -149,7 +153,7 @@ class FusedUpdate(PreparedUpdate):
 
 
 def _address_of_element_0(part: Tensor, first: int) -> int:
-    """Return the address that element 0 would have if `part` begins with element `first`."""
+    """Return the address of element 0 of a tensor, given its `part` that starts at `first`."""
     return part.data_ptr() - first * part.itemsize
 
 
@@ -164,22 +168,24 @@ class Piece:
     """Consecutive elements of a parameter with offloaded states."""
 
     parameter: int  # index among the parameters that are updated together
-    slot: Slot  # the piece, with its offloaded tensors in a staging buffer
-    buffer: int
-    into: Copies  # from host memory to the buffer
-    out: Copies  # from the buffer to host memory
-    requantize: Callable[[], object] | None  # makes FP8 data of offloaded weights
+    slot: Slot  # slice of the parameter, with its offloaded tensors in a staging buffer
+    buffer: int  # index of the staging buffer
+    into: Copies  # copies from host memory to the buffer
+    out: Copies  # copies from the buffer to host memory
+    requantize: Callable[[], object] | None  # writes the FP8 data of offloaded weights
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the elements of `x`, shaped like the parameter, that belong to this piece."""
+        """Return this piece's elements of `x`, a tensor shaped like the parameter."""
         return x.reshape(-1)[self.slot.first : self.slot.first + self.slot.parameter.numel()]
 
 
 class StreamedUpdate(PreparedUpdate):
-    """Update of `slots` with states in host memory; slots as in `FusedUpdate`.
+    """Updates `slots` whose states are in host memory.
 
-    `gradients` are examples with the dtypes of every step. `fuses` selects the Triton kernel
-    instead of PyTorch operators.
+    Args:
+        slots, gradients, storage: as in `FusedUpdate`.
+        staging: the staging buffers of the device.
+        fuses: whether to use the Triton kernel instead of PyTorch operators.
     """
 
     def __init__(
@@ -202,9 +208,9 @@ class StreamedUpdate(PreparedUpdate):
             self.update = EagerUpdate(staged, storage, separate=True)
 
     def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
-        """Divide a parameter into pieces that fit into a staging buffer.
+        """Divide the slot of the parameter with this index into pieces that fit into a buffer.
 
-        A piece begins where a kernel program, a group, and a row with an FP8 scale begin.
+        A piece begins where a chunk, a group, and a row of an offloaded weight begin.
         """
         weight, group_size = slot.offloaded, self.storage.group_size
         row = 1 if weight is None else weight.shape[-1]
@@ -212,8 +218,8 @@ class StreamedUpdate(PreparedUpdate):
         nbytes = sum(x.numel() * x.itemsize for x in _host_tensors(slot))
         size = largest_piece(nbytes / count, math.lcm(CHUNK, group_size, row))
         pieces = []
-        # Start at the parameter's number, so that parameters of one piece also use the buffers in
-        # turn.
+        # The first buffer depends on the parameter's number. Otherwise all parameters of one piece
+        # would use the same buffer.
         for turn, first in enumerate(range(0, count, size), start=slot.number):
             part, buffer = slot.narrow(first, size, group_size), turn % DEPTH
             host = _host_tensors(part)
@@ -233,7 +239,7 @@ class StreamedUpdate(PreparedUpdate):
         return pieces
 
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        """Launch copies and updates of all pieces."""
+        """Launch the copies and updates of all pieces."""
         self.staging.begin([control], gradients)
         with self.staging.on_compute_stream():
             parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
@@ -246,6 +252,6 @@ class StreamedUpdate(PreparedUpdate):
 
 
 def _host_tensors(slot: Slot) -> list[Tensor]:
-    """Return the tensors of a slot that are in host memory: weights if offloaded, and states."""
+    """Return the tensors of a slot that are in host memory: offloaded weights, and states."""
     states = [x for stored in slot.states.values() for x in stored if x is not None]
     return states if slot.offloaded is None else [slot.parameter, *states]

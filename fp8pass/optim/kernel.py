@@ -2,10 +2,10 @@
 
 A program updates a chunk of one parameter, tile by tile. The program reads states, gradient and
 weights once, computes the update of `update.py` in fp32, computes the new scales of the groups in
-registers, and writes the results. A program has one warp, which needs no synchronization, and
-prefetches tiles. Addresses come from tables of pointers. Formats and dtypes are written into the
-source. Numbers that change between steps are read from memory, so that the kernel is compiled once
-and CUDA graphs can replay it.
+registers, and writes the results. A program has one warp, because several warps would have to
+synchronize. Tiles are prefetched. Addresses come from tables of pointers. Formats and dtypes are
+constants in the source. Numbers that change between steps are read from memory, so the kernel is
+compiled once, and CUDA graphs can replay it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, ROTATIONS, SECOND_FACTOR
 from fp8pass.optim.update import SMALLEST_EPS
 
-CHUNK = 16384  # elements of a program
-TILE = 1024  # elements of a tile, which has at least one group
-STAGES = 3  # tiles that are prefetched
-MAX_PARTS = 4  # parts of a group; each thread has elements of all parts
-# The fastest choice on an H200. Only longer chunks are 1% faster for 7B, but give a small model too
-# few programs (benchmarks/results/optimizer_sweep.json).
+CHUNK = 16384  # elements that a program updates
+TILE = 1024  # elements that a program updates at once; whole groups
+STAGES = 3  # stages of Triton's pipeline, which prefetches tiles
+MAX_PARTS = 4  # maximum parts of a group; each thread has elements of all parts
+# The fastest options on an H200. Longer chunks are 1% faster for a 7B model, but a small model then
+# has too few programs (benchmarks/results/optimizer_sweep.json).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
-# A smaller rate is treated as zero, so that the divisor of a finite second moment is at most 2^126.
-# An infinite moment makes its group NaN from the next step on.
+# A smaller learning rate is treated as zero. Otherwise the divisor, which contains 1 / rate, could
+# exceed 2^126 although the second moment is finite. A group with an infinite moment is NaN from the
+# next step on.
 SMALLEST_RATE = 2.0**-61
 GRADIENT = "gradient"
 
@@ -43,20 +44,20 @@ _TYPES |= {torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5
 
 
 class Axes(NamedTuple):
-    """The order of a tile's axes: rows (one for each group), and parts of groups."""
+    """The order of a tile's first two axes: rows (one for each group), and parts of groups."""
 
-    each_row: str  # Triton index that broadcasts values of rows to a tile
-    each_part: str
-    part: int  # index of the axis of parts
+    each_row: str  # Triton index that broadcasts one value for each row to a tile
+    each_part: str  # Triton index that broadcasts one value for each part to a tile
+    part: int  # index of the axis of parts, 0 or 1
 
 
 @cache
 def axes() -> Axes:
     """Return the order of axes for which each thread has elements of all parts.
 
-    Triton distributes threads along the axis with the longest vectors first. The other two axes
-    have no vectors. Triton up to version 3.6 continues with the first of these axes, later versions
-    with the last.
+    Triton distributes threads first along the axis in which threads read vectors, the last axis of
+    a tile. Of the other two axes, Triton up to version 3.6 continues with the first, and later
+    versions with the second.
     """
     import triton
 
@@ -65,8 +66,8 @@ def axes() -> Axes:
     return Axes(first, second, 1) if until_3_6 else Axes(second, first, 0)
 
 
-# Constants of the Triton function `quotient`; `of_one` is the function's first approximation of
-# 1/1.
+# Constants of the Triton function `quotient`. `of_one` is the approximation of 1 / 1 before the
+# iteration.
 QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
 
 _INSTRUCTIONS = {
@@ -75,7 +76,7 @@ _INSTRUCTIONS = {
         f"tl.log2(tl.where(tl.abs(x) < {SMALLEST_SCALE!r}, 0.0, tl.abs(x)))",
     ),
     "root": Instructions("sqrt.approx.ftz.f32 $0, $1;", "tl.sqrt(x)"),
-    # Clamped to [0, 1]; NaN becomes 0.
+    # Clamps to [0, 1]; NaN becomes 0.
     "saturate": Instructions("mul.sat.f32 $0, $1, 0f3F800000;", "tl.where(x > 0, x, 0.0)"),
     "copy_sign": Instructions(
         "lop3.b32 $0, $1, $2, 0x80000000, 0xF8;",
@@ -83,7 +84,7 @@ _INSTRUCTIONS = {
         parameters="x, of",
         registers="=f,f,r",
     ),
-    # The exclusive or of the two halves of a 64-bit product.
+    # Returns the exclusive or of the upper and the lower half of a 64-bit product.
     "fold_product": Instructions(
         "{ .reg .b64 product; .reg .b32 low, high; mul.wide.u32 product, $1, $2;"
         " mov.b64 {low, high}, product; xor.b32 $0, low, high; }",
@@ -93,7 +94,8 @@ _INSTRUCTIONS = {
         registers="=r,r,r",
         dtype="int32",
     ),
-    # Rounds by the upper halves of `bits`. NaN would wrap around, so a pair with NaN is truncated.
+    # Rounds two numbers to bf16, with the upper halves of `bits` as noise. The sum of NaN and noise
+    # would wrap around, so both numbers are truncated if one of them is NaN.
     "round_stochastically": Instructions(
         "{ .reg .pred nan; .reg .b32 a, b, c, d, e, f; setp.nan.f32 nan, $1, $2;"
         " mov.b32 a, $1; mov.b32 b, $2; shr.u32 c, $3, 16; shr.u32 d, $4, 16;"
@@ -106,7 +108,7 @@ _INSTRUCTIONS = {
         dtype="bfloat16",
         pack=2,
     ),
-    # Extracts the byte at `shift` from the upper half of each number.
+    # Extracts 8 bits from the upper half of each number, starting at bit `shift` of that half.
     "extract_bytes": Instructions(
         "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x7632; prmt.b32 b, $3, $4, 0x7632;"
         " shr.u32 a, a, $5; shr.u32 b, b, $5; prmt.b32 $0, a, b, 0x6420; }",
@@ -116,7 +118,7 @@ _INSTRUCTIONS = {
         dtype="uint8",
         pack=4,
     ),
-    # The identity, but the compiler cannot optimize it away.
+    # Returns `x`, but the compiler cannot infer that the result equals `x`.
     "hide_from_compiler": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
     "widen": Instructions(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
@@ -344,18 +346,18 @@ _SIGNED = "{x}_code = {x}_code | to_bits({x}) >> {down} & {sign}"
 
 _DECODE = "{x} = {code}.to({dtype}, bitcast=True).to(tl.float32) * {x}_scale{each_row}"
 
-# The user has written the parameter where it differs from the rounded master copy.
+# Where the parameter differs from the rounded master copy, the user has changed the parameter.
 _TAKE_WRITTEN = """
 as_parameter = master.to({dtype}).to(tl.float32)
 master = tl.where(as_parameter == parameter, master, parameter)
 """
 
-# Factor that is applied to each state when it is read.
+# Triton source that multiplies a moment by its beta when the moment is read.
 _DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
 
 
 class UpdateWriter:
-    """Writes the kernel for dtypes of parameters and gradients, and a storage of states."""
+    """Writes the kernel for one dtype of parameters, one dtype of gradients, and one `Storage`."""
 
     def __init__(self, storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> None:
         self.states = storage.states(parameter)
@@ -390,7 +392,7 @@ class UpdateWriter:
             pairs = self.group_size // self.parts // 2
             self._add_before(_KEY, parts=self.parts, pairs=pairs)
             self.lines.append(_DRAW)
-        if weights == "master":  # the parameter is the stored copy, rounded
+        if weights == "master":  # before the parameter, which is the stored master copy, rounded
             self._write_state("master", self.states["master"])
         # This order takes the fewest registers.
         value = weights
@@ -399,7 +401,7 @@ class UpdateWriter:
         self._store(PARAMETER, value, self.dtypes[PARAMETER])
         for name in ("exp_avg_sq", "exp_avg"):
             self._write_state(name, self.states[name])
-        # Loads of the values of codes depend on other loads, so Triton cannot prefetch them.
+        # Addresses in tables of values depend on loaded codes, so Triton cannot prefetch values.
         looks_up = any(format.values for format in self.states.values())
         kernel = _KERNEL.format(
             chunk=CHUNK,
@@ -493,19 +495,20 @@ class UpdateWriter:
             return
         if format.signed and format.expands:
             self._add(_SIGN, x=x)
-        # A value is rounded up if its distance to the code below exceeds this share of a step.
+        # A value is rounded up if its distance to the code below exceeds this share of the distance
+        # between the two neighboring codes.
         share = f"uniform({self._bits(x)})" if x in self.rounded else "0.5"
         self._add(_SEARCH, x=x, share=share)
         self._store(x, f"{x}_code", format.storage_dtype)
 
     def _write_float(self, x: str, format: StateFormat) -> None:
-        """Store codes that are floats."""
+        """Round the scaled values of state `x` to a float format, and store the codes."""
         fp32 = torch.finfo(torch.float32)
-        # Maps the smallest normal number of the format to the smallest normal fp32 number, so that
-        # codes begin at bit `shift`.
+        # This factor maps the smallest normal number of the format to the smallest normal fp32
+        # number. The bits of the product from bit `shift` on are then the code.
         factor = fp32.tiny / (format.min * 2**format.mantissa)
         magnitude, shift = f"{x}_scaled", -round(math.log2(fp32.eps)) - format.mantissa
-        if not format.expands:  # expansion leaves room for errors of scaled values
+        if not format.expands:  # SPARE keeps expanded values below the maximum
             magnitude = f"smallest(tl.abs({magnitude}), {format.max!r})"
         rounding = f"add_noise({magnitude}, {self._bits(x)}" if x in self.rounded else ""
         rounding = rounding or f"add_half({magnitude}"
@@ -534,7 +537,7 @@ class UpdateWriter:
 
 
 def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
-    """Return the columns of the table of pointers: a parameter, its states and their parts."""
+    """Return column indices of the pointer table, by name: parameter, states, scales, powers."""
     names = [PARAMETER]
     for name, format in storage.states(parameter).items():
         names += [name, *(f"{name}_{part}" for part in format.parts)]
@@ -543,5 +546,5 @@ def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
 
 @cache
 def kernel(storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> Any:
-    """Return the Triton function that updates parameters of a dtype by gradients of a dtype."""
+    """Return the Triton function for parameters and gradients of these dtypes."""
     return compat.load_source(UpdateWriter(storage, parameter, gradient).write()).adamw

@@ -1,29 +1,29 @@
 """Weights, optimizer states and sums of gradients in host memory, and staging buffers.
 
-`offload_weights` moves linear weights to host memory. Their FP8 data, one byte an element instead
-of two, stay on the device, where graphs take them as inputs (`weights/quantized_parameter.py`).
-`AdamW` requantizes the weights in each update: once a step, even if a step accumulates several
-gradients (paper LLMQ, section 3).
+`offload_weights` moves weights of linear layers to host memory. The device has FP8 data of these
+weights, one byte an element instead of two. Graphs take the FP8 data as inputs
+(`weights/quantized_parameter.py`). `AdamW` requantizes the weights in each update: once a step,
+even if a step accumulates several gradients (paper LLMQ, section 3).
 
-Pieces of offloaded tensors pass through staging buffers on the GPU. While one piece is computed,
-the next is copied in and the previous is copied out, on separate streams, so that the link is used
-in both directions (double buffering; LLMQ, section 3.1). Kernels that read host memory directly
-(zero-copy) are not implemented: in LLMQ's measurements such kernels are slower on an RTX 5060 Ti
-and an RTX 4090, but faster on an L40S.
+Pieces of offloaded tensors pass through staging buffers on the GPU. While one piece is updated, the
+next piece is copied in and the previous piece is copied out, on separate streams. This uses the
+link to the host in both directions (double buffering; LLMQ, section 3.1). Kernels that read host
+memory directly (zero-copy) are not implemented: in LLMQ's measurements such kernels are slower on
+an RTX 5060 Ti and an RTX 4090, but faster on an L40S.
 
-A computation gets a share of the GPU only when a GEMM of the model ends, and the next computation
-on the same stream only when the next GEMM ends. Therefore computations have priority over the
-model, and the second kernel of a piece has its own stream, on which it overlaps the first kernel of
-the next piece.
+A piece's computation gets a share of the GPU only when a GEMM of the model ends, and the next
+computation on the same stream only when the next GEMM ends. Therefore these computations have
+priority over the model. The second kernel of a piece (requantization) has its own stream, so that
+it overlaps the first kernel of the next piece (the update).
 
     copies in    | piece 0 | piece 1 | piece 2 |         |
     computation            | piece 0 | piece 1 | piece 2 |
     second kernel               | piece 0 | piece 1 | piece 2 |
     copies out                       | piece 0 | piece 1 | piece 2 |
 
-The CPU never waits for copies, and meanwhile launches the backward of the next layer. Otherwise the
-GPU would be idle. If too many gradients wait for their update, the model's stream waits until the
-oldest gradients have been used.
+The CPU never waits for copies. During the copies it launches the backward of the next layer;
+otherwise the GPU would be idle. If too many bytes of gradients wait for their update, the model's
+stream waits until the oldest gradients have been used.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ log = logging.getLogger("fp8pass")
 # States of smaller parameters stay on the GPU: there are many norms and biases, but they need
 # little memory.
 SMALLEST = 1 << 16
-# Number of staging buffers: one is filled, one is in use by a computation, and one is emptied.
+# Number of staging buffers: one is filled, the second is updated, and the third is emptied.
 DEPTH = 3
-# Bytes of a buffer: enough for a square weight of hidden size 4096 with its states. Launching a
-# piece takes the CPU a fifth of the time that the link needs to copy the piece.
+# Bytes of a buffer: enough for a weight of 4096 × 4096 elements with its states. Launching a piece
+# takes the CPU a fifth of the time that the link needs to copy the piece.
 STAGED_BYTES = 96 << 20
+# Tensors in a staging buffer start at multiples of ALIGNMENT bytes.
 ALIGNMENT = 512
-# Limit of the elements in the smallest possible piece. Pieces have whole rows and whole programs of
-# the kernel.
+# Maximum elements of the smallest possible piece: pieces consist of whole rows and whole chunks.
 LARGEST_PIECE = STAGED_BYTES // 16
-# Priorities of the streams that copy in, compute, run the second kernel, and copy out. Smaller
-# numbers have priority.
+# Priorities of four streams: copies in, first kernels, second kernels, copies out. Work on streams
+# with smaller numbers runs first.
 PRIORITIES = (0, -1, -1, 0)
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # pairs of source and target
@@ -98,11 +98,11 @@ def check_host_memory(groups: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass
 class InUse:
-    """Tensors that computations read, whose memory must not be reused before the event `used`."""
+    """Tensors that updates read. Their memory must not be reused before the event `used`."""
 
     tensors: list[Tensor]
-    gradient_bytes: int
-    used: Any = None  # None while more computations may be launched
+    gradient_bytes: int  # bytes of all gradients in `tensors`
+    used: Any = None  # None while more updates that read these tensors may be launched
 
 
 class Staging:
@@ -110,8 +110,8 @@ class Staging:
 
     Args:
         device: the device of the buffers.
-        most_waiting: bytes of gradients that may wait for their update: about two decoder layers.
-            With less than one layer the GPU would wait for the CPU.
+        most_waiting: bytes of gradients that may wait for their update, about the gradients of two
+            decoder layers. With less than one layer the GPU would wait for the CPU.
     """
 
     def __init__(self, device: torch.device, most_waiting: int) -> None:
@@ -130,7 +130,7 @@ class Staging:
         self._in_use: deque[InUse] = deque()
 
     def allocate(self, buffer: int, like: Iterable[Tensor]) -> list[Tensor]:
-        """Return views of a buffer with the shapes and dtypes of other tensors."""
+        """Return views of a buffer with the shapes and dtypes of the tensors in `like`."""
         found, used = [], 0
         for x in like:
             size = x.numel() * x.itemsize
@@ -140,10 +140,11 @@ class Staging:
         return found
 
     def begin(self, values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
-        """Make computations wait for all work launched so far.
+        """Make the next computations wait for all work launched so far on the current stream.
 
-        The computations read `values` and `gradients`. If more than `most_waiting` bytes of
-        gradients wait for their update, the current stream waits for earlier computations.
+        `values` and `gradients` are the tensors that these computations read. If more than
+        `most_waiting` bytes of gradients wait for their update, the current stream waits for
+        earlier computations.
         """
         if self._compute is None:
             return
@@ -152,8 +153,9 @@ class Staging:
         if self._in_use:
             self._in_use[-1].used = self._compute.record_event()
         total = size + sum(each.gradient_bytes for each in self._in_use)
-        # After the wait, this stream can reuse the memory at once, however far the CPU is ahead.
-        # With record_stream, the CPU must first observe that the computation has ended.
+        # After the wait, the current stream can reuse the memory of the oldest gradients at once,
+        # even if the CPU is far ahead of the GPU. With record_stream instead, the memory would be
+        # free only after the CPU has observed the end of the computation.
         while total > self.most_waiting and self._in_use:
             oldest = self._in_use.popleft()
             stream.wait_event(oldest.used)
@@ -162,13 +164,13 @@ class Staging:
         self._in_use.append(InUse([x for x in (*values, *gradients) if x.is_cuda], size))
 
     def release(self) -> None:
-        """Drop references to tensors. Their memory stays valid for pending computations."""
+        """Drop references to tensors in use. Their memory stays valid for pending computations."""
         while self._in_use:
             for x in self._in_use.popleft().tensors:
                 x.record_stream(self._compute)
 
     def on_compute_stream(self) -> AbstractContextManager[Any]:
-        """Return a context in which launches go to the stream of computations."""
+        """Return a context in which work is launched on the stream of first kernels."""
         return _on(self._compute)
 
     def run(
@@ -183,9 +185,9 @@ class Staging:
 
         Args:
             buffer: index of the buffer.
-            into: copies before the computation.
+            into: copies from host memory to the buffer.
             compute: launches the computation.
-            out: copies after the computation.
+            out: copies from the buffer to host memory.
             finish: launches a second kernel, which overlaps the computation of the next piece.
         """
         if self._emptied[buffer] is not None:
@@ -210,7 +212,7 @@ class Staging:
             self.release()
 
     def abandon(self) -> None:
-        """Wait on the CPU until all launched work has ended, and drop all references."""
+        """Wait on the CPU until all launched work has ended, and drop the tensors in use."""
         for stream in self._streams:
             if stream is not None:
                 stream.synchronize()
@@ -246,25 +248,25 @@ def largest_piece(bytes_per_element: float, multiple: int) -> int:
 def offload_weights(
     model: nn.Module, device: torch.device | str, *, skip: str | Sequence[str] = ()
 ) -> nn.Module:
-    """Move a model to a device, with the weights of its linear layers in host memory.
+    """Move a model to a device, except the weights of its linear layers, which stay in host memory.
 
         model = LlamaForCausalLM(config).bfloat16()         # in host memory
         fp8pass.optim.offload_weights(model, "cuda")
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4, offload=("states",))
         model.compile(backend="fp8pass")
 
-    The weights and their optimizer states stay in pinned host memory. The device has FP8 data of
-    the weights, which compiled code multiplies. All other operators read and write the exact
-    weights; the FP8 data are updated before their next use. Writes to a part or to a view of a
-    weight raise RuntimeError. `fully_shard` and `parallelize_module` shard the exact weights on the
-    device, which ends the offloading. Call this before making the optimizer, and before compiling
-    the model.
+    These weights and their optimizer states are in pinned host memory. The device has FP8 data of
+    the weights, which the GEMMs of compiled code read. All other operators read and write the exact
+    weights; after a write, the FP8 data are updated before their next use. Writes to a part or to a
+    view of a weight raise RuntimeError. `fully_shard` and `parallelize_module` end the offloading:
+    they shard the exact weights on the device. Call `offload_weights` before creating the optimizer
+    and before compiling the model.
 
     Args:
         model: a module with BF16 weights, in host memory or on the device.
         device: the device on which the model trains.
-        skip: paths of linear layers, or patterns with *, whose weights move to the device. Output
-            heads, layers that cannot run in FP8, and all other parameters also move to the device.
+        skip: paths, or patterns with *, of linear layers whose weights move to the device. The
+            weights of output heads and of layers that cannot run in FP8 always move to the device.
 
     Returns:
         The model.
@@ -286,7 +288,7 @@ def offload_weights(
         moved.append((users, _quantize_weight(weight, device, arena)))
         for layer in users:
             layer.weight = None  # type: ignore[assignment]
-    # Set the new weights after `model.to`, which would move them to the device.
+    # Set the new weights after `model.to`, because `model.to` would move them to the device.
     model.to(device)
     for users, parameter in moved:
         for layer in users:
@@ -296,7 +298,7 @@ def offload_weights(
 
 
 def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, list[nn.Linear]]:
-    """Return the weights that can be offloaded, each with the layers that share it.
+    """Return a dict from each weight that can be offloaded to the layers that share this weight.
 
     Raises:
         ConfigError: no weight can be offloaded.

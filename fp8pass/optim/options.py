@@ -1,4 +1,4 @@
-"""Options of a parameter group: presets, checks, and the storage of states that they select."""
+"""Options of a parameter group: presets, checks, and the formats of states that options select."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "coat": ("e4m3+expand", "e4m3+expand", "stochastic", "stochastic"),
         # COAT as published: moments rounded to nearest (section 3), FP32 weights (appendix A).
         "coat-paper": ("e4m3+expand", "e4m3+expand", "fp32", "nearest"),
-        # FP8-LM, section 2.2, Eq. 8. A scale for each group, instead of each tensor, is finer and
-        # needs only one pass.
+        # FP8-LM, section 2.2, Eq. 8. FP8-LM has one scale for each tensor. One scale for each group
+        # is more accurate, and the update reads the tensor only once.
         "fp8-lm": ("e4m3", "fp16", "fp16", "stochastic"),
     }.items()
 }
 # Limits of `group_size` that the kernels support.
 SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
-# Key of the weights in collections that also contain states.
+# Key of the parameter itself in dicts and tables that also contain its states.
 PARAMETER = "parameter"
-# Options that determine how states are stored. Loading converts checkpoints in other formats.
+# Options that determine how states are stored. Loading a checkpoint converts its states to them.
 STORAGE = ("first_moment", "second_moment", "weights", "group_size")
 # Options that loading a checkpoint does not change.
 OWN = (*STORAGE, "offload")
@@ -46,7 +46,7 @@ OWN = (*STORAGE, "offload")
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """How the states of parameters are stored. Equal options share one instance."""
+    """How the states of parameters are stored. Groups with equal options share one instance."""
 
     first: StateFormat
     second: StateFormat
@@ -60,7 +60,8 @@ class Storage:
 
         Args:
             group: the options.
-            group_size: replaces the group size in `group`. 0 stores all states in FP32.
+            group_size: replaces the group size in `group`, unless it is None. 0 stores all states
+                in FP32.
 
         Raises:
             ConfigError: an option has an invalid value.
@@ -77,7 +78,7 @@ class Storage:
         return _make_storage("fp32", "fp32", weights, size, state_rounding)
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:
-        """Return the format of master copies of parameters of `dtype`, or None without copies."""
+        """Return the format of master copies for parameters of `dtype`; None means no copies."""
         if dtype == torch.float32 or self.weights not in ("fp32", "fp16"):
             return None
         return PLAIN["fp32"] if self.weights == "fp32" else moment_format("fp16", signed=True)
@@ -91,7 +92,7 @@ class Storage:
     def rounded(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Return the names of the tensors that an update rounds stochastically.
 
-        The names are states of a parameter of `dtype`, and `PARAMETER` for the parameter itself.
+        The names are names of states, and `PARAMETER` for the parameter, which has `dtype`.
         """
         found: tuple[str, ...] = ()
         if self.state_rounding == "stochastic":
@@ -102,7 +103,7 @@ class Storage:
 
 
 def state_bytes(group: Mapping[str, Any], parameter: Tensor) -> float:
-    """Return the bytes of the states of a parameter with the options of `group`."""
+    """Return how many bytes the states of a parameter take with the options of `group`."""
     storage = Storage.of(group)
     formats = storage.states(parameter.dtype).values()
     groups = 1 / storage.group_size
@@ -129,7 +130,7 @@ def _make_storage(
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a preset. Options in `given` that are not None have priority.
+    """Return the options of a preset, replaced by the options in `given` that are not None.
 
     Raises:
         ConfigError: the preset is unknown.

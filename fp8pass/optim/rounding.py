@@ -1,10 +1,10 @@
 """Stochastic rounding with a counter-based generator (paper LLMQ, section 3).
 
-A number is rounded up with the probability that preserves its expectation, so that updates far
-below the last bit add up. BF16 weights, master copies, moments and sums of gradients are rounded
-this way. The random bits are a hash of seed, parameter, step and element: they need no generator
-state, and every run draws the same bits, whichever parameters are updated together. All arithmetic
-is in integers that wrap around.
+A number is rounded up or down with probabilities that preserve its mean. Therefore many updates far
+smaller than the last bit have an effect. BF16 weights, master copies, moments and sums of gradients
+are rounded in this way. The random bits are a hash of the seed and of the indices of parameter,
+step and element. The hash needs no generator state. Every run uses the same bits, and the bits do
+not depend on which parameters are updated together. Integer arithmetic wraps around.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fp8pass.dialect.scaling import BF16_BITS
 
-# Factors of lowbias32, an integer hash (Wellons 2018); the second is 0x846CA68B, as int32.
+# Factors of lowbias32, an integer hash (Wellons 2018). The second factor is 0x846CA68B as int32.
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
-# Factors of the products that `random_bits` folds from 64 to 32 bits: digits of e.
+# Factors of `random_bits`, digits of e. The 64-bit products are folded to 32 bits.
 FOLDED_FACTORS = (0xB7E15163, 0xADF85459)
 LOW_WORD = 0xFFFFFFFF
-# Rounding uses the upper bits of the element's hash, rotated left by these numbers, so that each
-# tensor uses different bits. A parameter with a master copy is not rounded stochastically, so
-# `master` and `parameter` share a rotation.
+# For each tensor, how far an element's hash is rotated left, in bits. Rounding uses the upper bits
+# of the result, so each tensor uses different bits. `master` and `parameter` may share a
+# rotation, because a parameter with a master copy is not rounded stochastically.
 ROTATIONS = {"exp_avg_sq": 0, "exp_avg": 8, "master": 16, "parameter": 16}
 
 
@@ -35,24 +35,24 @@ def mix(x: Tensor) -> Tensor:
 
 
 def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
-    """Return int32 hash keys [n] of parameters, given their indices [n] and steps [n]."""
+    """Return int32 hash keys [n], given indices of parameters [n] and their step counts [n]."""
     seeds = torch.full_like(parameters, wrap_to_int32(seed))
     return mix(mix(mix(seeds) + parameters) + steps.int())
 
 
 def wrap_to_int32(seed: int) -> int:
-    """Return a seed of any size modulo 2^32, as a signed number."""
+    """Return `seed` modulo 2^32, as a signed 32-bit number."""
     return (seed + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 @dataclass(frozen=True)
 class SumStamp:
-    """Inputs of the hash that rounds a sum of gradients, unique for each addition."""
+    """Inputs of the hash whose bits round a sum of gradients. They differ in each addition."""
 
-    seed: int  # of the parameter group
+    seed: int  # seed of the parameter group
     number: int  # index of the parameter in the optimizer
-    step: Tensor  # updates of the parameter so far, fp32 []; checkpoints contain it
-    count: int  # gradients in the sum, including the added gradient
+    step: Tensor  # number of updates of the parameter so far, fp32 []
+    count: int  # number of gradients in the sum, including the added gradient
 
     def key(self) -> Tensor:
         """Return the hash key, int32 [1]."""
@@ -61,9 +61,9 @@ class SumStamp:
 
 
 def random_bits(key: Tensor, element: Tensor) -> Tensor:
-    """Return random int32 for elements of parameters with int32 keys; the arguments broadcast.
+    """Return int32 random bits for element indices, given int32 keys; the arguments broadcast.
 
-    An odd element has the bits of its predecessor, with the halves exchanged.
+    The bits of an odd element are the bits of the element before it, with the halves exchanged.
     """
     x = key.long() + (element >> 1) & LOW_WORD
     for factor in FOLDED_FACTORS:
@@ -78,7 +78,7 @@ def rotate(bits: Tensor, by: int) -> Tensor:
 
 
 def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 `x` stochastically to bf16, by the upper half of random int32 `bits`."""
+    """Round fp32 `x` stochastically to bf16, with the upper half of int32 `bits` as noise."""
     rounded = (x.view(torch.int32) + (bits >> 16 & 0xFFFF) & BF16_BITS).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 

@@ -1,13 +1,13 @@
-"""Parameters that are distributed over ranks: local shards, gradients and the layout of states.
+"""Parameters that are distributed over ranks: local shards, gradients, and layout of the states.
 
 No group of a DTensor contains elements of two rows. Therefore groups do not depend on the number of
-ranks that share the rows, and any number of ranks can load a distributed checkpoint. No group
-crosses the boundary between two shards of columns either; groups are smaller where such shards are
-shorter than a group. States of vectors, and of matrices of odd sizes, are FP32, because no
-supported group size divides their rows.
+ranks among which the rows are divided, and any number of ranks can load a distributed checkpoint.
+If columns are sharded too, no group crosses the boundary of a shard, and the group size is reduced
+if a shard's rows are shorter than a group. States of vectors are FP32. States of a matrix are FP32
+if no supported group size divides its row length.
 
-    parameter [M, ...] with N elements a row    placements: any, of rows and columns
-    scales    [M, N / G]                        the same placements
+    parameter [M, ...] with N elements a row    placements: shards of rows or columns, replicas
+    scales    [M, N / G]                        the placements of the parameter
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
 
 
 def _group_size(parameter: DTensor, largest: int) -> int:
-    """Return the largest power of two up to `largest` that divides a shard's row length, or 0."""
+    """Return the largest power of two up to `largest` that divides a shard's row length.
+
+    Return 0 if no group size is possible.
+    """
     if parameter.ndim < 2:
         return 0
     shards = 1
@@ -61,7 +64,7 @@ def _row_size(x: Tensor) -> int:
 
 
 def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a full tensor, with the placements of `parameter`."""
+    """Return this rank's shard of a full tensor, sharded like `parameter`."""
     if not isinstance(parameter, DTensor):
         return whole
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -81,7 +84,10 @@ def whole(x: Tensor) -> Tensor:
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `x` with its local shard replaced by `change(shard)`, which may be in host memory."""
+    """Return `x` with its local shard replaced by `change(shard)`.
+
+    The new shard may be in host memory.
+    """
     return same_placements(x, change(x.to_local())) if isinstance(x, DTensor) else change(x)
 
 
@@ -107,12 +113,19 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def like_parameter(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Return a local tensor, as a DTensor distributed like `parameter` if that is a DTensor."""
+    """Return the DTensor with this local shard and the placements of `parameter`.
+
+    If `parameter` is not a DTensor, return `shard`.
+    """
     return _distribute(shard, parameter, tuple(parameter.shape))
 
 
 def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
-    """Return group values [R], as a DTensor distributed like `parameter` if that is a DTensor."""
+    """Return the DTensor whose local shard has the values `groups` [R], one for each group.
+
+    Its placements are the placements of `parameter`. If `parameter` is not a DTensor, return
+    `groups`.
+    """
     if not isinstance(parameter, DTensor):
         return groups
     shard = parameter.to_local()

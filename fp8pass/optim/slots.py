@@ -1,10 +1,10 @@
 """The states of a parameter in `optimizer.state`, and their local tensors.
 
-`state[p]` contains `step`, and one tensor shaped like the parameter for each state. The keys of
-quantized states contain the format, for example `exp_avg:e4m3+expand`, so that no reader
-misinterprets the data. The scales and powers of the groups are in `exp_avg:e4m3+expand:scale` and
-`exp_avg:e4m3+expand:power`. States in BF16 and FP32 have the keys of `torch.optim.AdamW`. The
-states of a DTensor are DTensors (`shards.py`).
+`state[p]` contains `step`, and for each state one tensor shaped like the parameter. The keys of
+quantized states contain the format, for example `exp_avg:e4m3+expand`, so that data cannot be
+loaded as data of another format. The scales and powers of the groups are in
+`exp_avg:e4m3+expand:scale` and `exp_avg:e4m3+expand:power`. States in BF16 and FP32 have the keys
+of `torch.optim.AdamW`. The states of a DTensor are DTensors (`shards.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter to update, or a slice of it. All tensors are local."""
+    """One parameter to update, or a slice of one parameter. All tensors are local shards."""
 
     number: int  # index of the parameter in the optimizer
     parameter: Tensor
@@ -38,7 +38,10 @@ class Slot:
     first: int = 0  # position of the first element in the parameter
 
     def narrow(self, first: int, size: int, group_size: int) -> Slot:
-        """Return views of up to `size` elements from `first`, a multiple of `group_size`."""
+        """Return a slot with views of up to `size` elements, from element `first` on.
+
+        `first` is a multiple of `group_size`.
+        """
         elements = slice(first, first + size)
         groups = slice(first // group_size, group_count(first + size, group_size))
         states = {
@@ -66,12 +69,12 @@ class Slot:
 
 
 def state_key(name: str, format: StateFormat, part: str = "") -> str:
-    """Return the key of the state `name` in `format`, or of its part (`scale`, `power`)."""
+    """Return the key of the state `name` in `format`, or of its `part` (`scale` or `power`)."""
     return ":".join([name, *([format.name] if format.grouped else []), *([part] if part else [])])
 
 
 def name_of(key: str) -> str:
-    """Return the name of the state that a key belongs to; other keys are returned unchanged."""
+    """Return the name of the state to which the key of data, scales or powers belongs."""
     return key.split(":")[0]
 
 
@@ -95,7 +98,7 @@ def new_state(parameter: Tensor, storage: Storage) -> State:
 def quantize_state(
     name: str, values: Tensor, parameter: Tensor, format: StateFormat, group_size: int
 ) -> State:
-    """Return the entries of the state `name` for local `values` of any float dtype."""
+    """Quantize local `values` of any float dtype, and return the entries of the state `name`."""
     stored = quantize(to_rows(values, group_size, torch.float32), format)
     stored = stored._replace(data=from_rows(stored.data, values.shape))
     return state_entries(name, stored, parameter, format, group_size)
@@ -106,7 +109,7 @@ def state_entries(
 ) -> State:
     """Return the entries of the state `name` whose local tensors are `stored`.
 
-    The data are shaped like the local parameter, scales and powers are [R].
+    `stored.data` is shaped like the local parameter; scales and powers are [R].
     """
     state = {state_key(name, format): like_parameter(stored.data, parameter)}
     for part in format.parts:
@@ -116,7 +119,7 @@ def state_entries(
 
 
 def group_count(elements: int, group_size: int) -> int:
-    """Return the number of groups of consecutive elements; the last group may be shorter."""
+    """Return the number of groups in `elements` elements; the last group may be shorter."""
     return -(-elements // group_size)
 
 
@@ -128,5 +131,5 @@ def to_rows(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
 
 
 def from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Return a copy of the elements of rows [R, G] in `shape`, without the padding."""
+    """Return a copy of rows [R, G] without the padding, reshaped to `shape`."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape).clone()

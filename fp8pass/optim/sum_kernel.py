@@ -1,4 +1,4 @@
-"""Triton kernels that add gradients to quantized sums, and such sums to gradients (`sums.py`)."""
+"""Triton kernels for `sums.py`: add gradients to quantized sums, and sums to gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8pass.optim.rounding import (
 )
 
 GROUP_SIZE = 128
-# Groups of a program: each thread has eight numbers.
+# Groups and warps of a program. With these numbers, each thread has eight elements.
 GROUPS, WARPS = 8, 4
 
 _MIX_1, _MIX_2 = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
@@ -41,7 +41,7 @@ def _mix(x):
 
 @triton.jit
 def _fold(x, FACTOR: tl.constexpr):
-    """Return the exclusive or of the halves of a 64-bit product."""
+    """Return the exclusive or of the upper and the lower half of the 64-bit product."""
     factor = tl.full((1, 1), FACTOR, tl.uint32)
     return tl.umulhi(x, factor) ^ (x * factor)
 

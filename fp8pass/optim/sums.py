@@ -1,9 +1,9 @@
 """Gradients summed over several backwards, quantized in groups that share a scale.
 
 The method is from section 5 of the paper AGoQ. An addition dequantizes the sum, adds a gradient in
-fp32, and quantizes the result with stochastic rounding. Rounding to nearest would lose gradients
-smaller than half the distance between two numbers of the format. Stochastic rounding preserves the
-mean, but each addition adds noise, so sums of many gradients need 16 bits.
+fp32, and quantizes the new sum with stochastic rounding. Rounding to nearest would lose gradients
+smaller than half the distance between two adjacent numbers of the format. Stochastic rounding
+preserves the mean, but each addition adds noise, so sums of many gradients need 16 bits.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ SCALE_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class SumPiece:
-    """Consecutive elements of a sum, computed at once."""
+    """Consecutive elements of a sum that are computed at once."""
 
     first: int  # position of the first element in the parameter
     stored: Quantized  # data [R, G] and scales bf16 [R]; in a staging buffer if offloaded
-    # Data and scales of an offloaded sum as bytes in one tensor, because launching a copy takes the
-    # CPU as long as launching a kernel.
+    # Bytes of data and scales of an offloaded sum, in host memory and in the staging buffer. Data
+    # and scales share a tensor, because launching a copy takes the CPU as long as launching a
+    # kernel.
     host: Tensor | None = None
     device: Tensor | None = None
-    buffer: int = 0
+    buffer: int = 0  # index of the staging buffer
 
 
 @dataclass
@@ -48,7 +49,7 @@ class GradientSum:
     offload: tuple[Arena, Staging] | None = None  # None if the sum is on the parameter's device
     number: int = 0  # index of the parameter; selects the staging buffer of the first piece
     pieces: list[SumPiece] = field(default_factory=list, repr=False)
-    count: int = 0  # gradients in the sum
+    count: int = 0  # number of gradients in the sum
 
     def add(self, gradient: Tensor, seed: int, step: Tensor) -> None:
         """Add a gradient to the sum.
@@ -56,7 +57,7 @@ class GradientSum:
         Args:
             gradient: contiguous, shaped like the local parameter.
             seed: seed of stochastic rounding.
-            step: updates of the parameter so far, fp32 [].
+            step: number of updates of the parameter so far, fp32 [].
         """
         if not self.pieces:
             self.pieces = list(self._allocate(gradient))
@@ -72,10 +73,10 @@ class GradientSum:
         )
 
     def move_to(self, gradient: Tensor) -> None:
-        """Add the sum to the last gradient in place, and start a new sum."""
+        """Add the sum to `gradient` in place, and start a new sum."""
         if self.count:
             if self.offload is not None:
-                self.offload[1].begin([gradient])  # not as a gradient: the update passes it again
+                self.offload[1].begin([gradient])  # no gradient bytes: the update counts them
             self._run(
                 gradient,
                 lambda stored, part, _: add_from(stored, part, self.format),
@@ -112,7 +113,10 @@ class GradientSum:
         read: bool,
         write: bool,
     ) -> None:
-        """Call `compute` with the data, the part of the gradient and the position of each piece."""
+        """Call `compute` for each piece: its stored sum, part of the gradient, and position.
+
+        `read` copies offloaded sums to the device before the call, and `write` copies them back.
+        """
         flat = gradient.view(-1)
         if self.offload is None:
             compute(self.pieces[0].stored, flat, 0)
@@ -128,13 +132,13 @@ class GradientSum:
 
 
 def _sum_bytes(count: int, format: StateFormat) -> int:
-    """Return the bytes of data and scales of a sum of `count` elements."""
+    """Return how many bytes the data and scales of a sum of `count` elements take."""
     groups = group_count(count, GROUP_SIZE)
     return groups * (GROUP_SIZE * format.storage_dtype.itemsize + SCALE_DTYPE.itemsize)
 
 
 def _view_sum(memory: Tensor, format: StateFormat) -> Quantized:
-    """Return views of memory, uint8 [bytes], as data [R, G] followed by scales [R]."""
+    """Return views of the data [R, G] and the scales [R] that follow in `memory`, uint8 [bytes]."""
     each = GROUP_SIZE * format.storage_dtype.itemsize
     groups = len(memory) // (each + SCALE_DTYPE.itemsize)
     data, scales = memory.split([groups * each, groups * SCALE_DTYPE.itemsize])
@@ -148,11 +152,11 @@ def add_to(
     """Add a gradient [N] to a sum in place.
 
     Args:
-        sum_: data [R, G] and scales [R]; the first gradient overwrites both.
+        sum_: data [R, G] and scales [R]. The first gradient overwrites data and scales.
         gradient: consecutive elements of a parameter's gradient.
         format: format of the sum.
         stamp: inputs of the random bits; `stamp.count` includes this gradient.
-        first: position of the first element in the parameter.
+        first: position in the parameter of the first element of `gradient`.
     """
     if _has_kernel(gradient.device, format):
         from fp8pass.optim import sum_kernel
@@ -188,7 +192,7 @@ def _has_kernel(device: torch.device, format: StateFormat) -> bool:
 
 
 def _chunks(gradient: Tensor, sum_: Quantized) -> Iterator[tuple[int, Tensor, Quantized]]:
-    """Yield the position, gradient and sum of each chunk; chunks limit the size of temporaries."""
+    """Yield position, gradient and sum of each chunk. Small chunks need small temporaries."""
     size = batch_size(gradient.device) // GROUP_SIZE * GROUP_SIZE
     for begin in range(0, len(gradient), size):
         rows = slice(begin // GROUP_SIZE, group_count(begin + size, GROUP_SIZE))

@@ -7,9 +7,9 @@ This update runs on any device. Tests compare the Triton kernel with this refere
 
 The arithmetic is in fp32: states are dequantized before the update and quantized after it (paper
 COAT, appendix A). A parameter with a master copy equals the stored copy, rounded to the parameter's
-dtype. Where the two differ, the user has written the parameter, and the update continues from the
-written value, as in `torch.optim`. Parameters are concatenated to one matrix of groups, so that
-small parameters share operator launches.
+dtype. Where parameter and rounded copy differ, the user has changed the parameter. The update then
+uses the changed value, as in `torch.optim`. Parameters are concatenated to one matrix with one row
+for each group, so that small parameters share operator launches.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fp8pass.optim.formats import Quantized, StateFormat, dequantize, quantize
 from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot, group_count
 
-# Elements that are updated at once. On a CPU about ten fp32 temporaries of this size fit into the
-# cache. On other devices temporaries are small compared with the states.
+# Number of elements that are updated at once. On a CPU, about ten fp32 temporaries of this size fit
+# into the cache. On other devices, these temporaries are small compared with the states.
 CPU_BATCH = 1 << 17
 BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
 Launches = Sequence[Callable[[], object]]
-# Lower limit of ε, to avoid a division by zero where all gradients were zero.
+# Lower limit of ε. It prevents a division by zero for elements whose gradients were all zero.
 SMALLEST_EPS = 2.0**-100
 
 
@@ -60,7 +60,7 @@ def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Layout of parameters of `sizes` elements in one matrix [R, G]; parameters begin new rows."""
+    """Layout of parameters with `sizes` elements in one matrix [R, G]. Each begins a new row."""
 
     sizes: tuple[int, ...]
     group_size: int
@@ -88,7 +88,10 @@ class Rows:
         return x.repeat_interleave(counts).unsqueeze(-1)
 
     def positions(self, firsts: Iterable[int], device: torch.device) -> Tensor:
-        """Return each element's position in its parameter, int64 [R, G]; rows begin at `firsts`."""
+        """Return the position of each element in its parameter, int64 [R, G].
+
+        `firsts` are the positions of the first elements; not 0 for slices of parameters.
+        """
         rows = [
             torch.arange(count, device=device) * self.group_size + first
             for count, first in zip(self.counts, firsts, strict=True)
@@ -119,14 +122,14 @@ def update(
 
 
 class PreparedUpdate:
-    """Updates the same parameters in every step."""
+    """An update of the same parameters in every step."""
 
     def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
-        """Count a step, and return the launches of its update."""
+        """Increment step counts, and return the functions that launch the update of this step."""
         raise NotImplementedError
 
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        """Update with gradients times `control[0]`.
+        """Update with the gradients multiplied by `control[0]`.
 
         A fused update does nothing if `control[1]` is not 0. Before other updates, callers must
         check `control[1]`.
@@ -136,9 +139,9 @@ class PreparedUpdate:
 
 
 class EagerUpdate(PreparedUpdate):
-    """Update of `slots`, of one dtype on one device, with PyTorch operators.
+    """Updates `slots` with PyTorch operators. All slots have the same dtype and device.
 
-    `separate` gives each slot its own launch.
+    If `separate`, `prepare` returns one launch for each slot.
     """
 
     def __init__(self, slots: Sequence[Slot], storage: Storage, *, separate: bool = False) -> None:
@@ -159,7 +162,7 @@ class EagerUpdate(PreparedUpdate):
 def _batches(
     slots: Sequence[Slot], gradients: Tensors, group_size: int
 ) -> Iterator[list[tuple[Slot, Tensor]]]:
-    """Yield batches of slots with their gradients; large slots are divided."""
+    """Yield batches of slots with their gradients. Slots larger than a batch are divided."""
     limit = batch_size(slots[0].parameter.device)
     size = limit // group_size * group_size
     batch: list[tuple[Slot, Tensor]] = []
@@ -217,7 +220,7 @@ def _update_batch(
             parts = getattr(stored, part).split(rows.counts)
             for x, new in zip(into, parts, strict=True):
                 getattr(x, part).copy_(new)
-        if name == "master":  # the next update compares the parameter with the stored copy
+        if name == "master":  # the next update compares the parameter with this stored copy
             weights = dequantize(stored, format)
     if PARAMETER in bits:
         weights = rounding.round_to_bf16(weights, bits[PARAMETER])

@@ -1,17 +1,19 @@
 """Estimate whether FP8 makes a model faster: the time that GEMMs save, minus the time of casts.
 
 Both times come from the roofline that `fit` uses (`hardware.py`), as if each cast were a kernel.
-This overestimates the time of casts, because fused kernels move fewer bytes, and the time that
-small GEMMs save, because they stay below their peak rate. In the measured models these two errors
-cancel. Milliseconds saved in a forward and backward:
+This overestimates the time of casts, because fused kernels move fewer bytes. It also overestimates
+the time that small GEMMs save, because small GEMMs do not reach their peak rate. In the measured
+models the two errors cancel. Milliseconds that FP8 saves in a forward and backward, as estimated
+and as measured with three recipes:
 
                              estimated    coat    agoq    linear
     GPT-2 124M, H200               1.0     0.7    -0.1      -1.0     benchmarks/results/gpt2.json
     a layer of 2048, H200          1.0     1.4     0.8               benchmarks/results/layer.json
     a layer of 4096, H200         11.3    13.2    11.9
 
-GPT-2 breaks even, although the estimate is 8% of the GEMMs' time in linear layers. For the layer of
-2048 the estimate is 28%, and the whole layer runs more than a quarter faster.
+For GPT-2 the estimate is 8% of the time that linear layers take in BF16, but the measured gain is
+about zero. For the layer of size 2048 the estimate is 28%, and the whole layer runs more than a
+quarter faster.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ import torch
 from fp8pass.hardware import Gpu, Work, known_gpu
 from fp8pass.plan import Linear, Plan
 
-# FP8 may be slower if the estimate is a smaller share of the GEMMs' time. The limit is between the
-# 8% and 28% above.
+# If the estimate is a smaller share of the GEMMs' BF16 time, FP8 may be slower. The limit is
+# between the 8% and 28% in the module's docstring.
 CLEAR_SHARE = 0.15
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The time of the quantized linear layers on a GPU, in seconds of a forward and backward.
+    """The time that quantized linear layers take on a GPU, in seconds for a forward and backward.
 
     Attributes:
-        bf16: the time of the GEMMs in BF16.
-        fp8: the time of the GEMMs in FP8, with all casts.
+        bf16: the time of their GEMMs in BF16.
+        fp8: the time of their GEMMs in FP8, plus the time of all casts.
     """
 
     bf16: float
@@ -43,7 +45,7 @@ class Gain:
 
     @property
     def saved(self) -> float:
-        """The time that FP8 saves; negative if it is slower."""
+        """The time that FP8 saves; negative if FP8 is slower."""
         return self.bf16 - self.fp8
 
     @property
@@ -53,7 +55,7 @@ class Gain:
 
 
 def estimate_gain(plans: Sequence[Plan], gpu: Gpu) -> Gain:
-    """Estimate the gain over graphs that run one after another."""
+    """Estimate the gain of several graphs together, which run one after another."""
     work = sum((plan.fp8_work for plan in plans), Work())
     return Gain(gpu.seconds(Work(bf16_flops=work.fp8_flops)), gpu.seconds(work))
 
@@ -62,7 +64,7 @@ def slowdown_warning(plans: Sequence[Plan], device: torch.device | None) -> str:
     """Return a warning if FP8 makes a model slower or hardly faster, else ''.
 
     Args:
-        plans: the plans of all graphs; a graph that runs several times appears as often.
+        plans: the plans of all graphs. The plan of a graph that runs n times appears n times.
         device: the device of the model. GPUs with unknown rates get no warning.
     """
     if device is None or device.type != "cuda":

@@ -22,7 +22,7 @@ from fp8pass.progress.stored import StoredMessages
 
 log = logging.getLogger("fp8pass")
 
-# This share of the weights of a graph may stay in high precision without a warning.
+# A warning is logged if a larger share of a graph's weights unexpectedly stays in high precision.
 ROUTINE_SHARE = 0.05
 # The kind of the line that summarizes a graph. All other kinds of messages are warnings.
 SUMMARY = "summary"
@@ -30,16 +30,16 @@ SUMMARY = "summary"
 
 @dataclass(frozen=True)
 class CompileLog(Hooks):
-    """Logs one line for each graph with a backward, and each kind of warning once for each model.
+    """Logs one line for each graph with a backward, and each kind of warning once per model.
 
-    In distributed training only the first rank logs. For a graph from PyTorch's caches, the
-    messages of the original compilation are logged once in each process.
+    In distributed training only the first rank logs. If PyTorch takes a graph from its caches, the
+    messages of the graph's original compilation are logged, once in each process.
     """
 
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that stores new messages, or logs stored messages of a cached graph."""
+        """Return a function that stores a new graph's messages, or logs a cached graph's."""
         stored = StoredMessages.find(gm, config)
 
         def finish(program: Program, compiled: CompiledGraph | None) -> Program:
@@ -53,7 +53,7 @@ class CompileLog(Hooks):
         return finish
 
     def after_passes(self, compiled: CompiledGraph) -> None:
-        """Log the plan."""
+        """Log the messages about a graph that was just compiled."""
         messages = describe(compiled)
         if not messages:
             log.debug("%s", compiled.plan.summary())
@@ -71,7 +71,10 @@ class CompileLog(Hooks):
 
 
 def describe(compiled: CompiledGraph) -> dict[str, str]:
-    """Return a graph's messages by kind; {} for inference and for graphs without linear layers."""
+    """Return the messages about a graph, by kind.
+
+    Return {} for graphs of inference and for graphs without linear layers.
+    """
     plan = compiled.plan
     if plan.inference or not plan.linears:
         return {}
@@ -113,12 +116,12 @@ def device_of(compiled: CompiledGraph) -> torch.device | None:
 
 # The keys of the graphs that this process has logged.
 _logged: set[str] = set()
-# The kinds of warnings that were logged, for each call of `torch.compile`.
+# For each call of `torch.compile`, the kinds of warnings that were logged.
 _warned: compat.WeakIdKeyDictionary = compat.WeakIdKeyDictionary()
 
 
 def _warn_once(kind: str, text: str) -> None:
-    """Log a warning, unless one of the same kind was logged for another graph of the model."""
+    """Log a warning, unless another graph of the model had a warning of the same kind."""
     call = compat.compile_call()
     before: set[str] = _warned.setdefault(call, set()) if call is not None else set()
     if text and kind not in before:
@@ -127,7 +130,7 @@ def _warn_once(kind: str, text: str) -> None:
 
 
 def _inform(line: str) -> None:
-    """Log a line, or print it on stderr if logging is not set up and shows warnings only."""
+    """Log a line. If logging is not set up, it shows only warnings; then print to stderr."""
     if log.hasHandlers() or log.level != logging.NOTSET:
         log.info("%s", line)
     else:
@@ -135,7 +138,7 @@ def _inform(line: str) -> None:
 
 
 def is_later_rank() -> bool:
-    """Whether this process is a rank of distributed training other than the first."""
+    """Return whether this process is a rank of distributed training, but not the first rank."""
     distributed = torch.distributed
     return (
         distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0

@@ -1,7 +1,7 @@
 """Files with the messages about each graph, in the folder of Inductor's caches.
 
-When PyTorch finds a graph in its cache, fp8pass's passes do not run, so they produce no plan to
-report.
+When PyTorch takes a graph from its caches, fp8pass's passes do not run, and there is no plan to
+report. Therefore the messages of the original compilation are stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StoredMessages:
 
     @classmethod
     def find(cls, gm: fx.GraphModule, config: Config) -> StoredMessages:
-        """Return the `StoredMessages` of a Dynamo graph."""
+        """Return the file for the Dynamo graph `gm`. The file may not exist yet."""
         values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
         text = repr(
             (
@@ -55,7 +55,7 @@ class StoredMessages:
         return cls(key, Path(folder, "fp8pass", f"{key}.json") if folder else None)
 
     def read(self) -> dict[str, str]:
-        """Return the messages, by kind."""
+        """Return the stored messages, by kind; {} without a file."""
         try:
             return dict(json.loads(self.path.read_text())) if self.path else {}
         except (OSError, ValueError, TypeError):

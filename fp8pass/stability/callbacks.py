@@ -11,11 +11,12 @@ from typing import Any
 class StepObserver(ABC):
     """An object that a trainer notifies of each optimizer step, through a callback.
 
-    If a subclass has `state_dict` and `load_state_dict`, checkpoints contain its state.
+    If a subclass has `state_dict` and `load_state_dict`, the trainer's checkpoints contain its
+    state.
     """
 
     def hugging_face(self) -> Any:
-        """Return a callback for `transformers.Trainer`, which replaces calls to `step()`.
+        """Return a callback for `transformers.Trainer`. Do not call `step()` then.
 
         A Guard receives the loss and gradient norm only when the Trainer logs them: set
         `logging_steps` to 1 or a few. Checkpoints contain the Guard's state, which is restored with
@@ -27,9 +28,9 @@ class StepObserver(ABC):
         return make_trainer_callback(self)
 
     def lightning(self) -> Any:
-        """Return a callback for Lightning's `Trainer`, which replaces calls to `step()`.
+        """Return a callback for Lightning's `Trainer`. Do not call `step()` then.
 
-        Checkpoints contain the state of a Guard.
+        Lightning's checkpoints contain the state of a Guard.
 
         Raises:
             ImportError: neither `lightning` nor `pytorch_lightning` is installed.
@@ -38,15 +39,15 @@ class StepObserver(ABC):
 
     @abstractmethod
     def _begin(self, model: Any, optimizer: Any, steps: int) -> None:
-        """Start watching a training that has done `steps` optimizer steps."""
+        """Start to watch a training that has done `steps` optimizer steps already."""
 
     @abstractmethod
     def _end_step(self, loss: Any, gradient_norm: Any) -> None:
-        """Count an optimizer step, before gradients are zeroed. Either argument may be None."""
+        """Count an optimizer step. Called before gradients are zeroed; arguments may be None."""
 
 
 def make_trainer_callback(observer: Any) -> Any:
-    """Return a `transformers.TrainerCallback` that informs `observer`."""
+    """Return a `transformers.TrainerCallback` that notifies `observer` of each step."""
     library = _import_first("transformers")
     states = _import_first("transformers.trainer_callback")
 
@@ -64,7 +65,7 @@ def make_trainer_callback(observer: Any) -> Any:
             if logs and "loss" in logs:
                 self.logged = logs
 
-        # Called after the step and before zero_grad().
+        # The Trainer calls this after the optimizer step and before zero_grad().
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             logs, self.logged = self.logged, {}
             observer._end_step(logs.get("loss"), logs.get("grad_norm"))
@@ -88,7 +89,7 @@ def make_trainer_callback(observer: Any) -> Any:
 
 
 def make_lightning_callback(observer: Any) -> Any:
-    """Return a `Callback` of Lightning that informs `observer`."""
+    """Return a `Callback` of Lightning that notifies `observer` of each step."""
     library = _import_first("lightning.pytorch", "pytorch_lightning")
 
     class LightningStepCallback(library.Callback):  # type: ignore[name-defined]
@@ -108,7 +109,7 @@ def make_lightning_callback(observer: Any) -> Any:
     if not hasattr(observer, "state_dict"):
         return LightningStepCallback()
 
-    # Lightning stores states by class of callback, so a Guard has its own class.
+    # Lightning stores states of callbacks by class, so the callback of a Guard has its own class.
     class LightningGuardCallback(LightningStepCallback):
         def state_dict(self) -> dict[str, Any]:
             return observer.state_dict()
@@ -120,7 +121,7 @@ def make_lightning_callback(observer: Any) -> Any:
 
 
 def _import_first(*modules: str) -> Any:
-    """Return the first module that can be imported."""
+    """Import `modules` in order, and return the first module that is installed."""
     for module in modules:
         try:
             return import_module(module)

@@ -1,7 +1,7 @@
-"""Assertions that hold for every module: equal bits, close gradients, true plans.
+"""Assertions that hold for every module: equal bits, close gradients, and exact plans.
 
 Each assertion first calls `torch.compiler.reset()`, which discards all compiled code. Otherwise
-Dynamo would stop compiling after eight of hypothesis's examples.
+Dynamo would reach its limit of recompilations after eight examples of a hypothesis test.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def assert_exact(module: nn.Module, *args: Any, seed: int = 7) -> None:
     """Assert that compilation does not change a single bit if formats do not round.
 
     All passes run, with formats that store values exactly (recipe `exact`). The result is compared
-    with stock `torch.compile`. Both run op by op, so that only the rewrite can cause differences.
+    with stock `torch.compile`. Both graphs run op by op, so only the passes can cause differences.
     The comparison covers outputs, buffers, and gradients of parameters and arguments.
 
     Args:
@@ -61,24 +61,24 @@ def assert_close(
     norm: float | None = None,
     sqnr: float | None = None,
 ) -> None:
-    """Assert that outputs and gradients are as close to fp64 as the formats, or bounds, allow.
+    """Assert that outputs and gradients are as close to an fp64 step as the formats allow.
 
-    Without bounds the accepted error is measured (formula: `closeness.py`). The same step runs in
-    eager PyTorch, and an independent model of the formats (`noise.py`) rounds GEMM operands and
-    saved tensors. The accepted error depends on the module: for tensors after an argmax that may
-    flip, only finiteness and size are checked. FP8 GEMMs accumulate like Hopper's tensor cores, on
-    every device.
+    With `cosine`, `norm` or `sqnr`, only gradients are checked, against these bounds. Without
+    bounds the accepted error is measured (formula in `closeness.py`): the same step runs in eager
+    PyTorch, while an independent model of the formats (`noise.py`) rounds GEMM operands and saved
+    tensors. For a tensor after an argmax that may flip, only finiteness and size are checked. FP8
+    GEMMs accumulate like Hopper's tensor cores, on every device.
 
     Args:
         module: a float32 or bfloat16 module on any device. It is copied, and not changed.
         args: arguments of the module.
         config: the tested configuration, by default `Config()`.
-        cosine: least cosine similarity of a gradient and the exact gradient.
-        norm: largest relative difference of the norms of these two gradients.
-        sqnr: least ratio of the exact gradient to the error, in dB.
+        cosine: smallest accepted cosine similarity of a gradient and the exact gradient.
+        norm: largest accepted relative difference of the norms of these two gradients.
+        sqnr: smallest accepted ratio of the exact gradient's norm to the error's norm, in dB.
 
     Raises:
-        AssertionError: lists every tensor with too large an error, and the error.
+        AssertionError: lists the tensors with too large errors, and these errors.
     """
     config = replace(checked_config(config), compiler="eager")
     with hardware_accumulation():
@@ -95,7 +95,7 @@ def assert_close(
 
 
 def assert_plan_is_true(module: nn.Module, *args: Any, config: Config | None = None) -> None:
-    """Assert that autograd saves exactly the tensors of the plans, by dtype and shape.
+    """Assert that autograd saves exactly the tensors that the plans list, by dtype and shape.
 
     Args:
         module: a module on any device that compiles without graph breaks. After a graph break, code

@@ -1,28 +1,28 @@
 """Decide whether a training step is as close to the exact step as rounding allows.
 
 The exact step runs the model in eager PyTorch and fp64. The error of a tensor is the norm of its
-difference from the exact tensor, divided by the norm of the exact tensor. For small gradients the
-divisor is a thousandth of the largest gradient's norm, because some gradients are pure noise (of a
-bias before a normalization, for example). The accepted error is
+difference from the exact tensor, divided by the norm of the exact tensor. For gradients the divisor
+is at least a thousandth of the largest gradient's norm, because some gradients are only noise (for
+example of a bias before a normalization). The accepted error is
 
     2 · √(n² + s²) + 5 · p + r
 
-    n: largest error of the fake-quantized model over seeds (noise.py). Some seeds run in the
-       model's own dtype, because both roundings together may have effects that neither has alone.
-    s: for gradients, the larger of two errors. The first is the rounding error of the format of
-       saved tensors: where autograd saves x, a plan may save a factor of the gradient, for example
-       gelu'(x). The second is the largest error that the plan predicts for one saved value:
-       autograd saves x² and x³, but a plan may recompute them from x.
+    n: largest error of the fake-quantized model over all seeds (noise.py). Some seeds run in the
+       model's own dtype, because rounding to this dtype and to the formats may interact.
+    s: for gradients, the larger of two errors; 0 for other tensors. The first is the rounding error
+       of the format of saved tensors: where autograd saves x, a plan may save a factor of the
+       gradient, for example gelu'(x). The second is the largest gradient error that the plan
+       predicts for one saved value: autograd saves x² and x³, but a plan may recompute them from x.
     p: error of the unmodified model in its own dtype.
     r: 1e-4, or one ulp of a coarser dtype, because p may be too small by chance.
 
-A gradient with cosine c has an error of at least √(1 - c²), which is 0.95 at 0.3. A zero gradient
-has the error 1, and a gradient scaled by s has the error |s - 1|. NaN is never accepted. All these
-faults are found if the accepted error is at most `JUDGED`. A larger accepted error means that the
+A gradient with cosine c has an error of at least √(1 - c²), which is 0.95 for c = 0.3. A zero
+gradient has the error 1, and a gradient multiplied by k has the error |k - 1|. NaN is never
+accepted. All these faults are found if the accepted error is at most `JUDGED`. If it is larger, the
 model is chaotic at this tensor (an argmax flips, a normalization divides by almost zero). Such a
 tensor is unjudged: it only has to be finite, nonzero and at most 10 times too large.
 
-Noise is random, so it is measured again with more seeds before a complaint is raised.
+Noise is random. Before a complaint is raised, the noise is measured again with more seeds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fp8pass.testing.steps import TrainingStep, step
 
 JUDGED = 0.75
 FLOOR = 1e-4
-PLAIN_SEEDS = 4  # one of so many seeds runs in the model's own dtype
+PLAIN_SEEDS = 4  # one of every 4 seeds runs in the model's own dtype
 Batch = Sequence[Any]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -52,10 +52,10 @@ class Verdict:
     """Complaints, and the number of tensors that were judged.
 
     Attributes:
-        complaints: a line for each tensor with too large an error.
+        complaints: one line for each fault of a tensor, such as too large an error.
         judged: number of tensors compared with their accepted error.
-        unjudged: number of tensors whose accepted error is too large.
-        worst: largest ratio of error to accepted error.
+        unjudged: number of tensors whose accepted error is larger than `JUDGED`.
+        worst: largest ratio of error to accepted error of the judged tensors.
     """
 
     complaints: list[str] = field(default_factory=list)
@@ -70,9 +70,9 @@ class Verdict:
 
         Args:
             name: name of the tensor, for complaints.
-            tensors: the tensor, then its exact, its plain and its noisy versions.
-            least: lower limit of the norm that divides the error.
-            saved: `s` in the formula of the module's docstring.
+            tensors: the tensor, then the same tensor of the exact, the plain and the noisy steps.
+            least: lower limit of the norm by which the error is divided.
+            saved: `s` in the formula in the module's docstring.
         """
         got, want, plain, *noisy = tensors
         assert want is not None
@@ -113,15 +113,16 @@ class Verdict:
 
 @dataclass
 class Reference:
-    """The exact steps of a model, and noisy steps, which are computed on demand.
+    """The exact and the plain steps of a model, and noisy steps, which are computed on demand.
 
     Attributes:
-        model: the model in its own dtype. It is copied for every run.
-        batches: returns new batches in each call, because programs may write to them.
-        formats: the formats that a recipe rounds to.
-        run: wraps the model in a step, for example with autocast.
-        wide: dtype of exact and of noisy steps.
+        model: the model in its own dtype. Every run copies the model.
+        batches: returns new tensors in each call, because a step may write to its batch.
+        formats: the formats to which a recipe rounds.
+        run: wraps the model for steps in its own dtype, for example with autocast.
+        wide: dtype of exact steps and of most noisy steps.
         between: `between(model, i)` changes the model before step `i`.
+        noisy: the noisy steps of each seed so far.
     """
 
     model: nn.Module
@@ -151,7 +152,7 @@ class Reference:
         return steps
 
     def measure(self, seeds: int) -> None:
-        """Compute the noisy steps of at least `seeds` seeds."""
+        """Compute noisy steps until `noisy` contains the steps of `seeds` seeds."""
         rounds = any((self.formats.forward, self.formats.saved))
         for seed in range(len(self.noisy), seeds if rounds else 0):
             noise = Noise(self.formats, seed)
@@ -195,9 +196,9 @@ def error(x: Tensor, want: Tensor, least: float = 0.0) -> float:
 
 
 def _align(steps: Sequence[TrainingStep]) -> Iterator[tuple[str, list[Tensor | None]]]:
-    """Yield the name and the versions of each result; the second step must be the exact step.
+    """Yield each result of a step: its name, and its tensors in all `steps`.
 
-    All gradients, concatenated, are one more result.
+    The second step must be the exact step. The concatenation of all gradients is one more result.
     """
     exact = steps[1]
     names = [name for name, want in exact.gradients.items() if want is not None]
@@ -222,7 +223,7 @@ def _concatenate(got: TrainingStep, exact: TrainingStep, names: list[str]) -> Te
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> list[Any]:
-    """Return a detached copy of a batch with floating point tensors in another dtype."""
+    """Return the batch with its floating-point tensors detached and converted to `dtype`."""
     return [
         x.detach().to(dtype).requires_grad_(x.requires_grad)
         if isinstance(x, Tensor) and x.is_floating_point()

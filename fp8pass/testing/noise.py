@@ -26,7 +26,7 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class Grid:
-    """The numbers of a format: mantissa bits, smallest exponent, largest number."""
+    """The grid of a format's numbers: mantissa bits, smallest exponent, largest number."""
 
     mantissa: int
     smallest: int
@@ -51,12 +51,12 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats that a recipe rounds to; None means no rounding.
+    """The formats to which a recipe rounds; None means no rounding.
 
     Attributes:
         forward, gradient, saved: formats of forward GEMM operands, gradients, and saved tensors.
-        rows: whether forward operands have a scale for each row, instead of one scale.
-        longest_fast: longest contraction with fast accumulation.
+        rows: whether forward operands have one scale for each row instead of one for all rows.
+        longest_fast: length of the longest contraction that uses fast accumulation.
     """
 
     forward: str | None = None
@@ -76,7 +76,7 @@ class Formats:
 
     @property
     def saved_error(self) -> float:
-        """Relative root mean square error of a saved value, if errors are uniform in a step."""
+        """Relative root mean square error of a saved value with uniformly distributed rounding."""
         return 0.0 if self.saved is None else 0.42 * 2.0 ** -(GRIDS[self.saved].mantissa + 1)
 
     @classmethod
@@ -97,7 +97,10 @@ class Formats:
 
 
 class Noise(TorchFunctionMode):
-    """Mode that rounds the operands of GEMMs with parameters. `enter` also rounds saved tensors."""
+    """Mode that rounds operands and gradients of GEMMs with parameters.
+
+    `enter` also rounds saved tensors.
+    """
 
     def __init__(self, formats: Formats, seed: int) -> None:
         super().__init__()
@@ -156,9 +159,9 @@ class Noise(TorchFunctionMode):
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
-        """Round operands and saved tensors inside of the context.
+        """Return a context that rounds operands and saved tensors.
 
-        Checkpointing is off, because PyTorch would recompute without rounding.
+        Checkpointing is off inside the context, because PyTorch would recompute without rounding.
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(self.round_saved, lambda x: x)
         saving = hooks if self.formats.saved else contextlib.nullcontext()
@@ -203,7 +206,7 @@ GEMMS = frozenset(
     )
 )  # fmt: skip
 
-# The results of these functions are rows of a parameter, but count as activations.
+# The results of these functions are rows of a parameter, but are treated as activations.
 EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 
@@ -216,7 +219,10 @@ def _find_tensors(args: Any) -> list[Tensor]:
 
 
 def _is_weight(x: Tensor) -> bool:
-    """Whether `x` is a parameter of 2 or more dimensions, a view, or computed from parameters."""
+    """Return whether `x` is a weight of 2 or more dimensions.
+
+    A weight is a parameter, a view of a parameter, or computed only from parameters.
+    """
     base = x if x._base is None else x._base
     return base.ndim > 1 and (isinstance(base, nn.Parameter) or hasattr(x, _COMPUTED))
 

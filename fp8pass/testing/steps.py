@@ -1,4 +1,4 @@
-"""A reproducible training step, bitwise comparison of steps, and tensors that a forward saves."""
+"""Run a reproducible training step, compare steps bit by bit, and count saved tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step(
         run: the model, compiled or not.
         model: the module that has the parameters and buffers.
         args: arguments of `run`.
-        seed: seed of dropout and of the random gradient of each output.
+        seed: seed of dropout and of the random gradients of outputs, which start the backward.
     """
     parameters = dict(model.named_parameters()) if model is not None else {}
     inputs = {f"input {i}": x for i, x in enumerate(args) if isinstance(x, Tensor)}
@@ -68,7 +68,7 @@ def step(
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and values. NaN equals NaN, -0 equals 0."""
+    """Return whether tensors have equal dtypes, shapes and values. NaN equals NaN, -0 equals 0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     present = ~a.isnan()
@@ -128,6 +128,6 @@ def count_saved(
 
 
 def count_planned(plan: Plan) -> SavedCounts:
-    """Count the tensors that a plan saves, on the device or in host memory."""
+    """Count the tensors that a plan saves on the device or in host memory."""
     saved = (s for s in plan.saved if s.bytes or s.host_bytes)
     return Counter((t.dtype, t.shape) for s in saved for t in s.tensors)

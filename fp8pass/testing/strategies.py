@@ -28,7 +28,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced": lambda x: torch.cat([x, x], -1)[:, : x.shape[1]],
     "strided": lambda x: x.repeat_interleave(2, -1)[:, ::2],
 }
-ROWS = (1, 2, 15, 16, 17, 33)  # around multiples of 16, which FP8 GEMMs need
+ROWS = (1, 2, 15, 16, 17, 33)  # FP8 GEMMs need multiples of 16
 NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
 
 
@@ -51,11 +51,13 @@ def matrices(
     *,
     finite: bool = True,
 ) -> Tensor:
-    """Draw a matrix [R, C] with zeros, of any layout and dtype, with one or several magnitudes.
+    """Draw a matrix [R, C] of random numbers and zeros, in any layout.
+
+    All numbers have about the same magnitude, or magnitudes differ widely.
 
     Args:
         draw: passed by hypothesis.
-        columns: number of columns, or a strategy that draws it.
+        columns: number of columns, or a strategy that draws this number.
         dtypes: dtypes to choose from.
         finite: whether to exclude infinities and NaN.
     """
@@ -78,7 +80,7 @@ def matrices(
 def edges(
     draw: st.DrawFn, format: Format, columns: int = 64, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Draw a matrix [R, `columns`] of numbers at the edges of a format, times one power of two.
+    """Draw a matrix [R, `columns`] of a format's edge cases, multiplied by one power of two.
 
     The numbers are zeros of both signs; the smallest denormal, and numbers that round to the
     smallest denormal or to zero; the smallest normal number and its neighbors; ties; the largest
@@ -184,9 +186,9 @@ class RandomProgram(nn.Module):
     """Runs instructions over a growing list of values, each [rows, WIDTH].
 
     Args:
-        code: instructions, each with a kind, a name, and indices of two operands.
-        returned: indices of the returned values. The program also returns a sum and a mean of the
-            last value.
+        code: instructions, each with a kind, a name, and the indices of two operands in the list.
+        returned: indices of values to return. The program also returns the last value's sum over
+            rows, and its mean.
     """
 
     def __init__(self, code: list[tuple[str, Any, int, int]], returned: list[int]) -> None:
@@ -231,7 +233,10 @@ _INPUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[RandomProgram, list[Tensor]]:
-    """Draw a program of up to eight instructions, and inputs. Some tensors require gradients."""
+    """Draw a program of up to eight instructions, and its inputs.
+
+    Some parameters and inputs require gradients.
+    """
     code: list[Any] = draw(st.lists(_INSTRUCTION, min_size=1, max_size=8))
     returned = draw(st.lists(st.integers(0, 9), max_size=2, unique=True))
     rows = draw(st.sampled_from([1, 16, 17, 40]))

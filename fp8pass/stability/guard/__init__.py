@@ -1,8 +1,8 @@
 """`Guard` detects that a training is about to fail, names suspects, and can intervene.
 
-guard.py         `Guard`: raises alarms and follows them to their end
+guard.py         `Guard`: raises alarms, and decides when an alarm is over
 measurements.py  norms, losses and loss scales, copied to the host without waiting
-past.py          comparison of numbers with their own past, by medians
+past.py          comparison of measured numbers with medians of earlier numbers
 signals.py       thresholds: which numbers are signals, and which tensors are suspects
 actions.py       responses to alarms: lower learning rate, high precision, roll back
 snapshots.py     copies of weights and optimizer states in host memory

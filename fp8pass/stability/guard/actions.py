@@ -1,4 +1,4 @@
-"""Responses to alarms: lower learning rates, use high precision, restore the last good weights."""
+"""Responses to alarms: lower learning rates, high precision, and restored weights."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Done = tuple[str, str]  # kind and message of an event
 class Actions:
     """The responses to alarms that the user allows.
 
-    Lasting actions (`lower lr`, `high precision`) start in the given order, each if the earlier
-    actions were not enough. After the last action, each further alarm lowers the learning rate
-    again. Actions end after `hold` steps. If an alarm follows soon, actions restart at the level
-    where they ended, and last twice as long.
+    Lasting actions (`lower lr`, `high precision`) start in the order of `act`. An action starts
+    only if the earlier actions were not enough. When all lasting actions are on, `lower lr`
+    multiplies the learning rate by `factor` again. Lasting actions end after `hold` steps.
+    If an alarm follows within `quiet` steps, the same actions restart and last twice as long.
 
     Args:
         act: the allowed actions.
-        factor: factor of learning rates for `lower lr`.
+        factor: `lower lr` multiplies learning rates by this factor.
         hold: duration of lasting actions, in steps.
-        quiet: steps without an alarm after which a snapshot is trusted, and after which the next
-            alarm starts with the first action again.
+        quiet: number of steps without an alarm. After so many steps a snapshot is trusted, and the
+            next alarm starts with the first action again.
         monitor: the Monitor that switches graphs to high precision.
 
     Raises:
-        ConfigError: an action is unknown, or not possible.
+        ConfigError: an action is unknown, or `high precision` lacks a Monitor with a `fallback`.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Actions:
         self.act, self.factor, self.hold, self.quiet = act, factor, hold, quiet
         self._monitor = monitor
         self._lasting = tuple(a for a in act if a != ROLL_BACK)
-        self._level = 0  # number of lasting actions, plus how often the rate was lowered again
-        self._times = 0  # how often lasting actions started in a row
-        self._until: int | None = None  # the step that ends lasting actions
+        self._level = 0  # number of started actions, plus number of further reductions
+        self._times = 0  # how often lasting actions started without a quiet time
+        self._until: int | None = None  # step at which lasting actions end; None if none is on
         self._quiet_since = 0  # last step with an alarm or a lasting action
         self._rate: LowerRate | None = None
         self._has_stepped = False
@@ -87,12 +87,12 @@ class Actions:
 
     @property
     def rate_factor(self) -> float:
-        """The current factor of learning rates."""
+        """The factor by which learning rates are multiplied now."""
         lowers = LOWER_LR in self._lasting[: self._level] and self.active
         return self.factor ** (1 + max(0, self._level - len(self._lasting))) if lowers else 1.0
 
     def begin(self, step: int) -> Iterator[Done]:
-        """Start lasting actions, or add the next action to the active ones."""
+        """Start lasting actions, or the next action if others are active. Yield their events."""
         if not self._lasting:
             return
         if self.active or self._level == 0:
@@ -106,7 +106,7 @@ class Actions:
             yield action, f"{self._describe(action)} for {steps} steps"
 
     def roll_back(self) -> int | None:
-        """Restore the last good snapshot. Return its step, or None if no snapshot is good."""
+        """Restore the last good snapshot. Return its step, or None without a good snapshot."""
         good = self._snapshots.good
         if good is None or self._training is None:
             return None
@@ -114,12 +114,12 @@ class Actions:
         return good.step
 
     def follow_trained(self, names: Collection[str]) -> None:
-        """Add parameters that are trained from the next step on to the snapshots."""
+        """Add those of the parameters `names` to the snapshots that were frozen until now."""
         if self._training is not None:
             self._snapshots.add(self._training[0], names)
 
     def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
-        """End actions that are over, and take snapshots in quiet steps. Call it after each step."""
+        """End actions that are over, and take snapshots without an alarm. Called in each step."""
         if self._training is not None and not self._has_stepped:
             self._check_steps(
                 self._training[1]
@@ -130,7 +130,7 @@ class Actions:
             self._until = None
             self._apply()
             if not alarmed and rolls_back and self._training is not None:
-                # Trust these weights. The steps after the action may fail again.
+                # Trust these weights at once: the next steps, without the action, may fail again.
                 self._snapshots.keep(step, *self._training)
             for action in self._lasting[: self._level]:
                 yield f"end of {action}", "its planned steps are over"
@@ -236,13 +236,13 @@ class LowerRate:
         self._rates = None
 
     def _save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Put the schedule's rates into a checkpoint, because it may be saved during a step."""
+        """Put the original rates into a checkpoint that is saved while the rates are lowered."""
         if self._rates is not None:
             for group, rate in zip(state_dict["param_groups"], self._rates, strict=True):
                 group["lr"] = _copy(rate)
 
     def _forget(self, _: torch.optim.Optimizer) -> None:
-        """Keep the rates of a loaded checkpoint, even if a step failed before the load."""
+        """Forget the rates of a failed step, because a loaded checkpoint has its own rates."""
         self._rates = None
 
 

@@ -13,9 +13,9 @@ class Signal:
 
     Attributes:
         name: `loss`, `gradient norm`, `update size`, `weights`, `quantization`, `sharpness`.
-        strong: whether the signal alone raises an alarm. A weak signal needs a second kind of
-            signal.
-        text: the measured value and the usual value.
+        strong: whether the signal alone raises an alarm. A weak signal raises an alarm together
+            with a signal of another name.
+        text: the name and the measured value or its change, in words.
     """
 
     name: str
@@ -25,15 +25,15 @@ class Signal:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A tensor with a norm or statistics far from the tensor's past.
+    """A tensor with a norm or statistics far from their earlier values.
 
     Attributes:
         module: path of the module in the model.
-        tensor: name of a parameter, `gradient of` or `change of` a parameter, or the tensor of a
-            Monitor's row.
+        tensor: name of a parameter, `gradient of` or `change of` a parameter, or
+            `TensorStatistics.tensor` of a Monitor's row.
         factor: new value divided by the median of earlier values; infinite if the tensor is not
             finite.
-        deviations: the change in robust standard deviations (see `past.py`).
+        deviations: size of the change in robust standard deviations (`past.py`).
     """
 
     module: str
@@ -50,10 +50,10 @@ class Event:
     """A detection or an action of a guard.
 
     Attributes:
-        step: number of optimizer steps done.
+        step: number of optimizer steps done before the event.
         kind: `alarm`; the outcome of an alarm: `confirmed` (the loss has risen) or `false alarm`;
-            an action: `lower lr`, `high precision`, `roll back`; `end of` a lasting action;
-            `no roll back`, if there are no good weights.
+            an action: `lower lr`, `high precision`, `roll back`; `end of` a lasting action; or
+            `no roll back`, without good weights or after `MOST_ROLLBACKS` rollbacks.
         message: the event in words.
         signals: signals of an alarm.
         suspects: suspects of an alarm, the most likely first.

@@ -29,20 +29,20 @@ from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
-AGREEMENT = 10  # weak signals of two kinds within so many steps raise an alarm
-REACTION = 20  # least number of steps between two rollbacks
-MOST_ROLLBACKS = 10  # per alarm
+AGREEMENT = 10  # two weak signals of different kinds within so many steps raise an alarm
+REACTION = 20  # minimum number of steps between two rollbacks
+MOST_ROLLBACKS = 10  # maximum number of rollbacks after one alarm
 
 
 @dataclass
 class Alarm:
-    """An alarm that is not over.
+    """An alarm that is not over yet.
 
     Attributes:
         step: step of the alarm, or of the last rollback after the alarm.
-        confirmed: whether the loss has risen.
-        acted: whether an action was taken.
-        rollbacks: number of rollbacks.
+        confirmed: whether the loss has risen since the alarm.
+        acted: whether any action was taken.
+        rollbacks: number of rollbacks after the alarm.
         stuck: whether rollbacks have stopped, for lack of good weights or after `MOST_ROLLBACKS`.
     """
 
@@ -56,34 +56,33 @@ class Alarm:
 class Guard(StepObserver):
     """Watches a training: loss, gradient norm, update size, weights, and a `Monitor`'s samples.
 
-    Call `step(loss)` after each `optimizer.step()` and before `zero_grad()`. Numbers are copied
-    from the device without a wait, and read some steps later. Each number is compared with the
-    median of its own past. An alarm is raised if two kinds of numbers rose together, or if one
-    number rose very far or is not finite. An alarm adds an event with the most likely suspects, and
-    logs a warning to the logger `fp8pass`.
+    Call `step(loss)` after each `optimizer.step()` and before `zero_grad()`. The measured numbers
+    are copied from the device without a wait, and read some steps later. Each number is compared
+    with the median of its past values. An alarm is raised if numbers of two kinds rose together, or
+    if one number rose very far or is not finite. An alarm adds an event with the most likely
+    suspects to `events`, and logs a warning to the logger `fp8pass`.
 
     Args:
-        monitor: a Monitor whose samples the guard also watches. Call `monitor.step()` as without a
-            guard.
+        monitor: a Monitor whose samples the guard also watches. Also call `monitor.step()`.
         optimizer: the optimizer. Callbacks set it.
         model: the module that is trained, by default the monitor's. Callbacks set it.
         every: steps between readings, which measure the norms of all parameters.
         act: actions after an alarm, by default none. `high precision`: the layers named by
             `Monitor(fallback=...)` run in high precision. `lower lr`: learning rates are multiplied
-            by `factor` within the optimizer's step, independent of the schedule. If `act` names
-            both, the second starts only if the first was not enough. `roll back`: once the loss has
-            risen, weights, buffers and optimizer states are restored from a copy in host memory,
-            taken at least `quiet` steps before the alarm. Host memory holds two copies. Data,
-            schedules and random numbers are not rolled back.
-        factor: factor of learning rates, between 0 and 1.
-        hold: steps that `high precision` and `lower lr` last; doubled if an alarm follows their
-            end.
-        quiet: steps until an alarm is over, and until a copy is trusted. The alarm was false if the
-            loss has not risen by then.
+            by `factor` within the optimizer's step; the user's schedule is unchanged. If `act`
+            contains both actions, the second starts only if the first was not enough. `roll back`:
+            once the loss has risen, weights, buffers and optimizer states are restored from a copy
+            in host memory, taken at least `quiet` steps before the alarm. Host memory holds two
+            copies. Data, schedules and random numbers are not rolled back.
+        factor: factor of learning rates for `lower lr`, between 0 and 1.
+        hold: number of steps after which `high precision` and `lower lr` end. If a new alarm
+            follows soon, they restart for twice as many steps.
+        quiet: number of steps after which an alarm is over, and after which a copy is trusted. If
+            the loss has not risen in these steps and no action was taken, the alarm was false.
 
     Attributes:
-        steps: optimizer steps done.
-        events: everything that was detected and done, in order.
+        steps: number of optimizer steps done.
+        events: what the guard has detected and done, in order.
 
     Raises:
         ConfigError: an argument has a wrong type or value, or an action is not possible.
@@ -129,10 +128,10 @@ class Guard(StepObserver):
             self.watch(model, optimizer)
 
     def watch(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
-        """Set the model, by default the monitor's, and the optimizer. Callbacks call this.
+        """Set the model (by default the monitor's) and the optimizer. Callbacks call this method.
 
         Raises:
-            ConfigError: a model is missing, or an action is not possible.
+            ConfigError: no model was passed, or an action is not possible with this training.
         """
         # Not `or`, because an empty nn.Sequential is false.
         others = (self.model, self.monitor.model if self.monitor else None)
@@ -160,10 +159,11 @@ class Guard(StepObserver):
 
         Args:
             loss: scalar loss of the step, averaged over micro-batches. Optional.
-            gradient_norm: norm before clipping, as `clip_grad_norm_` returns it. Under FSDP2 pass
-                this argument on every rank. With `torch.amp.GradScaler` pass the norm after
-                `scaler.unscale_(optimizer)`. Without this argument the norm of the unscaled
-                gradients is measured in every `every`-th step.
+            gradient_norm: norm of all gradients before clipping, the return value of
+                `clip_grad_norm_`. Under FSDP2 pass this argument on every rank. With
+                `torch.amp.GradScaler` pass the norm after `scaler.unscale_(optimizer)`. Without
+                this argument, the guard measures the norm of the unscaled gradients in every
+                `every`-th step.
 
         Raises:
             ConfigError: the guard has no optimizer.
@@ -185,13 +185,13 @@ class Guard(StepObserver):
         for kind, message in ends:
             self._note(kind, message)
         if ends:
-            self._norms.forget()  # earlier changes had another learning rate
-        # Numbers with a lower learning rate are too low to compare later numbers with.
+            self._norms.forget()  # the next change would mix steps with two learning rates
+        # Numbers measured with a lower learning rate are too low to compare later numbers with.
         if self._alarm is None and not self._actions.active:
             self._signals.freeze(frozen=False)
 
     def resume(self, steps: int) -> None:
-        """Continue after `steps` optimizer steps."""
+        """Continue a training that has done `steps` optimizer steps."""
         self.steps = steps
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class Guard(StepObserver):
         return dict(Counter(e.kind for e in self.events))
 
     def __str__(self) -> str:
-        """Return a text with the numbers of alarms, and all events."""
+        """Return the numbers of steps and alarms, and all events, one line for each."""
         alarms, confirmed, wrong = (
             self.counts.get(kind, 0) for kind in ("alarm", "confirmed", "false alarm")
         )
@@ -220,7 +220,7 @@ class Guard(StepObserver):
         return "\n".join([first, *(str(e) for e in self.events)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, without copies of weights, as numbers and text that JSON can store."""
+        """Return the state without copies of weights, as a dict that JSON can store."""
         return {
             "steps": self.steps,
             "events": [asdict(e) for e in self.events],
@@ -232,7 +232,7 @@ class Guard(StepObserver):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, with its past numbers, alarm and actions.
+        """Continue with the past numbers, the alarm and the actions of a checkpoint.
 
         Raises:
             ConfigError: `state` was not returned by `state_dict()` of a guard.
@@ -267,8 +267,9 @@ class Guard(StepObserver):
     def _follow_trained(self, *_: Any) -> None:
         """Watch the parameters that are trained now, if some were frozen or unfrozen.
 
-        The hook runs before an optimizer's step, when unfrozen parameters still have the values of
-        all earlier steps. If the backward updates parameters, the hook runs after the step.
+        As a hook, this runs before the optimizer's step. Parameters that were just unfrozen then
+        still have the values that they had in earlier steps. If the backward updates parameters,
+        they have changed already.
         """
         assert self._norms is not None
         assert self.model is not None
@@ -290,7 +291,7 @@ class Guard(StepObserver):
             self._follow(self._alarm, norms)
 
     def _read_monitor(self) -> list[Signal]:
-        """Return the signals of a new sample of the monitor; [] without a new sample."""
+        """Return the signals of the monitor's new sample; [] if there is no new sample."""
         rows = self.monitor.latest if self.monitor else []
         if not rows or rows[0].step == self._sampled:
             return []
@@ -325,11 +326,11 @@ class Guard(StepObserver):
             )
         self._alarm = None
         if alarm.confirmed and not alarm.rollbacks:
-            self._signals.forget()  # later numbers are compared with present numbers
+            self._signals.forget()  # compare later numbers only with numbers after this alarm
             self._signals.freeze(frozen=False)
 
     def _act(self) -> bool:
-        """Start lasting actions. Return whether any action started."""
+        """Start the next lasting actions. Return whether an action started."""
         done = list(self._actions.begin(self.steps))
         if done and self._norms is not None:
             self._norms.forget()

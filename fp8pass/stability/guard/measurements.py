@@ -1,8 +1,9 @@
 """Measurements of a training, copied to the host without waiting for the device.
 
-`ParameterNorms` measures parameters, gradients and changes. `LossScale` removes the factor of a
-`GradScaler` from gradient norms. `Readings` keeps numbers on the device for some steps, copies them
-to the host together, and returns them in a later step, when the copy is complete.
+`ParameterNorms` measures parameters, their gradients and their changes. `LossScale` divides
+gradient norms by the factor of a `GradScaler`. `Readings` collects numbers on the device for some
+steps, copies them to the host together, and returns them in a later step, when the copy is
+complete.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from fp8pass.optim.shards import local, whole
 from fp8pass.stability.guard.past import Numbers
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-SAMPLE = 1024  # elements of a parameter that are compared with the last measurement
+SAMPLE = 1024  # a parameter's change is computed from up to so many elements
 ABSENT = -1.0  # replaces a number that does not exist
 
 
 class ParameterNorms:
     """Norms of the trained parameters of a model, of their gradients, and of their changes.
 
-    A change since the last measurement is computed from up to `SAMPLE` evenly spread elements of a
-    parameter, so that no second copy of all weights is needed.
+    The change of a parameter since the last measurement is computed from up to `SAMPLE` evenly
+    spread elements. Therefore only these elements are copied, not all weights.
 
     Attributes:
-        trained: names in the model of the parameters that require a gradient.
-        names: module path and parameter name of each parameter in `trained`.
+        trained: names of the model's parameters that require a gradient.
+        names: pair of module path and parameter name, for each parameter in `trained`.
         gradients_seen: whether any parameter had a gradient in the last measurement.
     """
 
@@ -52,9 +53,9 @@ class ParameterNorms:
     def measure(self) -> Tensor:
         """Return fp32 [3, parameters]: norms of weights and of gradients, and relative changes.
 
-        Missing gradients, and changes in the first measurement, are `ABSENT`. Sharded weights are
-        represented by this rank's shard. Quantized weights are represented by the scales of their
-        rows, because the weights may be in host memory, or on the way there.
+        Norms of missing gradients, and changes in the first measurement, are `ABSENT`. Norms of a
+        sharded weight are norms of this rank's shard. For quantized weights, the scales of their
+        rows are measured, because the weights may be in host memory or are being copied there.
         """
         weights = [
             p.scales if isinstance(p, QuantizedWeight) else local(p) for p in self._parameters
@@ -74,7 +75,7 @@ class ParameterNorms:
         )
 
     def forget(self) -> None:
-        """Forget the last weights. Call it after a rollback, for example."""
+        """Drop the last samples, so the next measurement has no changes. Call after a rollback."""
         self._before = []
 
     def _measure_gradients(self, absent: Tensor) -> list[Tensor]:
@@ -105,12 +106,13 @@ def _take_sample(weight: Tensor) -> Tensor:
 
 
 class LossScale:
-    """The factor that gradients of the last step still contain because of `torch.amp.GradScaler`.
+    """The factor of `torch.amp.GradScaler` by which gradients are still multiplied after a step.
 
-    GradScaler divides gradients before the step, unless the optimizer has
-    `_step_supports_amp_scaling`. Such an optimizer reads the factor, and the result of the
-    finiteness check, from its own attributes. PyTorch's fused optimizers divide finite gradients in
-    place. `fp8pass.optim.AdamW` leaves gradients scaled.
+    GradScaler divides gradients before the step, unless the optimizer has the attribute
+    `_step_supports_amp_scaling`. For such an optimizer, GradScaler stores the factor in the
+    optimizer's `grad_scale`, and whether a gradient is not finite in `found_inf`. PyTorch's fused
+    optimizers then divide finite gradients in place. `fp8pass.optim.AdamW` does not change
+    gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -120,7 +122,7 @@ class LossScale:
         self._handle = optimizer.register_step_pre_hook(self._read)
 
     def unscale(self, norms: Tensor) -> Tensor:
-        """Return gradient norms without the factor; `ABSENT` if the step was skipped."""
+        """Return `norms` of gradients divided by the factor; `ABSENT` if the step was skipped."""
         present = norms != ABSENT
         if self._factor is not None:
             norms = norms / self._factor.to(norms.device)
@@ -140,13 +142,13 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Reading:
-    """Measurements of some steps, on the host.
+    """Measurements of the steps since the previous reading, on the host.
 
     Attributes:
-        step: the last step of the reading.
-        losses: losses of the steps for which a loss was given.
-        gradient_norms: gradient norms of the steps for which a norm was given.
-        norms: [3, parameters], see `ParameterNorms.measure`, of the last step.
+        step: number of the last of these steps.
+        losses: losses of the steps for which a loss was passed.
+        gradient_norms: gradient norms of the steps for which a norm was passed.
+        norms: result of `ParameterNorms.measure` in the last step, [3, parameters].
     """
 
     step: int
@@ -160,9 +162,12 @@ class _Transfer:
     """Numbers that are being copied to the host.
 
     Attributes:
-        numbers: losses and gradient norms, with NaN for values that are on the device.
-        on_device: indices of the values that are on the device.
-        host: the norms of parameters, then the values that were on the device.
+        step: as in `Reading`.
+        losses: number of losses at the start of `numbers`.
+        numbers: losses, then gradient norms, with NaN for values that are still being copied.
+        on_device: indices in `numbers` of the values that are being copied.
+        host: destination of the copy: the norms of parameters, then the values of `on_device`.
+        arrival: event at the end of the copy; None if nothing is copied.
     """
 
     step: int
@@ -200,7 +205,7 @@ class Readings:
                 values.append(float(value))
 
     def send(self, step: int, norms: Tensor) -> None:
-        """Start to copy the added numbers to the host, with the norms of this step."""
+        """Start to copy the added numbers, and `norms` of this step, to the host."""
         values = [*self._losses, *self._gradient_norms]
         on_device = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
         numbers = np.array([math.nan if isinstance(x, Tensor) else x for x in values])
@@ -225,13 +230,13 @@ class Readings:
             yield Reading(sent.step, losses, gradient_norms, norms.reshape(3, -1))
 
     def drop(self) -> None:
-        """Drop unread numbers. Call it when they belong to other weights."""
+        """Drop unread numbers. Call this if they were measured with other weights."""
         self._losses, self._gradient_norms = [], []
         self._transfers.clear()
 
 
 def _start_copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return a copy in host memory, and the event that completes the copy."""
+    """Start to copy `x` to host memory. Return the copy, and the event at its end."""
     if x.device.type != "cuda":
         return x, None
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

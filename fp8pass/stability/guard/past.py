@@ -1,9 +1,10 @@
-"""Comparison of numbers with their own past.
+"""Comparison of measured numbers with earlier measurements of the same quantity.
 
-`Trend` follows one number that is measured often. `History` follows a row of numbers, one for each
-tensor. Both use medians, so that single outliers have no effect. Distances are in units of the
-noise, which is a robust standard deviation: the median distance from the median, times 1.4826. For
-normally distributed numbers it equals the standard deviation.
+`Trend` follows one quantity that is measured often. `History` follows a row of quantities, one or
+several for each tensor. `Trend` and `History` use medians, so single outliers have no effect.
+Distances are measured in units of the noise, which is a robust standard deviation: the median
+distance from the median, times 1.4826. For normally distributed numbers the noise equals the
+standard deviation.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 NORMAL = 1.4826  # ratio of standard deviation to median distance in a normal distribution
-LEAST_ROWS = 8  # rows of a history before its first comparison
-REFRESH = 4  # medians are recomputed after so many rows, to save time
+LEAST_ROWS = 8  # number of rows that a history needs for a comparison
+REFRESH = 4  # medians are recomputed only after so many new rows, to save time
 
 
 @dataclass(frozen=True)
 class Rise:
-    """The rise of a number.
+    """The rise of the recent numbers of a `Trend` above the past.
 
     Attributes:
         now: median of the recent numbers.
-        before: lowest median of a block of the past; NaN if the past is too short.
+        before: median of the past block with the lowest median; NaN if the past is too short.
         deviations: the rise in robust standard deviations; 0 if the past is too short.
     """
 
@@ -40,28 +41,28 @@ class Rise:
 
     @property
     def difference(self) -> float:
-        """The rise in units of the number; 0 if the past is too short."""
+        """`now - before`, in the unit of the watched number; 0 if the past is too short."""
         return self.now - self.before if math.isfinite(self.before) else 0.0
 
 
 class Trend:
-    """The past of one number.
+    """Recent and past values of one number.
 
         ........................................ | ........
         past, in blocks of equal length            recent
 
     `rise` compares the median of the recent numbers with the lowest median of a block. A falling
-    loss stays below the medians of all blocks, and a slowly rising loss does not raise its own
-    reference.
+    loss is below the medians of all blocks. A slowly rising loss is compared with its lowest
+    values, not with the values just before.
 
     Args:
-        recent: number of last numbers that are compared with the past.
-        block: length of a block.
-        blocks: maximum number of blocks; a comparison needs two.
-        floor: lower limit of the noise, in units of the number.
+        recent: how many of the last numbers are compared with the past.
+        block: how many numbers a block has.
+        blocks: maximum number of blocks. A comparison needs two blocks.
+        floor: lower limit of the noise, in the unit of the watched number.
 
     Attributes:
-        frozen: if True, new numbers are not added to the past.
+        frozen: if True, numbers that are no longer recent are dropped instead of added to the past.
     """
 
     def __init__(self, recent: int, block: int, blocks: int, floor: float) -> None:
@@ -106,12 +107,14 @@ class Trend:
 
 
 class History:
-    """The past of a row of numbers, each compared with its own median.
+    """Past rows of numbers.
+
+    Each number of a new row is compared with the median of the past numbers at the same position.
 
     Args:
-        floor: lower limit of the noise of a number.
-        window: maximum number of rows.
-        least: number of rows before the first comparison.
+        floor: lower limit of the noise at each position, in the unit of the numbers.
+        window: maximum number of past rows.
+        least: number of past rows that a comparison needs.
 
     Attributes:
         frozen: if True, new rows are not added to the past.
@@ -135,9 +138,9 @@ class History:
         self._rows_until_refresh -= 1
 
     def jumps(self, row: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the distance of each number from its median, also in robust standard deviations.
+        """Return the difference of each number and its past median, then the same in noise units.
 
-        Both results are 0 where the past is too short or a number is not finite.
+        Both results are 0 if the past is too short, and where a number is not finite.
         """
         if len(self._rows) < self.least or self._rows[-1].shape != row.shape:
             return np.zeros_like(row), np.zeros_like(row)
@@ -154,7 +157,7 @@ class History:
 
     def _summarize(self) -> None:
         past = np.stack(self._rows)
-        self._center = np.median(past, axis=0)  # NaN for a number that was missing once
+        self._center = np.median(past, axis=0)  # NaN where a past number is missing
         with np.errstate(invalid="ignore"):
             distance = np.median(np.abs(past - self._center), axis=0)
         self._noise = np.fmax(NORMAL * distance, self.floor)

@@ -1,7 +1,7 @@
 """Find signals (numbers far from their past), and suspects (tensors that may be the cause).
 
 A number is a signal if it is far from its past (`past.py`) both in units of noise and as a factor.
-The thresholds are in `LIMITS`. The thresholds were tuned on training runs whose seeds differ from
+The thresholds are in `LIMITS`. They were tuned on training runs with other seeds than the runs in
 `benchmarks/results/guard.json`.
 """
 
@@ -19,7 +19,7 @@ from fp8pass.stability.guard.measurements import Reading
 from fp8pass.stability.guard.past import History, Numbers, Trend, logs
 from fp8pass.stability.monitor.statistics import LANDSCAPE, TensorStatistics
 
-MOST_SUSPECTS = 5  # of an alarm
+MOST_SUSPECTS = 5  # maximum number of suspects of an alarm
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Limit:
         return deviations >= self.deviations and factor >= self.factor
 
 
-# Limits of weak and of strong signals.
+# For each kind of signal, the limits of weak and of strong signals.
 LIMITS: dict[str, tuple[Limit, Limit]] = {
     "loss": (Limit(1.5, 1.03), Limit(3.0, 1.10)),
     "gradient norm": (Limit(4.0, 1.5), Limit(12.0, 5.0)),
@@ -43,24 +43,24 @@ LIMITS: dict[str, tuple[Limit, Limit]] = {
     "quantization": (Limit(6.0, 4.0), Limit(20.0, 16.0)),
     "sharpness": (Limit(4.0, 2.0), Limit(12.0, 8.0)),
 }
-# The rise of the loss that confirms an alarm. It is smaller than a strong signal, because the alarm
-# is evidence already.
+# The rise of the loss that confirms an alarm. It is lower than the limit of a strong signal,
+# because the alarm is evidence already.
 RISEN = Limit(2.0, 1.10)
-SUSPECT = Limit(4.0, 1.5)
-# Names of the compared norms of a parameter, with the lower limit of the noise of logarithms.
+SUSPECT = Limit(4.0, 1.5)  # limits for a suspect tensor
+# For each kind of norm of a parameter, the lower limit of the noise of its logarithm.
 NOISE_FLOORS = {"{}": 0.02, "gradient of {}": 0.2, "change of {}": 0.2}
 Name = tuple[str, str]  # module path, and name of a parameter or another tensor
 
-MEASURED_NORM = "sampled gradient norm"  # a separate trend, because its intervals are longer
+MEASURED_NORM = "sampled gradient norm"  # not measured in every step, so a separate trend
 STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's rows
 
 
 class Signals:
-    """Compares readings and samples with the past.
+    """Compares readings of the guard and samples of a Monitor with earlier ones.
 
     Attributes:
-        has_risen: whether the loss of the last reading confirms an alarm.
-        rise: the rise of the loss in words.
+        has_risen: whether the loss has risen so far in the last reading that an alarm is confirmed.
+        rise: the rise of the loss in words, for the event.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class Signals:
             "update size": Trend(**readings, floor=0.1),
             "sharpness": Trend(recent=1, block=5, blocks=4, floor=0.1),
         }
-        # For each parameter, logarithms of its growth between readings, its gradient, and its
-        # change.
+        # For each parameter, logarithms of three numbers: the growth of its norm between readings,
+        # the norm of its gradient, and its relative change.
         self._histories = {kind: History(floor) for kind, floor in NOISE_FLOORS.items()}
         self._weights: Numbers = np.empty(0)  # logarithms of norms in the last reading
         self._rows = History(floor=0.2, window=20, least=5)
@@ -84,7 +84,10 @@ class Signals:
         self._earlier: list[Suspect] = []
 
     def read(self, reading: Reading, names: Sequence[Name]) -> list[Signal]:
-        """Return the signals of a reading of the named parameters. Add the reading to the past."""
+        """Return the signals of a reading, and add the reading to the past.
+
+        `names` are the names of the parameters in `reading.norms`.
+        """
         self._earlier, self._suspects = self._suspects, []
         return [
             *self._check_loss(reading),
@@ -93,7 +96,7 @@ class Signals:
         ]
 
     def sample(self, rows: Sequence[TensorStatistics]) -> list[Signal]:
-        """Return the signals of a Monitor's sample. Add the sample to the past."""
+        """Return the signals of a Monitor's sample, and add the sample to the past."""
         found = list(self._check_rows([r for r in rows if r.tensor != LANDSCAPE]))
         for row in rows:
             if row.tensor == LANDSCAPE and row.sharpness > 0:
@@ -112,12 +115,12 @@ class Signals:
             past.frozen = frozen
 
     def forget(self) -> None:
-        """Forget the past."""
+        """Forget all past numbers."""
         for past in self._list_pasts():
             past.forget()
 
     def forget_recent(self) -> None:
-        """Forget recent numbers. Call it after older weights were restored."""
+        """Forget recent numbers. Call this after older weights were restored."""
         self._weights = np.empty(0)
         for trend in self._trends.values():
             trend.forget(recent=True)
@@ -174,7 +177,7 @@ class Signals:
         yield from _make_signal(name, rise.deviations, math.exp(rise.difference), text)
 
     def _check_parameters(self, norms: Numbers, names: Sequence[Name]) -> Iterator[Signal]:
-        """Compare parameters, gradients and changes with their past. Jumps become suspects."""
+        """Compare norms of parameters, gradients and changes with the past. Add suspects."""
         if (broken := np.flatnonzero(~np.isfinite(norms[0]))).size:
             module, name = names[broken[0]]
             yield Signal("weights", strong=True, text=f"{module} {name} is not finite")
@@ -195,7 +198,7 @@ class Signals:
         yield from _make_signal("weights", abs(deviations[i]), math.exp(abs(change[i])), text)
 
     def _check_rows(self, rows: Sequence[TensorStatistics]) -> Iterator[Signal]:
-        """Compare amax, underflow, saturation and noise of quantized tensors with their past."""
+        """Compare statistics of quantized tensors with earlier samples. Add suspects."""
         if not rows:
             return
         keys = [(r.module, r.tensor, r.scales) for r in rows]
@@ -225,7 +228,11 @@ class Signals:
 
 
 def _take_logs(row: TensorStatistics) -> Numbers:
-    """Return statistics as logarithms. A tenth of the elements, or 6 dB, equals a factor of 4."""
+    """Return the logarithm of amax, and other statistics in the same unit.
+
+    Underflow or saturation of a tenth of the elements, or a loss of 6 dB of SQNR, counts as much as
+    an amax 4 times larger.
+    """
     amax = logs(np.array([row.amax]))[0]
     others = (10 * row.underflow, 10 * row.saturated, -row.sqnr_db / 6)
     return np.array([amax, *(x * math.log(4) for x in others)])
@@ -241,5 +248,5 @@ def _make_signal(name: str, deviations: float, factor: float, text: str) -> Iter
 
 
 def _add_norms(norms: Numbers) -> float:
-    """Return the norm of all tensors together, given the norm of each. NaN counts as missing."""
+    """Return the norm of all tensors together, given the norm of each tensor. NaN is ignored."""
     return float(np.sqrt(np.nansum(np.square(norms))))

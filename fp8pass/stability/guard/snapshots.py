@@ -1,11 +1,12 @@
-"""Copies of weights and optimizer states in host memory, trusted after steps without an alarm.
+"""Snapshots: copies of weights and optimizer states in host memory.
 
     step      0 ── quiet steps ── 100 ── quiet steps ── 200 ── alarm
     trial     copy of 0            copy of 100            copy of 200, dropped
     good                           copy of 0              copy of 100
 
-A copy is on trial for `quiet` steps, because weights may be broken before the loss rises. The two
-copies alternate between two sets of buffers.
+A copy is on trial for `quiet` steps, because weights may be broken before the loss rises. If no
+alarm follows in these steps, the copy is good. The good copy and the copy on trial use two sets of
+buffers in turn.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ Key = tuple[str | int, str]
 
 @dataclass
 class Snapshot:
-    """A copy of a training.
+    """A copy of the weights, buffers and optimizer states of a training.
 
     Attributes:
-        step: optimizer steps done.
-        tensors: copies of tensors in host memory.
+        step: number of optimizer steps done before the copy.
+        tensors: copies of tensors, in host memory.
         values: optimizer states that are not tensors.
     """
 
@@ -42,7 +43,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copy a training into this object, and reuse its host memory."""
+        """Copy a training into this snapshot. Reuse the snapshot's host memory."""
         tensors, self.values = _collect_tensors(model, optimizer)
         before, self.step, self.tensors = self.tensors, step, {}
         arenas: dict[torch.device, Arena] = {}
@@ -55,7 +56,7 @@ class Snapshot:
 
     @torch.no_grad()
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Copy parameters that were frozen until now, and have not changed since the snapshot."""
+        """Add parameters that were frozen until now, and so did not change after the snapshot."""
         for name, parameter in model.named_parameters():
             if name in names and ("model", name) not in self.tensors:
                 x = local(parameter).detach()
@@ -65,12 +66,12 @@ class Snapshot:
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Restore weights, buffers and optimizer states bit for bit.
 
-        Options of the optimizer, frozen parameters, and tensors that were added later are not
-        changed.
+        This does not change options of the optimizer, frozen parameters, and tensors that were
+        created after the snapshot.
         """
         tensors, _ = _collect_tensors(model, optimizer)
         if tensors.keys() != self.tensors.keys():
-            self._load_states(optimizer)  # parameters got their first gradient later
+            self._load_states(optimizer)  # some states were created after the snapshot
             tensors, _ = _collect_tensors(model, optimizer)
         for key in tensors.keys() & self.tensors.keys():
             tensors[key].copy_(self.tensors[key], non_blocking=True)
@@ -79,7 +80,7 @@ class Snapshot:
             optimizer.prepare_again()
 
     def _load_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load states for the snapshot's parameters; `restore` then copies the saved values."""
+        """Drop optimizer states of parameters that had no state in the snapshot."""
         live = optimizer.state_dict()
         known = {index for index, _ in self.tensors if isinstance(index, int)}
         states = {index: state for index, state in live["state"].items() if index in known}
@@ -90,7 +91,7 @@ class Snapshots:
     """The last good copy of a training, and a newer copy on trial.
 
     Args:
-        quiet: steps without an alarm until a copy is good.
+        quiet: number of steps without an alarm after which a copy on trial is good.
     """
 
     def __init__(self, quiet: int) -> None:
@@ -111,13 +112,13 @@ class Snapshots:
         self._trial.take(step, model, optimizer)
 
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Add parameters that are trained from the next step on to the copies."""
+        """Add those of the parameters `names` to both copies that were frozen until now."""
         for snapshot in (self.good, self._trial):
             if snapshot is not None:
                 snapshot.add(model, names)
 
     def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take a copy, and trust it at once."""
+        """Take a copy that is good at once."""
         self.distrust()
         self._spare, self.good = self.good, self._spare or Snapshot()
         self.good.take(step, model, optimizer)
@@ -131,13 +132,13 @@ class Snapshots:
 def _collect_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[Key, Tensor], dict[Key, Any]]:
-    """Return the tensors of a training, and optimizer states that are not tensors."""
+    """Return weights, buffers and state tensors; and optimizer states that are not tensors."""
     tensors: dict[Key, Tensor] = {}
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     for name, x in (*trained, *model.named_buffers()):
         tensors["model", name] = local(x).detach()
     values: dict[Key, Any] = {}
-    # state_dict() waits for states that are on their way to the host.
+    # state_dict() waits until offloaded states have been copied to the host.
     for index, state in optimizer.state_dict()["state"].items():
         for name, x in state.items():
             if isinstance(x, Tensor):

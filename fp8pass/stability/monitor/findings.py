@@ -1,14 +1,14 @@
 """Warnings about tensors with a problem, and advice.
 
-FP8 data cannot overflow: scales are computed from the current amax, so that amax becomes the
-largest FP8 value. A saturated element is not a problem. The 16-bit tensor before quantization can
-overflow: *near overflow* is an amax within a factor of `HEADROOM` of the largest number of its
-dtype. Near overflow happens in fp16, or in a run that diverges.
+FP8 data cannot overflow, because scales are computed from the current amax. Therefore a saturated
+element is not a problem. But the 16-bit tensor before quantization can overflow. A tensor is *near
+overflow* if its amax is within a factor of `HEADROOM` of the largest number of its dtype. This
+happens in fp16, or in a training that diverges.
 
 No warning reports a low SQNR, because finite tensors cannot have a low SQNR. In a format's normal
-range the error is at most half a step, which is an SQNR of 24 dB in E4M3. Errors of smaller
-elements are so small relative to amax that even many zeros hardly lower the SQNR. The share of
-elements that become zero has its own warning.
+range the error is at most half the distance between adjacent numbers, which gives an SQNR of 24 dB
+in E4M3. Errors of smaller elements are so small relative to amax that even many elements that
+become zero hardly lower the SQNR. The share of these elements has its own warning.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fp8pass.dialect.formats import E4M3
 from fp8pass.stability.monitor.statistics import TensorName, TensorStatistics
 
 HEADROOM = 8
-MOSTLY = 0.5  # share of elements that become zero
+MOSTLY = 0.5  # a warning is given if a larger share of nonzero elements becomes zero
 SENT = "gradient sent"  # `TensorStatistics.tensor` of gradients sent to other ranks
-MOST_NAMED = 5  # tensors in one warning
+MOST_NAMED = 5  # maximum number of tensors that one warning names
 NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
     "not finite",
     "near overflow",
@@ -34,7 +34,7 @@ NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and the name of its tensor in the graph, which `skip` patterns match."""
+    """A row, and the tensor's name in the graph, whose module path `skip` patterns match."""
 
     row: TensorStatistics
     name: TensorName
@@ -75,13 +75,13 @@ def _advise_on_zeros(found: Sequence[Measured]) -> Iterator[str]:
 
 
 class Findings:
-    """Finds symptoms. Each symptom of each tensor is reported once."""
+    """Finds symptoms of tensors. Each symptom of a tensor is reported once."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str, str]] = set()
 
     def find_new(self, rows: Sequence[Measured]) -> list[str]:
-        """Return one message for each symptom, about tensors that newly have the symptom."""
+        """Return one message for each symptom, about tensors that newly have this symptom."""
         found: dict[str, list[tuple[Measured, str]]] = {symptom: [] for symptom in SYMPTOMS}
         for measured in rows:
             for symptom, figure in measured.find_symptoms():

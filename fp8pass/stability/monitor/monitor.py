@@ -31,7 +31,7 @@ log = logging.getLogger("fp8pass")
 
 MOST_PRINTED = 40  # rows of a printed monitor
 
-# Changes of weights that one step may contain: some optimizers run a forward with perturbed
+# How often a weight may change within one step: some optimizers run a forward with perturbed
 # weights.
 MOST_CHANGES = 1
 
@@ -42,29 +42,29 @@ class Monitor(StepObserver):
     Pass a monitor to `fp8pass.backend(config, monitor=monitor)`, and call `monitor.step()` after
     each optimizer step. The monitor samples the first step and then every `every`-th step. In a
     sampled step the graphs run op by op, with the time and memory of eager execution, and each
-    tensor is measured on its device. Other steps run as without a monitor. Warnings go to the
-    logger `fp8pass`.
+    quantized tensor is measured on its device. A monitor does not change other steps. Warnings go
+    to the logger `fp8pass`.
 
     Forwards under `torch.no_grad()` are not sampled. In distributed training each process measures
-    its own tensors: pass `csv` and `tensorboard` in one process only.
+    its own tensors, so pass `csv` and `tensorboard` in one process only.
 
     Args:
-        every: steps from one sample to the next.
-        csv: a file to append to, one line for each tensor and sample.
-        tensorboard: a folder or a `SummaryWriter` to write scalars to.
+        every: number of steps from one sample to the next.
+        csv: path of a CSV file. Each sample appends one line for each tensor.
+        tensorboard: a folder, or a `SummaryWriter`. Each sample writes scalars to it.
         sharpness: a function that is called after each sampled step, such as `lambda:
             fp8pass.sharpness(model, loss_fn, batch)`. Its result, in percent, is a separate row.
-        model: the module that paths start from. Only needed if parts of a model are compiled
-            separately, because their tensors would have equal names. Callbacks set it.
+        model: the whole model, for paths in the model. Only needed if its parts are compiled
+            separately, because tensors of different parts would have equal names. Callbacks set it.
         fallback: patterns of module paths, as in `Config.skip`. Each graph is compiled a third
-            time, with these layers in high precision, and a `Guard` may switch to this version.
-            `("*",)` matches all layers.
+            time, with the matched layers in high precision, and a `Guard` may switch to this
+            version. `("*",)` matches all layers.
 
     Attributes:
         sampling: whether the current step is sampled.
-        falls_back: whether the version with `fallback` in high precision runs. That version is not
-            sampled.
-        steps: optimizer steps done.
+        falls_back: whether the version with `fallback` layers in high precision runs. That version
+            is not sampled.
+        steps: number of optimizer steps done.
         latest: rows of the last sample, in the order in which tensors were first quantized.
 
     Raises:
@@ -112,7 +112,7 @@ class Monitor(StepObserver):
         self._warned = False
 
     def step(self) -> None:
-        """Count an optimizer step, and report its sample.
+        """Count an optimizer step, and report its sample if it was sampled.
 
         Call this after the optimizer step, once for all micro-batches. The call waits for the
         device only in sampled steps.
@@ -122,7 +122,7 @@ class Monitor(StepObserver):
         self.resume(self.steps + 1)
 
     def resume(self, steps: int) -> None:
-        """Continue after `steps` optimizer steps, for example from a checkpoint."""
+        """Continue a training, for example from a checkpoint, that has done `steps` steps."""
         self.steps = steps
         self.sampling = bool(self.every) and steps % self.every == 0
         self._totals.clear()
@@ -145,7 +145,7 @@ class Monitor(StepObserver):
         self.step()
 
     def module_of(self, weight: Tensor) -> str | None:
-        """Return the path of the module that owns a weight; None if unknown."""
+        """Return the path of the module that owns a weight, or None if the path is unknown."""
         if self._modules is None:
             named = self.model.named_parameters() if self.model is not None else ()
             self._modules = {
@@ -156,7 +156,7 @@ class Monitor(StepObserver):
     def saw(self, weight: Tensor) -> None:
         """Record that a sampled forward reads a weight. Warn if `step()` calls are missing.
 
-        Weights that change within a sample indicate steps that were not counted.
+        If a weight changes several times within a sample, steps were not counted.
         """
         version = compat.version_of(weight)
         changes, before = self._changes.get(weight.data_ptr(), (0, version))
@@ -173,12 +173,12 @@ class Monitor(StepObserver):
             )
 
     def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
-        """Add the totals of one tensor in the part of the model at path `prefix`."""
+        """Add the totals of one tensor. `prefix` is the path of the compiled part of the model."""
         before = self._totals.get((prefix, name))
         self._totals[prefix, name] = totals if before is None else merge(before, totals)
 
     def _finish_sample(self) -> None:
-        """Make rows from the totals, write them, and warn."""
+        """Make rows from the totals, write the rows, and log warnings."""
         if not self._totals and not self._sharpness:
             return
         found = []

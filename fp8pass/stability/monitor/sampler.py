@@ -2,8 +2,8 @@
 
 A Dynamo graph is compiled twice: normally, and with `Sampler` as its inner compiler. Each step runs
 one of the two versions. The passes produce the same graphs for both versions. Therefore both
-compute the same numbers, except for values that generated code holds in registers without rounding.
-Each version has its own backward, so that forward and backward always match.
+versions compute the same numbers, except that generated code does not round values in registers.
+Each version has its own backward graph, so the forward and the backward of a step always match.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
 
-# Limit of remembered forwards, which may still have a backward: blocks times micro-batches in
-# flight.
+# Maximum number of recorded forwards. It limits the number of blocks times the number of
+# micro-batches in flight.
 MOST_FORWARDS = 4096
-# References to freed memory are dropped after so many forwards.
+# After so many forwards, references to freed memory are dropped.
 COMPACT_EVERY = 64
 
 
@@ -49,18 +49,18 @@ class Sampler:
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
         self.trains = False
-        # Blocks that are compiled separately may share a graph, which then runs several forwards.
+        # Separately compiled blocks may share a graph, which then runs one forward for each block.
         self._forwards: deque[SampledForward] = deque(maxlen=MOST_FORWARDS)
         self._count = 0
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Return a function that runs the graph with a list of inputs."""
+        """Return a function that runs the graph op by op, with a list of inputs."""
         kind = compat.half_of(kwargs)
         if kind == "inference":
             return compat.interpret(gm)
         self.trains = True
         for gemm, operator in OPERATORS.items():
-            if operator.multiplies:  # the GPU's GEMM instead of an emulated GEMM
+            if operator.multiplies:  # run the GPU's GEMM instead of an emulation
                 lower(gm, only=gemm)
         interpreter = MeasuringInterpreter(gm, self.monitor)
 
@@ -79,7 +79,7 @@ class Sampler:
         return compat.interpret(gm, run)
 
     def _add(self, forward: SampledForward) -> None:
-        """Record a forward, by weak references, because many forwards never have a backward."""
+        """Record a forward with weak references, because many forwards never have a backward."""
         self._forwards.append(forward)
         self._count += 1
         if self._count % COMPACT_EVERY == 0:
@@ -88,9 +88,10 @@ class Sampler:
             self._forwards = deque(compacted, maxlen=MOST_FORWARDS)
 
     def _find_forward_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the forward that shares most memory with a backward.
+        """Return the path of the forward to which a backward with these arguments belongs.
 
-        If no forward shares memory with the backward, return the path of the last forward.
+        This is the forward that shares most memory with the backward, or the last forward if no
+        forward shares memory with the backward.
         """
         memory = _collect_memory(arguments)
         found = max(
@@ -105,12 +106,12 @@ class Sampler:
 
 @dataclass(frozen=True)
 class SampledForward:
-    """A forward whose backward may follow, in any order and more than once.
+    """A forward whose backward may still run. Backwards may run in any order and more than once.
 
     Attributes:
         prefix: path of the part of the model that ran.
-        arguments: memory of the forward's inputs.
-        results: memory that the forward allocated for outputs and saved tensors.
+        arguments: storages of the forward's inputs.
+        results: storages that the forward allocated for outputs and saved tensors.
     """
 
     prefix: str
@@ -120,7 +121,7 @@ class SampledForward:
     def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
     ) -> SampledForward:
-        """Return the forward without freed memory. `shared` stores equal sets only once."""
+        """Return the forward without freed storages. Equal sets in `shared` become one object."""
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
             for memory in (self.arguments, self.results)
@@ -155,8 +156,8 @@ class MeasuringInterpreter(fx.Interpreter):
     def find_prefix(self, arguments: Sequence[Any]) -> str:
         """Return the path of the part of the model that runs with these arguments.
 
-        The result is the path of a weight's module in the model, without the module's path in the
-        graph.
+        The path of a weight's module in the model ends with the module's path in the graph. The
+        result is the rest of this path.
         """
         for index, module in self.weights:
             path = self.monitor.module_of(arguments[index])
@@ -166,7 +167,7 @@ class MeasuringInterpreter(fx.Interpreter):
 
 
 def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
-    """Return the names of the tensor that each quantize node of a graph quantizes.
+    """Return, for each quantize node of a graph, the names of the tensor that it quantizes.
 
     An operand of several layers has several names. If a module saves several results of the same
     operator, the names of all but the first end with a number.
@@ -177,7 +178,7 @@ def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
         if is_quantized_operand(node):
             names: list[tuple[str, str]] = list(node.meta.get(OPERAND_OF, ()))
         elif is_quantized_saved_value(node) and node.args[3:] in ((), (0,)):
-            # Tensors that are packed into several planes are measured at the first plane.
+            # A tensor packed into several planes has several quantize nodes. Measure the first.
             module, tensor = graph.module_path(node), f"saved {operator_name(_operand(node))}"
             number = counts[module, tensor] = counts.get((module, tensor), 0) + 1
             names = [(module, tensor if number == 1 else f"{tensor} {number}")]
@@ -200,7 +201,7 @@ def _group_size(node: fx.Node, x: Tensor) -> int:
 
 
 def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
-    """Return positions of the inputs that are weights of linear layers, and the layers' paths."""
+    """Return the index of each input that is a linear layer's weight, and the layer's path."""
     placeholders = [n for n in g.nodes if n.op == "placeholder"]
     return [
         (placeholders.index(weight), module)

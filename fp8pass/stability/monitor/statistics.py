@@ -1,4 +1,4 @@
-"""Statistics of a quantized tensor: totals on its device, and the row computed from them."""
+"""Statistics of a quantized tensor: totals on its device, and the row computed from the totals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fp8pass import graph
 from fp8pass.dialect.encoding import decode, encode
 from fp8pass.dialect.formats import Format
 
-# Elements measured at once. On a GPU this limits the extra memory of a sampled step to about ten
-# bytes for each of these elements. On a CPU the temporaries fit into the caches.
+# Number of elements that are measured at once. On a GPU the temporaries take about ten bytes for
+# each of these elements. On a CPU they fit into the caches.
 GPU_CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
@@ -26,9 +26,9 @@ class TensorName:
 
     Attributes:
         module: path of the module in the graph.
-        tensor: `input`, `weight` or `gradient` of a linear layer, or `saved` and the operator whose
-            result is saved for the backward.
-        scales: the elements that share a scale: `tensor`, `row`, or groups of a row (`1×128`).
+        tensor: `input`, `weight` or `gradient` of a linear layer; or `saved`, followed by the name
+            of the operator whose result is saved for the backward.
+        scales: which elements share a scale: `tensor`, `row`, or a group in a row (`1×128`).
         format: name of the format.
         dtype: dtype of the values before quantization.
     """
@@ -48,16 +48,17 @@ class TensorStatistics:
         step: number of the optimizer step, from 0.
         module: path of the module in the model.
         tensor, scales, format, dtype: as in `TensorName`.
-        elements: number of elements, over all uses in the step (micro-batches, repeated calls).
+        elements: number of elements, summed over all uses of the layer in the step (micro-batches,
+            repeated calls).
         amax: largest finite magnitude before quantization.
         saturated: share of elements that become the largest value of the format. Scales are
-            computed from the current amax, so that amax is within a factor of two of that value.
+            computed from the current amax, so amax / scale is within a factor of two of this value.
         underflow: share of nonzero elements that become zero.
         sqnr_db: signal to quantization noise ratio, 10 log₁₀(Σx² / Σ(x - dequantized)²), over
             finite elements. Infinite if the noise is zero; NaN if an Inf or NaN made a scale NaN.
         nonfinite: number of elements that are Inf or NaN.
         sharpness: sharpness of the model's loss landscape in percent, in a separate row whose
-            `tensor` is `loss landscape`. Statistics of tensors are NaN in that row.
+            `tensor` is `loss landscape`. All other statistics in that row are NaN or 0.
     """
 
     step: int
@@ -79,11 +80,11 @@ COLUMNS = tuple(f.name for f in fields(TensorStatistics))
 
 
 def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
-    """Measure `x`, quantized in groups, on its device, without waiting for the device.
+    """Measure the quantization of `x` on its device, without waiting for the device.
 
     Args:
         x: any shape; `group` divides its last dimension.
-        scale: one scale for each group in order, or one scale for all groups.
+        scale: one scale for each group, in order, or one scale for all groups.
         fmt: the format of the quantization.
         group: number of consecutive elements that share a scale.
 
@@ -103,8 +104,7 @@ def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
 
 def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     finite = x.isfinite()
-    # Divided by the scale, because fp32 can then represent the squares of all values that
-    # contribute.
+    # Divide by the scale, so that fp32 can represent the squares of all values that matter.
     scaled = (x.float() * scale.reciprocal()).where(finite, 0.0)
     rounded = decode(encode(scaled, fmt), fmt)
     nonzero = finite & (x != 0)

@@ -16,7 +16,7 @@ from fp8pass.stability.monitor.sampler import Sampler
 
 @dataclass(frozen=True)
 class Versions(Hooks):
-    """Compiles the versions of each graph that trains, for one monitor."""
+    """Compiles the versions of each graph that has a backward, for one monitor."""
 
     monitor: Monitor
 

@@ -1,4 +1,4 @@
-"""Writers of samples to a CSV file and to TensorBoard."""
+"""Write a Monitor's samples to a CSV file and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CsvWriter:
 class TensorBoardWriter:
     """Writes finite statistics as scalars `fp8pass <statistic>/<module> <tensor> <scales>`.
 
-    The sharpness of the model is `fp8pass/sharpness`.
+    The model's sharpness is the scalar `fp8pass/sharpness`.
 
     Args:
         target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which the caller closes.
