@@ -34,7 +34,7 @@ class JointFacts:
     num_fwd_outputs: int = 0
 
     def is_free(self, node: fx.Node) -> bool:
-        """Whether saving the input `node` for backward needs no memory: `node` stays alive anyway."""
+        """Whether the input `node` stays alive anyway. The backward then reads it at no cost."""
         is_alive = node in self.parameters or node in self.leaves
         return is_alive and node not in self.overwritten
 

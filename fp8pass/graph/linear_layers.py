@@ -204,7 +204,7 @@ def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[t
 
 
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
-    """Return the layers of a graph, with and without a `flaw`, with the GEMMs of their gradients."""
+    """Return the layers of a graph, including those with a `flaw`, with their backward GEMMs."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
     head_gemms, router_gemms = find_logit_gemms(g) | fused_gradients(g).gemms, find_router_gemms(g)
     layers: list[Layer] = []
