@@ -52,7 +52,7 @@ def compute_bounds(
 
 
 class Bounds:
-    """Bounds of the changes of gradient factors, per unit of the largest change ‖δ‖_∞ of a source."""
+    """Bounds of the changes of gradient factors, per unit of ‖δ‖_∞, a source's largest change."""
 
     def __init__(
         self, factors: Factors, sources: Collection[Symbol], relative_to_row: bool

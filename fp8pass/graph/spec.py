@@ -277,7 +277,7 @@ def _check_scaled_grouped_mm(
 def _check_scaled_grouped_outer(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check that `transpose_segments` computes `a` and `b`, with the scales `a_scale`, `b_scale`."""
+    """Check that `transpose_segments` computes `a` and `b` with the same scales as the call."""
     for data, scale in ((a, a_scale), (b, b_scale)):
         transposed = _skip_host_copies(data)
         if _is_visible(transposed):

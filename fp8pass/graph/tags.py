@@ -28,8 +28,8 @@ HIGH_PRECISION_BY_CHOICE = "fp8pass_high_precision_by_choice"
 # `weight` or `gradient`).
 OPERAND_OF = "fp8pass_operand_of"
 
-# On FP8 data that were quantized before the all-gather: the name of the tensor that the original
-# graph gathered.
+# On FP8 data that are quantized before the all-gather: the name of the gathered tensor that the
+# original graph quantized.
 ORIGINAL_GATHER = "fp8pass_original_gather"
 
 # On an all-gather: the reason why it does not gather quantized data.
