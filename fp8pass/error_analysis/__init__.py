@@ -1,4 +1,4 @@
-"""Error rules: how much gradients amplify an error of a stored value.
+"""Error rules: how much larger the error of a gradient is than the error of a stored value.
 
 The rules follow sections 4.1 and 8.1 of the AGoQ paper.
 

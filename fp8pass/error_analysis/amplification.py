@@ -1,16 +1,16 @@
 """Compute how much the gradients of a region amplify errors of the region's values.
 
-The formulas follow sections 4.1 and 8.1 of the AGoQ paper. The *bound* is the largest effect of any
-perturbation, to first order. Storing a value k as k (1 + δ) perturbs each gradient factor h
-(`factors.py`) by
+The formulas follow sections 4.1 and 8.1 of the AGoQ paper. The *bound* is an upper limit of the
+effect that any perturbation has to first order. If a value k is stored as k (1 + δ), each gradient
+factor h (`factors.py`) changes by
 
     Δh = c δ + Σ_t e_t Σ_j ω_t,j δ_j   (directly, and through statistics t of k)
 
-Norms with ‖A x‖ ≤ ‖A‖ ‖x‖ and the triangle inequality give a bound per unit of ‖δ‖_∞. For RMSNorm
-the bounds are Eq. 15 and 20 of the paper. `formulas.py` writes the same bounds in symbols.
+The inequality ‖A x‖ ≤ ‖A‖ ‖x‖ and the triangle inequality give a bound per unit of ‖δ‖_∞. For
+RMSNorm the bounds are Eq. 15 and 20 of the paper. `formulas.py` writes the same bounds in symbols.
 
-The *expected* amplification is the effect of independent perturbations on average: the Frobenius
-norm of an output's derivative by the value.
+The *expected* amplification is the root mean square effect of independent perturbations: the
+Frobenius norm of an output's relative derivative by the value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from fp8pass.error_analysis.factors import Factors, Jacobian, Key
 from fp8pass.error_analysis.samples import ON_CPU, Samples
 
-Amplifications = dict[Symbol, dict[Symbol, float]]  # by source, then by output
-BySource = dict[Symbol, Tensor]  # a source that has no effect is missing
+Amplifications = dict[Symbol, dict[Symbol, float]]  # by source (perturbed value), then by output
+BySource = dict[Symbol, Tensor]  # without the sources that have no effect
 
 
 def compute_bounds(
@@ -35,11 +35,11 @@ def compute_bounds(
     outputs: Sequence[Symbol],
     relative_to_row: bool = False,
 ) -> Amplifications:
-    """Return ‖Δ‖ / ‖·‖ of each output's factors per unit relative perturbation of a source.
+    """Bound the relative change of each output's factors per unit relative change of a source.
 
-    Perturbations are relative to the value or, with `relative_to_row`, to the largest value of the
-    row, as in a format that rounds small values to zero. The result is the largest ratio over the
-    scales of the samples.
+    Changes of an element are relative to the element. With `relative_to_row` they are relative to
+    the largest element of the row, as in a format that rounds small elements to zero. The result is
+    the largest bound over the scales of the samples.
     """
     bounds = Bounds(factors, sources, relative_to_row)
     found: Amplifications = {s: dict.fromkeys(outputs, 0.0) for s in sources}
@@ -52,7 +52,7 @@ def compute_bounds(
 
 
 class Bounds:
-    """Bounds of the perturbations of factors, per unit of ‖δ‖_∞ of each source."""
+    """Bounds of the changes of gradient factors, per unit of ‖δ‖_∞, a source's largest change."""
 
     def __init__(
         self, factors: Factors, sources: Collection[Symbol], relative_to_row: bool
@@ -70,7 +70,7 @@ class Bounds:
             self._rows[key] = self._row(each)
 
     def norm(self, jacobian: Jacobian[Tensor]) -> Tensor:
-        """Bound ‖J‖₂ by the same inequalities as its perturbation."""
+        """Bound ‖J‖₂, by the same inequalities by which `perturbation` bounds ‖ΔJ‖₂."""
         total = torch.zeros(1, 1, 1, **ON_CPU)
         if jacobian.diagonal is not None:
             total = total + self._norm(jacobian.diagonal, jacobian.order)
@@ -79,7 +79,7 @@ class Bounds:
         return total
 
     def perturbation(self, jacobian: Jacobian[Tensor]) -> BySource:
-        """Bound ‖ΔJ‖₂."""
+        """Bound ‖ΔJ‖₂ per unit of ‖δ‖_∞ of each source."""
         terms = []
         if jacobian.diagonal is not None:
             terms.append(self._perturbation(jacobian.diagonal, jacobian.order))
@@ -98,7 +98,10 @@ class Bounds:
         return _sum(terms)
 
     def _row(self, each: Tensor) -> BySource:
-        """Return ω, the derivative of a statistic by elements of sources. `each` is the summand."""
+        """Return ω, the derivative of a statistic by the elements of each source.
+
+        `each` is the term that each element adds to the statistic.
+        """
         local, through = self._differentiate(each)
         terms = [local]
         for key, slope in through.items():
@@ -106,9 +109,10 @@ class Bounds:
         return _sum(terms)
 
     def _differentiate(self, x: Tensor) -> tuple[BySource, dict[Key, Tensor]]:
-        """Return the element-wise derivatives by sources and by statistics.
+        """Return the element-wise derivatives of `x` by sources and by statistics.
 
-        The gradient of `x.sum()` has these derivatives, as no element depends on other elements.
+        These are the gradients of `x.sum()`, because each element of `x` depends only on the
+        elements at the same position.
         """
         if not x.requires_grad or not self._inputs:
             return {}, {}
@@ -119,7 +123,7 @@ class Bounds:
         return local, {key: x for key, x in found.items() if key not in local}
 
     def _norm(self, x: Tensor, order: float) -> Tensor:
-        """Return the norm over the elements of a statistic, estimated from the samples."""
+        """Estimate the norm of `x` over the elements that a statistic reduces, from the samples."""
         x = x.detach().abs()
         if order == 1:
             return x.mean(-1, keepdim=True) * self.length
@@ -141,7 +145,7 @@ def _sum(terms: Iterable[BySource]) -> BySource:
 
 
 def _largest_ratio(change: Tensor, size: Tensor) -> float:
-    """Return the largest ratio of two bounds over the scales. Bounds are averaged over rows."""
+    """Return the largest `change / size` over the scales, each averaged over rows before."""
     change, size = change.mean((-2, -1)), size.mean((-2, -1))
     ratio = torch.where(change == 0, 0.0, change / size)
     largest = float(ratio.max())
@@ -154,8 +158,8 @@ def estimate_expected(
 ) -> Amplifications:
     """Return the relative RMS change of each output per unit relative RMS error of each source.
 
-    The product of a Jacobian with random signs has the Jacobian's square norm in expectation, so
-    one pass of autograd for each output is enough.
+    The expected squared norm of a Jacobian's product with random signs is the squared Frobenius
+    norm of the Jacobian, so one pass of autograd for each output is enough.
     """
     inexact = set(samples.expressions.values)
     leaves = {

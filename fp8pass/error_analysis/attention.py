@@ -7,14 +7,14 @@ P = softmax(S), S = Q Kᵀ / √d. The gradient factors are ∂A/∂V = Pᵀ, �
     ‖Δ(AB)‖₂ ≤ ‖ΔA‖₂ ‖B‖₂ + ‖A‖₂ ‖ΔB‖₂          ‖Δ softmax(S)‖₂ ≤ ‖ΔS‖₂
     ‖Δ(A ∘ B)‖₂ ≤ ‖ΔA‖₂ ‖B‖_∞ + ‖A‖₂ ‖ΔB‖_∞      (Eq. 8)
 
-With entries of unit variance, ‖Q‖₂ = Θ(√(L d)), the bounds grow as L √d for ∂A/∂V and as
-L^1.5 √d for ∂A/∂Q and ∂A/∂K. The bound of RMSNorm, in contrast, is constant. The operands of
-attention therefore stay exact.
+If the entries of Q, K and V have unit variance, ‖Q‖₂ = Θ(√(L d)), and the bounds grow as L √d for
+∂A/∂V and as L^1.5 √d for ∂A/∂Q and ∂A/∂K. The bound of RMSNorm, in contrast, is constant. The
+operands of attention therefore stay exact.
 
-The backward reads the output once, in the row sums δ = Σ ∂A ∘ A of ∂S = P ∘ (∂A Vᵀ - δ). A part
-that all rows of V share cancels, but an error in proportion to this part does not. So if the user
-allows an inexact output (`Config.attention_output`), only the difference between the output and its
-mean over tokens is rounded.
+The backward reads the output A only in the row sums δ = Σ ∂A ∘ A of ∂S = P ∘ (∂A Vᵀ - δ). If all
+rows of V have a part in common, this part cancels in ∂A Vᵀ - δ. But an error of A in proportion to
+this part does not cancel. So if the user allows an inexact output (`Config.attention_output`), only
+the difference between the output and its mean over tokens is rounded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LARGEST_SAMPLE = 256  # tokens
 
 
 def derive_bounds(length: Expr, head_dim: Expr) -> dict[str, Expr]:
-    """Return ‖Δ‖₂ of ∂A/∂V, ∂A/∂Q and ∂A/∂K per unit relative perturbation of Q, K and V.
+    """Bound the changes of ∂A/∂V, ∂A/∂Q and ∂A/∂K per unit relative perturbation of Q, K and V.
 
-    This is Case 1 of the paper, which stores the inputs only. For entries of unit variance,
+    This is Case 1 of the AGoQ paper: only the inputs are stored. For entries of unit variance,
     ‖ΔQ‖₂ = ‖Q‖₂ = √(L d), ‖ΔQ‖_∞ = ‖Q‖_∞ = 1, and ‖P‖₂ ≤ √L.
     """
     q, p = sympy.sqrt(length * head_dim), sympy.sqrt(length)
@@ -46,19 +46,19 @@ def derive_bounds(length: Expr, head_dim: Expr) -> dict[str, Expr]:
 
 
 def bound_amplification(length: int, head_dim: int) -> float:
-    """Return the bound for ∂A/∂V, the smallest of the three bounds, relative to ‖P‖₂ ≤ √L."""
+    """Return the bound for ∂A/∂V, relative to ‖P‖₂ ≤ √L. It is the smallest of the three bounds."""
     bounds = derive_bounds(sympy.Integer(length), sympy.Integer(head_dim))
     return float(bounds["v"] / sympy.sqrt(length))
 
 
 @cache
 def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> float:
-    """Return the relative RMS error of the worst of dq, dk and dv, for operands of unit variance.
+    """Return the largest relative RMS error of dq, dk and dv, for operands of unit variance.
 
-    The operands in `inexact`, letters of `qkv` and `o` for the output, have independent relative
-    errors. The result is per unit of these errors. For `qkv` the result includes the error of
-    dq + dk + dv, in case q, k and v are one value. Over few tokens errors differ between heads, so
-    several heads are drawn.
+    The result is per unit of the independent relative errors of the operands in `inexact`: the
+    letters `q`, `k`, `v`, and `o` for the output. With few tokens, the result for `qkv` includes
+    the error of dq + dk + dv, for models in which q, k and v are the same value. With few tokens
+    errors also differ from head to head, so the result is averaged over several random heads.
     """
     random = torch.Generator().manual_seed(0)
     size = min(length, LARGEST_SAMPLE), head_dim
@@ -86,7 +86,7 @@ def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> 
 def _perturb(
     operands: Sequence[Tensor], noise: Sequence[Tensor], gradient: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return dq, dk and dv, exact and with q, k, v and the output multiplied by `noise`."""
+    """Return dq, dk and dv twice: exact, and with q, k, v and the output multiplied by `noise`."""
     q, k, v = operands
     scores = _compute_scores(q, k)
     logsumexp, output = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ v
@@ -96,7 +96,7 @@ def _perturb(
 
 
 def _relative_change(exact: Tensor, inexact: Tensor) -> float:
-    """Return the relative change: infinite or NaN for a single token, where dq and dk are zero."""
+    """Return the relative change. For a single token, dq and dk are 0, so it is infinite or NaN."""
     return float((inexact - exact).norm() / exact.norm())
 
 
@@ -108,7 +108,7 @@ def _compute_scores(q: Tensor, k: Tensor) -> Tensor:
 def _compute_gradients(
     operands: Sequence[Tensor], gradient: Tensor, logsumexp: Tensor
 ) -> list[Tensor]:
-    """Compute dq, dk and dv as kernels do, from q, k, v, the output and the stored log-sums."""
+    """Compute dq, dk and dv as kernels do: from q, k, v, the output and the saved logsumexp."""
     q, k, v, output = operands
     p = (_compute_scores(q, k) - logsumexp).exp()
     ds = p * (gradient @ v.T - (gradient * output).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5

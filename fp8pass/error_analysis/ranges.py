@@ -1,15 +1,16 @@
 """Find outliers, unbounded exponentials and divisors, which cannot be stored in low bits.
 
-Values in one group share a scale, and values far below the largest value are rounded to zero.
+The elements of a group share a scale, so elements far below the largest one are rounded to zero.
 
 - *Outliers*: a mask adds -1e9 or -inf to some elements. Rounding such elements to few bits makes
   the other elements of the group zero or NaN. The value before the mask may be stored instead.
-- *Exponentials*: a cumulative decay is far larger than samples of unit variance. If the decay is
-  wrong by 1%, its exponential is wrong by a factor, and elements of one group differ by orders of
-  magnitude. Results do not grow if the argument is bounded from above, as in softmax, or if a
-  bounded function follows, as in a sigmoid.
-- *Divisors*: the backward of atan divides by 1 + x². In a group with an x of 30, 4 bits would make
-  the divisor 0 for all x below 3. A divisor recomputed from an inexact x is never 0.
+- *Exponentials*: in models, a cumulative decay is far larger than samples of unit variance. An
+  error of 1% in a large decay multiplies its exponential by a large factor, and elements of one
+  group differ by orders of magnitude. Results do not grow if the argument of the exponential is
+  bounded from above, as in softmax, or if a bounded function follows, as in a sigmoid.
+- *Divisors*: the backward of atan divides by 1 + x². If a group contains an x of 30, storing
+  1 + x² in 4 bits would round the divisor to 0 for all x below 3. If instead x is stored, the
+  recomputed divisor is never 0.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from fp8pass.graph.symbols import Where
 MASK = -1e9  # also stands for infinite masks
 DIVISOR = "used as a divisor, and its small values may be rounded to zero"
 
-# The search for exponentials scales inputs by this factor. A product of up to four inputs grows by
-# no more than `GROWTH`, so faster growth counts as exponential.
+# The search for exponentials multiplies all inexact inputs by FACTOR. A product of up to four
+# inputs grows by at most GROWTH, so faster growth is treated as exponential.
 FACTOR = 8.0
 GROWTH = FACTOR**4
 
@@ -42,7 +43,7 @@ def find_outliers(
 ) -> set[Symbol]:
     """Return the forward symbols that may have outliers: huge or infinite elements.
 
-    A constant that is added may be a mask, unless it is a parameter.
+    A constant that is a term of a sum may be a mask, unless the constant is a parameter.
 
     Args:
         expressions: the region in symbols.
@@ -94,8 +95,8 @@ def grows_exponentially(
 def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
     """Return the symbols that make a result infinite or NaN if they are rounded to zero.
 
-    The sum of a row does not become zero, because it contains the largest value of a group. The sum
-    of a column may consist of zeros only.
+    The sum of a row is not rounded to zero, because the row contains the largest element of a
+    group. But in the sum of a column, all terms may be rounded to zero.
     """
     few = {s: x[..., :COLUMNS] for s, x in samples.values.items()}
     _, backward = split_at_gradients(expressions)
@@ -117,7 +118,7 @@ def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
 def _fails_at_zero(
     definition: Definition, values: dict[Symbol, Tensor], zeros: set[Symbol], is_divisor: bool
 ) -> bool:
-    """Whether a definition is infinite or NaN, or a zero divisor, if the symbols `zeros` are 0."""
+    """Whether a definition becomes infinite, NaN or a divisor of 0 if the symbols `zeros` are 0."""
     before = evaluate(definition.value, values)
     after = evaluate(definition.value, {**values, **{s: 0 * values[s] for s in zeros}})
     bad = ~after.isfinite()

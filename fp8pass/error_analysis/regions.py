@@ -1,15 +1,16 @@
 """Cut a joint graph into regions. Error rules are derived region by region.
 
 A region is a maximal set of connected pointwise operators, casts, views and reductions of the
-forward and the backward. GEMMs, attention and the edges of the graph end a region. So do three more
-kinds of nodes:
+forward and the backward. A region ends at GEMMs, at attention, at the graph's inputs and outputs,
+and at three more kinds of nodes:
 
 - a *junction*, a sum of independent values (`x + attention(x)`), or a difference of two values
-  (`differences.py`). A junction counts with the relative error of its operands. Without junctions
-  the residual stream would join all layers into one region;
+  (`differences.py`). The rules assume that a junction has the relative error of its operands.
+  Without junctions, the residual stream would join all layers into one region;
 - *movement* of elements (slices, concatenations, gathers), which does not change relative errors;
 - a *discrete* value, such as an index. An inexact operand may change a discrete value completely,
-  so the backward reads the forward's value. Comparisons with a known formula stay in the region.
+  so the backward reads the value that the forward computed. A comparison with a formula is not
+  discrete in this sense, and belongs to a region.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ COMPARISONS = {
     *(aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor),
 }
 
-# Kinds of nodes that may be inexact even if all operands are exact.
+# Kinds of nodes that are treated as inexact even if all operands are exact.
 ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
 
 
@@ -75,10 +76,10 @@ class Region:
 
     @property
     def cached(self) -> list[fx.Node]:
-        """The members that the backward reads. Case 2 of AGoQ stores them besides the inputs.
+        """The forward members that the backward reads. Case 2 of AGoQ also stores these members.
 
-        Values that no forward operator uses, such as the cube of a statistic, are left out, because
-        the backward computes such values.
+        A value that no forward operator uses, such as the cube of a statistic, is left out, because
+        the backward computes it.
         """
         members, forward = set(self.nodes), set[fx.Node]()
         for node in reversed(self.nodes):
@@ -90,7 +91,7 @@ class Region:
         ]
 
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for regions of equal structure and sizes (repeated layers)."""
+        """Return a key that is equal for regions of equal structure and shapes, as in many layers."""
         number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
         roles = tuple(
             (role, graph.shape_text(graph.tensor(n)), filled_with(n), n in self.nonpositive)
@@ -115,7 +116,7 @@ def is_movement(node: fx.Node) -> bool:
 
 
 def _has_formula(node: fx.Node) -> bool:
-    """Return False for a pointwise operator without a formula, which ends a region."""
+    """Whether `node` may be in a region. A region ends at pointwise operators without a formula."""
     return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | COPIES
 
 
@@ -129,8 +130,8 @@ class Splitter:
 
     Attributes:
         constants: after `split`, the nodes computed from `exact` inputs and discrete values alone.
-        discrete: after `split`, the nodes that are not floats although their operands are.
-        junctions: after `split`, the sums and movements that end a region.
+        discrete: after `split`, discrete values, such as an index computed from floats.
+        junctions: after `split`, the sums, differences and movements at which regions end.
         differences: after `split`, the nodes that must not be computed from inexact values.
     """
 

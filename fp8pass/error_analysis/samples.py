@@ -1,10 +1,10 @@
 """Compute the values of a region on random samples, or on real data.
 
 Inputs and gradients are drawn from normal distributions, gradients with unit variance. Masks are
-random. The same inputs are used at several scales, because a bound has to hold for the values in
-training: the amplification of `tanh(x) ** 1000` depends on the size of x. Parameters, buffers and
-data are set to 1, then to much larger and much smaller values, because they change in training:
-`tanh(50 * x)` is steep near zero.
+random. The same inputs are used at several scales, because a bound has to hold for values of any
+size in training: the amplification of `tanh(x) ** 1000` depends on the size of x. Parameters,
+buffers and data are set to 1, then to much larger and much smaller values, because they change in
+training, and may change the amplification: `tanh(w * x)` is steep near zero for a large w.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from fp8pass.error_analysis.expressions import Definition, Expressions, Pointwise
 from fp8pass.graph.symbols import TORCH_FUNCTIONS, Underivable
 
-ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever PyTorch's defaults
-HUGE = 1e6  # larger than every sample, except for masks (`ranges.py`)
-SCALES = (1.0, 0.5, 2.0)  # factors of values with the given moments
-CONSTANTS = (64.0, 1 / 64)  # the values of constants besides 1, at the first scale
-ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # shape of samples, at each scale
+ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # overrides PyTorch's defaults
+HUGE = 1e6  # all samples except masks (`ranges.py`) are smaller
+SCALES = (1.0, 0.5, 2.0)  # inputs with the given moments are multiplied by each of these factors
+CONSTANTS = (64.0, 1 / 64)  # further values of constants, each with inputs at the first scale
+ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # the shape of the samples at one scale
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Moments:
 
     @classmethod
     def rounded(cls, mean: float, std: float) -> Moments:
-        """Round moments to within a fifth, so that similar layers share a rule."""
+        """Round moments by up to a fifth, so that similar layers have equal moments and one rule."""
         if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
             return UNIT_VARIANCE
         near = 2 ** (round(2 * math.log2(std)) / 2)
@@ -50,7 +50,7 @@ UNIT_VARIANCE = Moments()
 
 
 class Samples:
-    """Values of symbols, [scales and constants, rows, width]. Statistics have one value per row.
+    """Values of symbols, [scales and constants, rows, width]. For statistics the width is 1.
 
     Attributes:
         inputs: the values of constants, forward inputs and gradients.
@@ -88,7 +88,7 @@ class Samples:
         return sign * sizes[:, None, None]
 
     def use(self, data: Mapping[Symbol, Tensor]) -> None:
-        """Replace the inputs with the same subset of rows of each real tensor."""
+        """Replace the inputs by real tensors, with the same subset of rows of each tensor."""
         constants = self.expressions.constants
         length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
         counts = {x.numel() for s, x in data.items() if s not in constants}
@@ -116,8 +116,8 @@ class Samples:
 
         Args:
             inputs: values to use instead of the samples.
-            perturbed: factors that symbols are multiplied by.
-            stored: symbols that are not recomputed from perturbed values.
+            perturbed: maps a symbol to the factors that multiply its elements.
+            stored: symbols that have their value in `values` instead of being recomputed.
         """
         inputs, perturbed = self.inputs if inputs is None else inputs, perturbed or {}
         values = {s: x * perturbed[s] if s in perturbed else x for s, x in inputs.items()}
@@ -132,14 +132,17 @@ class Samples:
     def errors(
         self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
     ) -> dict[Symbol, float]:
-        """Return the relative RMS change of every symbol for relative rounding errors `noise`."""
+        """Return the relative RMS change of every symbol if symbols are rounded.
+
+        `noise` maps the rounded symbols to their relative RMS errors.
+        """
         perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
         changed = self.run(None, perturbed, stored)
         return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
 
 
 def _compute(definition: Definition, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """Compute a symbol. A statistic is estimated from the samples, a part of its elements."""
+    """Compute a symbol. A statistic is estimated, as the samples contain a part of its elements."""
     result = evaluate(definition.value, values)
     if isinstance(definition, Pointwise):
         return result
@@ -168,7 +171,7 @@ def _compile(expression: Expr, operands: tuple[Symbol, ...]) -> Callable[..., An
 
 
 def _with_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Convert numbers to tensors: sympy leaves functions of constants, as in `UnitStep(0)`."""
+    """Convert arguments that are numbers to tensors: sympy may emit calls such as `UnitStep(0)`."""
     return lambda *args: function(*(torch.as_tensor(x, **ON_CPU) for x in args))
 
 
@@ -178,9 +181,9 @@ _FUNCTIONS = {n: _with_tensors(f) if callable(f) else f for n, f in TORCH_FUNCTI
 def rounding(x: Tensor, relative_error: float) -> Tensor:
     """Return factors that round `x` with a relative RMS error of `relative_error`.
 
-    Equal values have equal errors, as in a format: in a sum over tokens the errors of repeated rows
+    Equal values have equal errors, as in a format. So in a sum over tokens the errors of equal rows
     add up, while independent errors would average out. The logarithms of the rounded numbers are
-    equally spaced. Unlike in a format, there is no largest and no smallest number.
+    equally spaced. Unlike a format, the rounding has no largest and no smallest number.
     """
     step = relative_error * math.sqrt(12)
     position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step

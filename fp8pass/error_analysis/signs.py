@@ -1,10 +1,11 @@
 """Infer which values of a graph have no positive, or no negative, elements.
 
-A cumulative decay may be of any size. But its exponential is at most 1 if all terms of the sum are
-nonpositive, such as -exp(a) · softplus(b) in Mamba and in gated delta rules, or a `logsigmoid`. One
-pass over the nodes computes signs from the signs of operands. PyTorch's interval analysis
-(`torch.utils._sympy.value_ranges`) cannot do this, because it has no rules for views, reductions,
-scans and padding, which are most of the table below.
+A cumulative decay, the sum of the decays of many steps, may be of any size. But its exponential is
+at most 1 if all terms of the sum are nonpositive, such as -exp(a) · softplus(b) in Mamba and in
+gated delta rules, or a `logsigmoid`. One pass over the nodes infers the sign of each result from
+the signs of its operands. PyTorch's interval analysis (`torch.utils._sympy.value_ranges`) cannot
+infer these signs, because it has no rules for views, reductions, scans and padding, which are most
+of the rules below.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fp8pass.graph.patterns import ZEROS
 
 
 class KnownSign(Flag):
-    """The signs that all elements of a value are known to have."""
+    """What is known about the sign of all elements of a value."""
 
     UNKNOWN = 0
     NONNEGATIVE = 1
@@ -50,7 +51,7 @@ POSITIVE = KnownSign.of(1)
 
 
 def infer_signs(g: fx.Graph) -> dict[fx.Node, KnownSign]:
-    """Return the known signs of nodes."""
+    """Map each node whose sign is known to this sign."""
     known: dict[fx.Node, KnownSign] = {}
 
     def sign_of(x: Any) -> KnownSign:
@@ -86,7 +87,7 @@ def _subtract(node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = POSI
 
 
 def _is_rest_of_scan(difference: fx.Node) -> bool:
-    """Whether a node is `c[..., -1:] - c` for a cumulative sum c: the sum after each position."""
+    """Whether a node is `c[..., -1:] - c` for a cumulative sum c, the sum of the later terms."""
     last, scan = difference.args[:2]
     if not (isinstance(last, fx.Node) and isinstance(scan, fx.Node)) or difference.kwargs:
         return False
@@ -103,7 +104,7 @@ def _multiply(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
 
 
 def _divide(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
-    """Return UNKNOWN for a tensor as the divisor, which may contain zeros of either sign."""
+    """Return UNKNOWN if the divisor is a tensor, which may contain zeros of either sign."""
     return a * b if isinstance(node.args[1], (int, float)) else KnownSign.UNKNOWN
 
 
@@ -143,7 +144,8 @@ def _clamp(node: fx.Node, x: KnownSign, *bounds: KnownSign) -> KnownSign:
     return x
 
 
-# Operators that move, repeat or add up elements, or are increasing functions with f(0) = 0.
+# Operators whose results have the operand's sign: they move, repeat or add up elements, or are
+# increasing functions with f(0) = 0.
 KEEP = (
     *(VIEWS - {aten.as_strided.default}), *graph.CASTS, operator.getitem, aten.clone.default,
     aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default,

@@ -1,21 +1,21 @@
-"""Find values that are multiplied by gradients and summed, in scans and for small parameters.
+"""Find values whose products with gradients are summed: in scans, and for small parameters.
 
 *Scans*. A recurrence that is written with `cumsum` (gated linear attention, HGRN, minGRU)
-multiplies values by exp(c), sums them, and multiplies the sum by exp(-c). The smallest elements of
-a row before the sum may become the largest elements after the sum. A common scale of a group would
-round these elements to zero. If the arguments of all exponentials next to the sum are nonpositive,
-as in Mamba2 and gated delta rules, small elements stay small, and formats of a wide range are
-allowed.
+multiplies values by exp(c), sums the products, and multiplies the sum by exp(-c). The smallest
+elements of a row before the sum may become the largest elements after the multiplication by
+exp(-c). In a group with a common scale they would be rounded to zero. If the arguments of all
+exponentials next to the sum are nonpositive, as in Mamba2 and gated delta rules, small elements
+stay small, and formats with a wide range are allowed.
 
-*Small parameters*. The gradient of a parameter of few elements consists of a few sums:
+*Small parameters*. The gradient of a parameter with few elements consists of only a few sums:
 
     out = sum(weights(scale)[..., None] * streams, -2)     hyper-connections, gates of whole layers
     grad scale = sum over tokens of f(token) * <grad out, streams>
 
 In hyper-connections these sums were 7 to 21% of the norm of their terms, so an error of 12% of each
-term changed the sign of gradients. Adam divides by the size of the gradient, so a small gradient
-counts as much as a large gradient. The gradient of a matrix consists of thousands of sums, and few
-of these sums cancel.
+term changed the sign of gradients. Adam divides by the size of the gradient, so a wrong small
+gradient changes the parameter as much as a large one. The gradient of a matrix consists of
+thousands of sums, and in few of these the terms cancel.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ from fp8pass.graph.patterns import ADDITIONS
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
 SCANNED = "its gradients are summed over positions, and the smallest may determine the sum"
 
-SMALL = 32  # elements; parameters with fewer are small
-WIDE = 16  # elements; shorter rows are not stored in groups that share a scale
-CANCELLATION = 10.0  # norm of the terms over their sum; larger in one of twelve random sums
+SMALL = 32  # parameters with fewer elements are small
+WIDE = 16  # rows with fewer elements are not stored in groups that share a scale
+CANCELLATION = 10.0  # assumed norm of the terms / their sum; one in twelve random sums has more
 
 
 def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list[set[Region]]:
-    """Return, for each scan in `backward`, the regions that compute its operand or read it."""
+    """Return, for each scan in `backward`, the regions before and after the scan.
+
+    Only views, movement and additions may lie between the scan and the values of such a region.
+    """
     readers: dict[fx.Node, set[Region]] = {}
     for region in regions:
         for node in (*region.inputs, *region.nodes):
@@ -101,9 +104,9 @@ def _is_small(gradient: fx.Node) -> bool:
 
 
 def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
-    """Whether to search from `user` to its operand `node`.
+    """Whether the search for factors continues from `user` to its operand `node`.
 
-    The search ends if both are wide, or if `node` has several results.
+    The search ends if the rows of both are wide, or if the value of `node` is not a single tensor.
     """
     is_tensor = isinstance(graph.value(node), torch.Tensor)
     return is_tensor and not (_is_wide(node) and _is_wide(user))

@@ -1,11 +1,11 @@
-"""Subgraphs that run on one chunk of rows at a time, so that no value inside has all rows.
+"""Subgraphs that run on one chunk of rows at a time, to save memory: no value has all rows.
 
     losses, dx, dw = in_chunks(body, 4, rows=[x, y, g], shared=[w], sums=1)
 
-The submodule `body` takes a chunk of each tensor in `rows` and all tensors in `shared`. The results
-with rows are concatenated. The last `sums` results are sums over the rows of the chunk, and are
-added up over chunks. The last chunk also takes the remainder of the rows. Passes see one operator,
-which `unroll_chunks` expands before Inductor compiles the graph.
+The submodule `body` takes a chunk of each tensor in `rows`, and every tensor in `shared` as a
+whole. The last `sums` results are sums over the rows of a chunk; `in_chunks` adds them up over the
+chunks. It concatenates the other results along the rows. The last chunk also has the remaining
+rows. Passes see one operator, which `unroll_chunks` expands before Inductor compiles the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8pass.graph.joint import JointFacts
 def in_chunks(
     body: Any, count: int, rows: list[Tensor], shared: list[Tensor], sums: int
 ) -> tuple[Tensor, ...]:
-    """Run `body` on `count` chunks of `rows`. Unrolled chunks must give the same results."""
+    """Run `body` on `count` chunks of `rows`. `unroll_chunks` must produce the same results."""
     bounds = chunk_bounds(len(rows[0]), count)
     results = [body(*(x[start:end] for x in rows), *shared) for start, end in bounds]
     parts = list(zip(*results, strict=True))
@@ -36,7 +36,7 @@ def in_chunks(
 
 
 def chunk_bounds(rows: Any, count: int) -> Iterator[tuple[Any, Any]]:
-    """Yield the first and the past-the-end row of each chunk."""
+    """Yield the index of the first row of each chunk, and the index after the last row."""
     length = rows // count
     for i in range(count):
         yield i * length, (rows if i == count - 1 else (i + 1) * length)
@@ -75,16 +75,16 @@ class Chunks:
 
     @property
     def sums(self) -> int:
-        """How many of the last results are sums."""
+        """The number of results that are sums over rows; they are the last results of the body."""
         return self.node.args[4]  # type: ignore[return-value]
 
     def inputs(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield the body's inputs, each with the operand passed to it."""
+        """Yield each input of the body, with the operand that the call passes to the input."""
         placeholders = [n for n in self.body.graph.nodes if n.op == "placeholder"]
         return zip(placeholders, [*self.rows, *self.shared], strict=True)
 
     def facts(self, facts: JointFacts) -> JointFacts:
-        """Return the facts about the body, from the facts about the graph."""
+        """Return the facts about the body's inputs. `facts` describes the graph of `node`."""
         pairs = ((n, graph.skip_views_and_casts(operand)) for n, operand in self.inputs())
         return facts.map_to_subgraph(pairs)
 

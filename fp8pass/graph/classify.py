@@ -1,6 +1,6 @@
 """Classify operators into kinds, with a table of operators for each kind.
 
-`kind` depends on the node alone, and so also works on nodes that passes created.
+`kind` reads only the node's operator and arguments, and so also works on nodes that passes created.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kind(Enum):
     OTHER = "other"
 
 
-# Views that show only a part of the elements.
+# Views that contain only a part of their operand's elements, or one of several parts.
 PARTIAL_VIEWS = {
     aten.slice.Tensor,
     aten.select.int,
@@ -51,7 +51,7 @@ PARTIAL_VIEWS = {
     aten.unfold.default,
 }
 
-# A list, because `OpOverload.is_view` also includes `view.dtype` and views of complex numbers.
+# Listed by hand: `OpOverload.is_view` is also true for `view.dtype` and views of complex numbers.
 VIEWS = (
     graph.RESHAPES
     | PARTIAL_VIEWS
@@ -66,8 +66,8 @@ VIEWS = (
     }
 )
 
-# GEMMs that multiply each group of rows by a matrix of its own. In a weight gradient the groups
-# split the contraction.
+# GEMMs that multiply each group of rows by a different matrix. In a weight gradient the groups
+# divide the contraction, and each group has a separate result.
 GROUPED_GEMMS = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 
 # GEMMs of a batch of matrices.
@@ -156,7 +156,7 @@ CREATIONS = {
 
 
 def kind(node: fx.Node) -> Kind:
-    """Return the kind of a node's operator. A getitem has the kind of the operator it reads."""
+    """Return the kind of a node's operator; for a getitem, the kind of the operator it reads."""
     if compat.is_sym_node(node):
         return Kind.SYMBOL
     if node.op in ("placeholder", "get_attr"):
@@ -172,7 +172,7 @@ def kind(node: fx.Node) -> Kind:
     schema = compat.schema_of(target)
     if target.namespace == "_c10d_functional":
         return Kind.COLLECTIVE
-    # PyTorch tags attention as random, but attention without dropout draws no numbers.
+    # PyTorch tags attention as random, but without dropout attention draws no random numbers.
     has_zero_dropout = _argument(node, "dropout_p", missing=1.0) in (None, 0.0)
     if torch.Tag.nondeterministic_seeded in target.tags and not has_zero_dropout:
         return Kind.RANDOM
@@ -206,10 +206,10 @@ def is_attention_mask(node: fx.Node) -> bool:
 
 
 def attention_output(backward: fx.Node) -> fx.Node | None:
-    """Return the attention output that an attention backward reads.
+    """Return the output of the forward that an attention backward reads.
 
-    The shape is [batch, heads, tokens, head dim]. Return None for other operators, and for
-    variable-length attention, which has other layouts.
+    The output has the shape [batch, heads, tokens, head dim]. Return None for other operators, and
+    for variable-length attention, whose outputs have different layouts.
     """
     if kind(backward) is not Kind.ATTENTION or not compat.is_operator(backward.target):
         return None
@@ -218,7 +218,7 @@ def attention_output(backward: fx.Node) -> fx.Node | None:
 
 
 def _argument(node: fx.Node, name: str, missing: Any = None) -> Any:
-    """Return an argument; None if the call omits it, `missing` if the schema does not have it."""
+    """Return the argument `name`; None if the call omits it, `missing` if the schema lacks it."""
     for position, argument in enumerate(compat.schema_of(node.target).arguments):
         if argument.name == name:
             positional = node.args[position] if position < len(node.args) else None

@@ -1,7 +1,8 @@
 """Find collectives, and the tensor that an all-gather produces.
 
-If a tensor is not sharded along its first dimension, DTensor gathers along the first dimension,
-then concatenates the parts: `cat(split(wait_tensor(all_gather_into_tensor(shard))), dim)`.
+All-gathers concatenate shards along the first dimension. If a tensor is sharded along another
+dimension, DTensor splits the result and concatenates the parts along that dimension:
+`cat(split(wait_tensor(all_gather_into_tensor(shard))), dim)`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Gather:
     Attributes:
         node: the collective.
         wait: the result of `node`, the shards of all ranks concatenated along the first dimension.
-        whole: the unsharded tensor; `wait` if `dim` is 0.
-        dim: the dimension that was sharded.
+        whole: the node of the unsharded tensor; equal to `wait` if `dim` is 0.
+        dim: the dimension along which the tensor was sharded.
     """
 
     node: fx.Node
@@ -41,7 +42,7 @@ class Gather:
 
     @property
     def shard(self) -> fx.Node:
-        """The shard of this rank."""
+        """The node of this rank's shard, the operand of the all-gather."""
         return self.node.args[0]  # type: ignore[return-value]
 
     @property
@@ -63,13 +64,14 @@ def starts_communication(node: fx.Node) -> bool:
 def remove_unused(g: fx.Graph) -> None:
     """Remove unused nodes, including collectives, which FX keeps because they have side effects.
 
-    The removal is safe: all ranks have the same graph, and so remove the same collectives.
+    No rank then waits for a removed collective: all ranks have the same graph, and remove the same
+    collectives.
     """
     g.eliminate_dead_code(lambda node: node.is_impure() and not is_collective(node))
 
 
 def find_gathers(g: fx.Graph) -> Iterator[Gather]:
-    """Yield the all-gathers of a graph, in order."""
+    """Yield the all-gathers of a graph whose only user waits for the result, in graph order."""
     for node in g.nodes:
         if graph.is_call(node, ALL_GATHER) and len(node.users) == 1:
             (wait,) = node.users
@@ -87,7 +89,10 @@ def _gather(node: fx.Node, wait: fx.Node) -> Gather:
 
 
 def _concatenation_of(split: fx.Node, ranks: Any) -> fx.Node | None:
-    """Return the node that concatenates all parts of a split along the first dimension."""
+    """Return the node that concatenates the parts of `split`, or None.
+
+    The split must cut the first dimension into one part for each rank.
+    """
     parts = sorted(split.users, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
     users = {user for part in parts for user in part.users}
     if _argument(split, 2, "dim") != 0 or len(parts) != ranks or len(users) != 1:

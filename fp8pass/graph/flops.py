@@ -18,7 +18,8 @@ from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED_GEMMS, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
-# Operators that library kernels run. The backward recomputes them only under a memory budget.
+# Operators that run in library kernels. The backward recomputes their results only if a memory
+# budget requires it.
 EXPENSIVE_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 
 
@@ -47,12 +48,12 @@ def is_fp8_gemm(node: fx.Node) -> bool:
 
 def flops(node: fx.Node) -> float:
     """Return the number of floating-point operations of a GEMM, convolution or attention."""
-    # `all_input_nodes` would list a tensor once even if two operands are the same tensor.
+    # Not `all_input_nodes`, which lists a tensor once even if it is both operands of a GEMM.
     nodes = [n for n in node.args if isinstance(n, fx.Node)]
     operands = [graph.tensor(n) for n in nodes if graph.value(n) is not None]
     if kind(node) is Kind.ATTENTION:
         backward = "backward" in str(node.target)
-        # The first operand of a backward is a gradient, except in FlexAttention.
+        # The first operand of an attention backward is a gradient, except in FlexAttention.
         first = 1 if backward and node.target not in FLEX_ATTENTION else 0
         return _attention_flops(operands[first:], backward=backward)
     if node.target in GROUPED_GEMMS:
@@ -72,14 +73,15 @@ def flops(node: fx.Node) -> float:
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
     """Count the operations of a grouped GEMM.
 
-    If only `a` is 3-D, each expert's matrix multiplies only its own columns of `b`.
+    If `a` is 3-D and `b` is 2-D, each expert's matrix multiplies only the columns of `b` that
+    belong to this expert.
     """
     groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1
     return 2.0 * graph.numel(a) * compat.size_hint(b.shape[-1]) / groups
 
 
 def _as_traced(values: Any) -> Any:
-    """Replace symbolic sizes by their traced values: computing with symbols would add guards."""
+    """Replace symbolic sizes by their traced values, because arithmetic on symbols adds guards."""
     values = compat.tree_map_only(torch.SymInt, compat.size_hint, values)
     return compat.tree_map_only(
         torch.Tensor,
@@ -89,9 +91,10 @@ def _as_traced(values: Any) -> Any:
 
 
 def _attention_flops(operands: list[torch.Tensor], *, backward: bool) -> float:
-    """Count two GEMMs in the forward and five in the backward. Masks do not reduce the count.
+    """Count the operations of two GEMMs in the forward, or five GEMMs in the backward.
 
-    `operands` begin with query and key, [..., heads, length, dim].
+    Elements of the scores that a mask removes are counted, too. `operands` begin with query and
+    key, [..., heads, length, dim].
     """
     query, key, *_ = operands
     *batch, queries, dim = (compat.size_hint(s) for s in query.shape)

@@ -1,4 +1,4 @@
-"""Facts about a joint graph, forward and backward in one, that are known before any pass."""
+"""Facts about a joint graph (forward and backward in one graph) that are known before any pass."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class JointFacts:
-    """The lifetimes of a joint graph's inputs, and the number of its forward outputs.
+    """Which inputs of a joint graph stay alive after the forward, and how many outputs it returns.
 
     Attributes:
         parameters: parameters and buffers, which stay alive throughout the step.
-        weights: the parameters that are an `nn.Parameter`, trained or frozen.
-        leaves: other leaves that require a gradient, which autograd keeps alive.
-        activations: inputs that require a gradient and are not leaves, that is, outputs of other
-            graphs.
+        weights: the nodes of `parameters` that are an `nn.Parameter`, trained or frozen.
+        leaves: leaf tensors that require a gradient and are not parameters. Autograd keeps leaves
+            alive.
+        activations: inputs that require a gradient and are not leaves. Other graphs compute them.
         overwritten: inputs that the forward writes to, such as running statistics. The backward
             cannot read their old values.
-        num_fwd_outputs: how many of the graph's outputs belong to the forward.
+        num_fwd_outputs: the number of outputs of the forward. These are the first outputs.
     """
 
     parameters: frozenset[fx.Node] = field(default_factory=frozenset)
@@ -34,12 +34,12 @@ class JointFacts:
     num_fwd_outputs: int = 0
 
     def is_free(self, node: fx.Node) -> bool:
-        """Whether `node` stays alive anyway, so that the backward reads it without extra memory."""
+        """Whether the input `node` stays alive anyway. The backward then reads it at no cost."""
         is_alive = node in self.parameters or node in self.leaves
         return is_alive and node not in self.overwritten
 
     def map_to_copy(self, copies: Mapping[fx.Node, fx.Node]) -> JointFacts:
-        """Return the same facts about a copy of the graph."""
+        """Return the same facts for a copy of the graph. `copies` maps each node to its copy."""
         sets: dict[str, Any] = {
             name: frozenset(copies[n] for n in nodes)
             for name, nodes in vars(self).items()
@@ -48,7 +48,7 @@ class JointFacts:
         return replace(self, **sets)
 
     def map_to_subgraph(self, inputs: Iterable[tuple[fx.Node, fx.Node]]) -> JointFacts:
-        """Return the facts about a subgraph, from pairs of an input and the value passed to it."""
+        """Return the facts about a subgraph. `inputs` are pairs of an input and its argument."""
         pairs = list(inputs)
         return JointFacts(
             parameters=frozenset(n for n, value in pairs if value in self.parameters),
@@ -57,7 +57,7 @@ class JointFacts:
 
 
 def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
-    """Return the inputs of a graph that an operator writes to."""
+    """Return the inputs of a graph that an operator modifies in place."""
     found = set()
     for node in g.nodes:
         if node.op == "call_function" and compat.is_operator(node.target):
@@ -69,5 +69,5 @@ def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
 
 
 def select_inputs(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
-    """Return the `nodes` that are inputs of the Dynamo graph at these indices."""
+    """Return those of `nodes` that are the inputs of the Dynamo graph with these indices."""
     return frozenset(n for n in nodes if compat.input_index(n) in indices)

@@ -4,21 +4,23 @@ A linear layer multiplies an activation by a weight:
 
 - A weight is an `nn.Parameter`, trained or frozen, or a matrix computed from parameters by
   normalizing, masking, scaling, gathering or adding. Such a matrix must not have more elements than
-  these parameters (`origins.py`). Casts, views and transposes of a weight are skipped.
-- An activation depends on the data, that is, on an input other than parameters and buffers, or on
-  random numbers.
+  these parameters (`origins.py`). The GEMM may read a cast, view or transpose of the weight.
+- An activation depends on random numbers or on the data. The data are all inputs of the graph
+  except parameters and buffers.
 
-Experts are many linear layers in one GEMM, each on its own rows of the input. The numbers of rows
-may differ in grouped GEMMs (`_grouped_mm`) and are equal in batched GEMMs (`bmm`). A `bmm` of a
-single matrix, which `einsum` emits, is an ordinary linear layer.
+The experts of an MoE layer are many linear layers in one GEMM. Each expert multiplies different
+rows of the input. The experts' numbers of rows may differ in a grouped GEMM (`_grouped_mm`), and
+are equal in a batched GEMM (`bmm`). A `bmm` with a single weight, which `einsum` emits, is an
+ordinary linear layer.
 
-Three kinds of GEMMs are listed with a `flaw` and stay in high precision: the weight is a product of
-parameters (low-rank, orthogonal); the weight is a buffer or a constant (a Fourier or mel matrix, a
-graph's Laplacian, a rotation); or both operands are parameters (an orthogonality penalty, learned
-queries). Other GEMMs are not listed.
+Three kinds of GEMMs are listed as layers with a `flaw` and stay in high precision. Either the
+weight is a product of parameters (low-rank, orthogonal), or the weight is a buffer or a constant (a
+Fourier or mel matrix, a graph's Laplacian, a rotation), or both operands are parameters (an
+orthogonality penalty, learned queries). Other GEMMs are not listed.
 
-A GEMM of the backward belongs to the layer that shares its operand and its autograd step
-(`seq_nr`, if known). If several layers match, the module path decides.
+A GEMM of the backward belongs to the layer whose forward GEMM reads the same operand and has the
+same autograd step (`seq_nr`, if known). If several layers match, the first layer with the GEMM's
+module path is chosen.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ from fp8pass.graph.output_heads import (
 from fp8pass.graph.tags import ADDED_BY_PASS
 from fp8pass.plan import Linear
 
-# This reason is not routine (`Reason.routine`), because the user can register a parameter instead.
+# Not a routine reason (`Reason.routine`): the user can register the weight as a parameter instead.
 NOT_A_PARAMETER = "its weight is a buffer or constant: only parameters run in FP8"
-# A weight is narrow if its smaller side is at most this long and its sides have this ratio or more.
+# A weight is narrow if its smaller size is at most MAX_NARROW_SIDE, and its larger size is at least
+# MIN_NARROW_RATIO times the smaller size.
 MAX_NARROW_SIDE, MIN_NARROW_RATIO = 64, 16
 # GEMMs that add their first operand to the product.
 GEMMS_WITH_BIAS = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default}
@@ -64,9 +67,9 @@ class Reason:
 
     Attributes:
         text: the reason; '' if nothing prevents FP8.
-        chosen: whether high precision is a choice: an option, an output head or a router. Then the
-            saved input stays in high precision, too.
-        routine: whether the user cannot change the reason, or would gain nothing by a change.
+        chosen: whether an option requires high precision, or the layer is an output head or a
+            router. Then the layer's saved input stays in high precision, too.
+        routine: whether the user cannot remove the reason, or would gain nothing by removing it.
     """
 
     text: str = ""
@@ -76,16 +79,16 @@ class Reason:
 
 @dataclass
 class Layer:
-    """The GEMMs of one call of a linear layer, or of a product that is almost a linear layer.
+    """The GEMMs of one call of a linear layer, or of a product with a `flaw`.
 
     Attributes:
-        weight: the parameter, the node that computes it from parameters, or a buffer.
-        input: the other operand of the forward GEMM.
+        weight: a parameter, a node that computes a weight from parameters, or a buffer.
+        input: the operand of the forward GEMM that is not the weight.
         forward: the GEMM of the forward.
-        in_features, out_features: the sizes of the weight.
-        rows: the leading sizes of the input; their product is the number of rows.
+        in_features, out_features: the sizes of the weight; symbolic with dynamic shapes.
+        rows: the sizes of the input without the contraction; their product is the number of rows.
         flaw: why the forward GEMM is not activation × weight; '' for a linear layer.
-        experts: the number of weights if each row of the input uses one of several weights; else 0.
+        experts: the number of experts, each with a weight for its own rows; 0 for a single weight.
         is_head: whether the layer computes logits (`output_heads.py`).
         is_router: whether the layer chooses experts (`output_heads.py`).
         dgrad, wgrad: the GEMMs of the backward that compute the gradients of `input` and `weight`.
@@ -106,7 +109,7 @@ class Layer:
 
     @property
     def module(self) -> str:
-        """The module path."""
+        """The path of the module that calls the layer."""
         return graph.module_path(self.forward)
 
     @property
@@ -115,7 +118,7 @@ class Layer:
         return Reason(self.flaw, routine=self.flaw not in ("", NOT_A_PARAMETER))
 
     def gemms(self) -> Iterator[tuple[str, fx.Node]]:
-        """Yield the role and the node of each GEMM."""
+        """Yield the role (`forward`, `dgrad` or `wgrad`) and the node of each GEMM."""
         yield "forward", self.forward
         for role, nodes in (("dgrad", self.dgrad), ("wgrad", self.wgrad)):
             yield from ((role, node) for node in nodes)
@@ -129,7 +132,10 @@ class Layer:
         simulated: tuple[str, ...] = (),
         fast: tuple[str, ...] = (),
     ) -> Linear:
-        """Return the layer's entry in the plan. The keywords list roles of rewritten GEMMs."""
+        """Return the layer's entry in the plan.
+
+        `fp8`, `simulated` and `fast` list the roles of the GEMMs that were rewritten in this way.
+        """
         return Linear(
             self.module,
             f"{times}{_product_text(self.rows)}",
@@ -147,12 +153,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class GraphPart:
-    """A graph, or the subgraph that runs on each chunk, with its linear layers.
+    """A graph, or a subgraph that runs on each chunk (`chunks.py`), with its linear layers.
 
     Attributes:
-        gm: the graph.
-        layers: its linear layers, and GEMMs that are almost linear layers.
-        times: text before the rows: `count × ` for a subgraph of chunks, '' for a whole graph.
+        gm: the graph or subgraph.
+        layers: the linear layers of `gm`, and its GEMMs with a `flaw`.
+        times: what the plan writes before the number of rows: `count × ` for a subgraph that runs
+            `count` times, '' for a whole graph.
     """
 
     gm: fx.GraphModule
@@ -163,7 +170,7 @@ class GraphPart:
 def parts_with_layers(
     gm: fx.GraphModule, facts: JointFacts, skip: tuple[Pattern, ...]
 ) -> list[GraphPart]:
-    """Return a graph and its chunk subgraphs. Warn about patterns of `skip` that match nothing."""
+    """Return a graph and its chunk subgraphs. Warn about patterns of `skip` without a match."""
     parts = [GraphPart(gm, find_layers(gm.graph, facts))]
     for chunks in chunks_of(gm.graph):
         layers = find_layers(chunks.body.graph, chunks.facts(facts))
@@ -176,10 +183,10 @@ def parts_with_layers(
 
 
 def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[tuple[str, Layer]]:
-    """Yield each layer of a graph that an operator of the forward calls, after the operator's name.
+    """Yield the layers of the graphs that operators such as `torch.cond` call in the forward.
 
-    These operators are `torch.cond`, `scan`, `while_loop` and `map`. The passes do not rewrite the
-    called graphs.
+    Each layer comes with the operator's name: `torch.cond`, `scan`, `while_loop` or `map`. The
+    passes do not rewrite the called graphs.
     """
     backward = graph.tangent_dependent(gm.graph)
     for call in gm.graph.nodes:
@@ -197,7 +204,7 @@ def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[t
 
 
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
-    """Return the linear and the flawed layers of a graph, with the GEMMs of their gradients."""
+    """Return the layers of a graph, including those with a `flaw`, with their backward GEMMs."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
     head_gemms, router_gemms = find_logit_gemms(g) | fused_gradients(g).gemms, find_router_gemms(g)
     layers: list[Layer] = []
@@ -230,19 +237,19 @@ def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:
-    """Whether a node is a high-precision GEMM of two matrices, or of batches of matrices."""
+    """Whether a node is a high-precision GEMM whose factors are matrices or batches of matrices."""
     if node.op != "call_function" or kind(node) is not Kind.GEMM or node.target in OPERATORS:
         return False
     return all(tensor(x).ndim >= 2 for x in node.args[first_factor_index(node) :][:2])  # type: ignore[arg-type]
 
 
 def first_factor_index(gemm: fx.Node) -> int:
-    """Return the position of the first factor among the arguments, which may start with a bias."""
+    """Return the index of the first factor in `gemm.args`: 1 after a bias, else 0."""
     return 1 if gemm.target in GEMMS_WITH_BIAS else 0
 
 
 def _product_text(sizes: tuple[Any, ...]) -> str:
-    """Format a product, for example `64` or `4 × s0`."""
+    """Format a product of sizes, for example `64` or `4 × s0`."""
     known = math.prod(size for size in sizes if isinstance(size, int))
     symbolic = [str(size) for size in sizes if not isinstance(size, int)]
     return " × ".join([*([str(known)] if known != 1 or not symbolic else []), *symbolic])
@@ -266,7 +273,7 @@ def _layer_of(gemm: fx.Node, facts: JointFacts, origins: Origins) -> Layer | Non
 
 
 def _experts_of(gemm: fx.Node, batch: Any, flaw: str) -> int:
-    """Return the number of experts; 0 for a single weight, or for a batch of other matrices."""
+    """Return the number of experts; 0 for a single weight, or for a batch with a `flaw`."""
     is_one = isinstance(batch, int) and batch == 1
     several = gemm.target in GROUPED_GEMMS or (
         gemm.target in BATCHED_GEMMS and not is_one and not flaw
@@ -277,7 +284,10 @@ def _experts_of(gemm: fx.Node, batch: Any, flaw: str) -> int:
 def _flaw(
     gemm: fx.Node, weight: fx.Node, other: fx.Node, facts: JointFacts, origins: Origins
 ) -> str | None:
-    """Return the flaw of a GEMM with this weight; '' for a linear layer, None if not a layer."""
+    """Return why `gemm` is not a linear layer with this weight.
+
+    Return '' for a linear layer, and None for a GEMM that is not listed as a layer.
+    """
     is_activation = origins.is_activation(other)
     if weight in facts.weights:
         return "" if is_activation else "none of its operands is an activation"
@@ -292,14 +302,14 @@ def _flaw(
     if weight in origins.computed:
         operator = graph.operator_name(weight)
         return f"{operator} computes its weight from parameters that have fewer elements"
-    # A matrix that is a product of parameters is a low-rank or orthogonal weight. A batch of such
-    # products is not a weight but learned queries, which attend to the data.
+    # A single matrix that is a product of parameters is a low-rank or orthogonal weight. A batch of
+    # such matrices contains learned queries, which attend to the data, and so is not a weight.
     is_matrix = gemm.target in (aten.mm.default, aten.addmm.default)
     return "its weight is a product of parameters" if is_matrix else None
 
 
 def gemm_operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return the factors of a GEMM, without the zeros that Inductor's pad_mm appends."""
+    """Return the factors of a GEMM, without zeros that Inductor's pad_mm appended."""
     first = first_factor_index(gemm)
     a, b = gemm.args[first], gemm.args[first + 1]
     assert isinstance(a, fx.Node)
@@ -312,10 +322,10 @@ def gemm_operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-    """Emit a node that prepares an operand, in the checkpoint region of the GEMM `like`.
+    """Emit a node that prepares an operand of the GEMM `like`, in the GEMM's checkpoint region.
 
-    A checkpoint policy that saves the GEMM does not apply to the node. Nodes outside the dialect do
-    not count as operators of the model.
+    A checkpoint policy that saves the GEMM does not save the new node. If `target` is not an
+    operator of the dialect, the node is tagged as a view or copy that a pass added.
     """
     node = graph.emit(like.graph, target, *args, like=like, **kwargs)
     if target not in OPERATORS:
@@ -326,7 +336,7 @@ def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs
 
 
 def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
-    """Return the matrix without zeros appended along `dim`, if there is no other padding."""
+    """Return the matrix before zeros were appended along `dim`; `matrix` for other padding."""
     fill = [*matrix.args[2:], *matrix.kwargs.values()]
     if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(fill):
         return matrix
@@ -346,7 +356,7 @@ def _is_head(layer: Layer, head_gemms: set[fx.Node]) -> bool:
 
 
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
-    """Return a GEMM's forward operand and gradient operand; (None, None) if either is missing."""
+    """Return the operand from the forward and the operand that is a gradient, or (None, None)."""
     a, b = gemm_operands(gemm)
     if (a in backward) == (b in backward):
         return None, None
@@ -354,7 +364,7 @@ def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | No
 
 
 def _elements(matrix: fx.Node) -> fx.Node:
-    """Skip transposes, appended zeros and reshapes of a matrix or of a batch of matrices."""
+    """Return the tensor behind transposes, appended zeros and reshapes of an operand."""
     is_batch = tensor(matrix).ndim == 3
     skip = graph.skip_batched_transposes if is_batch else graph.skip_transposes
     return graph.skip_reshapes(_unpadded(skip(matrix)[0], dim=0))
@@ -368,13 +378,13 @@ def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
 
 
 def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
-    """Return the layer with the module path of a backward GEMM, or else the first of `layers`."""
+    """Return the first layer with the module path of the backward GEMM, else the first layer."""
     path = graph.module_path(gemm)
     return next((y for y in layers if y.module == path), layers[0])
 
 
 def why_unsuitable_size(out_features: Any, in_features: Any) -> str:
-    """Return why GEMMs with a weight of these sizes do not run in FP8; '' if they can."""
+    """Return why a weight of these sizes is not multiplied in FP8; '' if the sizes are suitable."""
     weight = f"weight {out_features}×{in_features}"
     if not (is_multiple_of_16(out_features) and is_multiple_of_16(in_features)):
         return f"{weight}: both sizes must be multiples of 16"
@@ -386,8 +396,9 @@ def why_unsuitable_size(out_features: Any, in_features: Any) -> str:
 def is_narrow(out_features: Any, in_features: Any) -> bool:
     """Whether a weight is too narrow to gain speed from FP8, as in an adapter of rank 16.
 
-    A GEMM does about as many operations per byte as the smaller side is long. A GPU can do several
-    hundred operations per byte, so FP8 does not speed up narrow GEMMs, but casts add launches.
+    The number of operations that a GEMM does per byte is about the smaller size. A GPU can do
+    several hundred operations per byte that it reads, so memory bandwidth limits narrow GEMMs. FP8
+    does not speed them up, and casts add kernel launches.
     """
     smaller, larger = sorted(map(compat.size_hint, (out_features, in_features)))
     return 0 < smaller <= MAX_NARROW_SIDE and larger >= MIN_NARROW_RATIO * smaller
@@ -398,6 +409,6 @@ def is_multiple_of_16(length: Any) -> bool:
     known = compat.statically_known_true
     if known(length % CONTRACTION_MULTIPLE == 0):
         return True
-    # A guard may have fixed a symbolic size, for example to a weight's size.
+    # A guard may have fixed a symbolic size to one value, for example to a weight's size.
     hint = compat.size_hint(length)
     return hint % CONTRACTION_MULTIPLE == 0 and known(length == hint)

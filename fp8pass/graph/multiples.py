@@ -1,8 +1,8 @@
-"""Decide which values of a backward are multiples of the incoming gradient.
+"""Decide which values of a backward scale with the incoming gradient ("multiples" of it).
 
 Most backwards are linear in the incoming gradient. Some are not: a hook may clamp gradients, and
-an `autograd.Function` may add any tensor (DeepSeek's auxiliary loss). A value counts as a multiple
-only if every operator between the gradient and the value is known to be linear.
+an `autograd.Function` may add any tensor (DeepSeek's auxiliary loss). A value is a multiple only if
+every operator between the gradient and the value is known to be linear.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ JOINTLY_LINEAR: dict[Any, tuple[int, ...]] = {
 
 
 def is_multiple_of_gradient(node: fx.Node, depends: Callable[[Any], bool]) -> bool:
-    """Whether a node is a multiple of a gradient, given that its dependent operands are multiples.
+    """Whether a node is a multiple of a gradient, if its operands that depend on it are multiples.
 
     Args:
         node: a node that depends on the gradient.

@@ -20,26 +20,26 @@ from fp8pass.graph.tags import ADDED_BY_PASS, ORIGINAL_OPERATOR
 # How many names or reasons a message lists.
 MAX_LISTED = 3
 
-# The variables that may contain the compiled module where Dynamo starts to trace. Autocast and
-# other wrappers of a forward pass the module in `*args`.
+# The variables that may contain the compiled module in the function where Dynamo starts to trace.
+# Autocast and other decorators of a forward receive the module in `*args`.
 _ROOT = re.compile(r"L\['(?:self|fn|mod|model_)'\]|L\['args'\]\[0\]")
 # A closure variable of the traced function.
 _CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
-# Parts of Dynamo's path of a module that are not in the module's name in a checkpoint. `clean_path`
-# also drops names like `__dict__`, which occur if a module defines `__getattr__`.
+# Names that Dynamo's path of a module contains, but the module's name in a checkpoint does not.
+# `clean_path` also drops names like `__dict__`, which occur if a module defines `__getattr__`.
 _WRAPPERS = ("_orig_mod", "_modules", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def matching_pattern(path: str, patterns: tuple[Pattern, ...]) -> str | None:
     """Return the text of the first pattern that matches a module path, or None.
 
-    A string matches the path, the path of an enclosing module, or a suffix of either path.
+    A string matches the whole path, consecutive parts of the path, or, with wildcards, such parts.
     """
     return next((pattern_text(p) for p in patterns if _matches(path, p)), None)
 
 
 def pattern_text(pattern: Pattern) -> str:
-    """Return a pattern, or the name of a function that is used as a pattern."""
+    """Return a string pattern itself, or the name of a function that is used as a pattern."""
     if isinstance(pattern, str):
         return pattern
     return getattr(pattern, "__qualname__", type(pattern).__qualname__)
@@ -59,9 +59,9 @@ def _matches(path: str, pattern: Pattern) -> bool:
 def warn_about_idle_patterns(
     option: str, patterns: tuple[Pattern, ...], what: str, names: list[str]
 ) -> None:
-    """Warn about patterns of an option that match none of `names`. `what` is what names refer to.
+    """Warn about patterns of an option that match none of `names`, the names of kind `what`.
 
-    Functions cause no warning: a function is meant for many models, and need not match in each.
+    Functions cause no warning: one function may serve many models, and need not match in each.
     """
     for pattern in patterns if names else ():
         if isinstance(pattern, str) and not any(_matches(name, pattern) for name in names):
@@ -76,7 +76,7 @@ def warn_about_idle_patterns(
 
 
 def first_reasons(reasons: Mapping[str, str], between: str) -> Iterator[str]:
-    """Yield the first few names, each with its reason, and the number of other names."""
+    """Yield the first `MAX_LISTED` names, each with its reason, then the number of other names."""
     for name, why in itertools.islice(reasons.items(), MAX_LISTED):
         yield f"{name}{between}{why}"
     if len(reasons) > MAX_LISTED:
@@ -84,7 +84,10 @@ def first_reasons(reasons: Mapping[str, str], between: str) -> Iterator[str]:
 
 
 def common_reasons(reasons: Mapping[str, str]) -> Iterator[str]:
-    """Yield the first few reasons, each after its first name and the number of its other names."""
+    """Yield the first `MAX_LISTED` different reasons.
+
+    Before each reason are the first name with this reason and the number of other such names.
+    """
     names_of: dict[str, list[str]] = {}
     for name, why in reasons.items():
         names_of.setdefault(why, []).append(name)
@@ -100,8 +103,8 @@ def _last_parts(names: list[str]) -> list[str]:
 def value_names(g: fx.Graph) -> dict[fx.Node, str]:
     """Return the names of all tensors: module path, operator and a number.
 
-    The names depend neither on the traced batch, nor on dynamic shapes, nor on the choice of FP8
-    layers. A view that a pass added has the name of its base.
+    The names depend neither on the traced batch, nor on dynamic shapes, nor on which layers run in
+    FP8. A view that a pass added has the name of the tensor that it views.
     """
     counts: dict[str, int] = {}
     names: dict[fx.Node, str] = {}

@@ -37,10 +37,10 @@ def emit(
     fake: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> fx.Node:
-    """Add a call to `target` at the graph's insertion point, with its fake value.
+    """Add a call to `target` at the graph's insertion point, and return the new node.
 
-    The new node inherits its origin (module, source line, checkpoint region) from `like`.
-    Without `fake`, the fake value is computed from the fake values of the arguments.
+    The new node inherits its module, source line and checkpoint region from `like`. Its fake value
+    is `fake`, or else is computed from the fake values of the arguments.
     """
     node = g.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in _INHERITED_META if key in like.meta}
@@ -65,7 +65,7 @@ def tensor(node: fx.Node) -> torch.Tensor:
 
 
 def is_non_tensor(node: fx.Node) -> bool:
-    """Whether a value is a size or an object. Saving it for backward takes no memory."""
+    """Whether a value is a size or an object; to save such a value for backward needs no memory."""
     return compat.is_sym_node(node) or compat.is_opaque(node)
 
 
@@ -88,7 +88,7 @@ def numel(val: torch.Tensor) -> int:
 
 
 def stride_order(val: torch.Tensor) -> list[int]:
-    """Return the dimensions, outermost first. Expanded dimensions (stride 0) come first."""
+    """Return the dimensions by decreasing stride. Expanded dimensions (stride 0) come first."""
     strides = [compat.size_hint(stride) for stride in val.stride()]
     return sorted(range(val.ndim), key=lambda dim: -strides[dim] if strides[dim] else -math.inf)
 
@@ -133,7 +133,7 @@ def copy_module(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None
 
     Args:
         gm: the module.
-        copies: a dictionary to fill with the copy of every node.
+        copies: a dictionary that is filled: it maps each node of `gm` to its copy.
     """
     copy = fx.Graph()
     output = copy.output(copy.graph_copy(gm.graph, {} if copies is None else copies))

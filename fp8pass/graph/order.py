@@ -29,7 +29,10 @@ def ancestors(
 
 
 def insertion_point_after(node: fx.Node) -> fx.Node:
-    """Return the first node after `node`, skipping inputs and getitems of the same operator."""
+    """Return the node before which to insert users of `node`.
+
+    It is the next node that is neither an input nor a getitem of the operator that `node` reads.
+    """
     following = node.next
     while following.op == "placeholder" or (
         following.target is operator.getitem and following.args[0] is node.args[0]
@@ -39,7 +42,7 @@ def insertion_point_after(node: fx.Node) -> fx.Node:
 
 
 def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that depend on an incoming gradient and so can only run in the backward."""
+    """Return the nodes that depend on an incoming gradient. They can only run in the backward."""
     found: set[fx.Node] = set()
     for node in g.nodes:
         if compat.is_tangent(node) or any(n in found for n in node.all_input_nodes):
@@ -48,9 +51,10 @@ def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
 
 
 def depends_on(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
-    """Whether a node of `reads` is computed from a node of `stored`. The graph must be sorted.
+    """Whether a node of `reads` depends on a node of `stored`. The graph must be sorted.
 
-    The search ends at the last node of `reads`, so its cost does not grow with the model.
+    The search ignores nodes after the last node of `reads`, so its cost does not grow with the
+    number of layers.
     """
     targets, seen = set(reads), set(stored)
     if not targets:
@@ -67,7 +71,7 @@ def depends_on(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
 
 
 def sort_around(kernel: fx.Node) -> None:
-    """Move a new node after its operands, and the users of its results after the node."""
+    """Move the new node `kernel` after its operands, and users of its results after `kernel`."""
     last = max(kernel.all_input_nodes, default=kernel)
     if kernel < last:
         last.append(kernel)

@@ -14,14 +14,15 @@ from fp8pass.graph.joint import JointFacts
 
 @dataclass(frozen=True)
 class Origins:
-    """The nodes of a forward that do not depend on the data. All other nodes are activations.
+    """The nodes of a forward that do not depend on the data. Other nodes are activations.
 
     Attributes:
         weights: the parameters.
-        computed: values computed from parameters without a product of two matrices. Buffers,
-            constants and random numbers, such as DropConnect's mask, may be operands.
+        computed: the parameters, and values computed from parameters without a product of two
+            matrices. Buffers, constants and random numbers, such as DropConnect's mask, may be
+            operands.
         products: values computed from parameters with a product of two matrices.
-        constants: buffers, tensor attributes of modules, and values that depend on nothing else.
+        constants: buffers, tensor attributes of modules, and values computed from these alone.
     """
 
     weights: frozenset[fx.Node]
@@ -37,7 +38,7 @@ class Origins:
         for node in g.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            # Sizes do not count: expanding a table reads a tensor's size, but none of its elements.
+            # Sizes are left out: to expand a table reads an activation's size, but no elements.
             operands = {n for n in node.all_input_nodes if not compat.is_sym_node(n)}
             from_parameters = operands & (computed | products)
             if operands - from_parameters - constants - noise:
@@ -56,10 +57,10 @@ class Origins:
         return not (node in self.computed or node in self.products or node in self.constants)
 
     def has_elements_of_parameters(self, node: fx.Node) -> bool:
-        """Whether a matrix is computed from at least as many parameters as it has elements.
+        """Whether a matrix has at most as many elements as the parameters that compute it.
 
-        The parameters may be scaled, masked, moved or added to. A buffer times a learned factor
-        does not count, nor does a product of matrices.
+        False for a buffer times a learned factor, because a factor has fewer elements. Parameters
+        that only enter a product of matrices are not counted.
         """
         found = graph.ancestors([node], passes=lambda n: not _multiplies_matrices(n))
         elements = sum(graph.numel(graph.tensor(n)) for n in found & self.weights)
@@ -68,13 +69,13 @@ class Origins:
 
 
 def _elements_of_others(gather: fx.Node) -> int:
-    """Return how many elements of a gathered parameter the other ranks hold."""
+    """Return how many elements of a gathered parameter are in the shards of other ranks."""
     shard: fx.Node = gather.args[0]  # type: ignore[assignment]
     return graph.numel(graph.tensor(gather)) - graph.numel(graph.tensor(shard))
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:
-    """Whether `node` multiplies two matrices. (Spectral norm multiplies by vectors only.)"""
+    """Whether `node` multiplies two matrices. False for spectral norm's products with vectors."""
     val = graph.value(node)
     is_product = kind(node) in (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
     return is_product and (val is None or val.ndim >= 2)

@@ -1,18 +1,18 @@
 """Find output heads, the layers that compute logits, and MoE routers.
 
-A layer is an output head if it has a head's name, if it shares its weight with an embedding, or if
-a log-softmax reads its result through pointwise operators, views, reductions and copies alone. The
-search stops at additions to a residual stream: the last layer of a branch is not a head, even if
-the stream ends in a log-softmax.
+A layer is an output head if one of three conditions holds: the layer has a head's name, it shares
+its weight with an embedding, or a log-softmax depends on its result through pointwise operators,
+views, reductions and copies alone. A custom operator or Triton kernel that computes a loss from
+logits and labels is treated like a log-softmax.
 
-A custom operator or Triton kernel that computes a loss from logits and labels counts as a
-log-softmax.
+The search from the log-softmax to the layer stops at additions to a residual stream. The last layer
+of a branch therefore is not a head, even if a log-softmax reads the stream.
 
 Fused linear cross entropies compute the gradients of a head in the forward. The GEMMs of these
 gradients belong to the head, and stay in high precision like the head.
 
-A layer is a router if a top-k or argmax reads its result through the same operators. Small errors
-of a router would change the choice of experts.
+A layer is a router if a top-k or argmax depends on its result through the same kinds of operators.
+Routers stay in high precision, because small errors would change the choice of experts.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def has_head_name(path: str) -> bool:
 def stays_in_high_precision(
     path: str, layer: nn.Linear, logits: object, skip: tuple[Pattern, ...]
 ) -> bool:
-    """Whether a layer matches `skip` or looks like an output head, before a graph is traced.
+    """Whether a layer of an untraced model matches `skip` or looks like an output head.
 
-    A head has a head's name, or its (out_features, in_features) are `logits`.
+    A head has a head's name, or its size (out_features, in_features) equals `logits`.
     """
     is_head = has_head_name(path) or (layer.out_features, layer.in_features) == logits
     return is_head or matching_pattern(path, skip) is not None
 
 
 def largest_embedding_size(model: nn.Module) -> tuple[int, int] | None:
-    """Return the size of the largest embedding. An output head usually has the same size."""
+    """Return (rows, columns) of the largest embedding. The output head usually has this size."""
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
     return max(((m.num_embeddings, m.embedding_dim) for m in tables), default=None)
 
@@ -72,12 +72,12 @@ def is_tied_to_embedding(weight: fx.Node) -> bool:
 
 
 def find_logit_gemms(g: fx.Graph) -> set[fx.Node]:
-    """Return the GEMMs before the log-softmaxes and loss kernels of the forward."""
+    """Return the GEMMs whose results the log-softmaxes and loss kernels of the forward use."""
     return _gemms_before(g, lambda n: n.target in LOG_SOFTMAX or _is_loss_kernel(n))
 
 
 def find_router_gemms(g: fx.Graph) -> set[fx.Node]:
-    """Return the GEMMs before the top-k and argmax operators of the forward."""
+    """Return the GEMMs whose results the top-k and argmax operators of the forward use."""
     return _gemms_before(g, lambda n: n.target in ROUTER_CHOICES)
 
 
@@ -94,7 +94,8 @@ def _gemms_before(g: fx.Graph, is_reader: Callable[[fx.Node], bool]) -> set[fx.N
 def _is_loss_kernel(node: fx.Node) -> bool:
     """Whether a custom operator or Triton kernel computes a loss from logits and labels.
 
-    It reads a matrix and an integer per row, and returns or fills a number per row or one number.
+    Such an operator reads a matrix, and one integer for each row of the matrix. It returns or fills
+    a tensor of one number for each row, or a single number.
     """
     if node.op != "call_function" or kind(node) is not Kind.OTHER or graph.is_getitem(node):
         return False
@@ -119,8 +120,8 @@ class FusedGradients:
     """Gradients of output heads that the forward computes, as fused linear cross entropies do.
 
     Attributes:
-        gemms: the GEMMs that multiply a gradient of logits by the weight or the input of its head.
-        values: the gradients of logits, the results of `gemms`, and the values computed from these.
+        gemms: the GEMMs that multiply a gradient of logits by the weight or the input of the head.
+        values: the gradients of logits, the results of `gemms`, and values computed from either.
     """
 
     gemms: set[fx.Node] = field(default_factory=set)
@@ -149,7 +150,7 @@ def fused_gradients(g: fx.Graph) -> FusedGradients:
 
 
 def _whole(operand: fx.Node) -> fx.Node:
-    """Return the whole tensor behind an operand. A head computed in chunks reads parts of it."""
+    """Return the tensor that an operand is a part of, as in a head that runs on chunks of rows."""
     node = skip_views_and_casts(operand)
     while node.target in PARTIAL_VIEWS or graph.is_getitem(node):
         node = skip_views_and_casts(node.all_input_nodes[0])
@@ -171,7 +172,7 @@ def _joins_stream(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the terms of a sum, and all values that the layers before these terms depend on.
+    """Return the terms of the sum `node`, and all values that the layers before `node` depend on.
 
     A term has as many elements as the sum, and no layer lies between the term and the sum.
     """

@@ -14,7 +14,7 @@ from fp8pass.graph.nodes import aten, is_call, operator_of, prims, shape_text, t
 
 fp8 = torch.ops.fp8pass
 
-# Views that keep the order of the elements: such views of a tensor are equal if their shapes are.
+# Views that keep the order of the elements: two such views of a tensor with equal shapes are equal.
 RESHAPES = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -41,7 +41,7 @@ def is_quantized_operand(node: fx.Node) -> bool:
 
 
 def is_quantized_saved_value(node: fx.Node) -> bool:
-    """Whether a node quantizes a saved value. Packed data have one such node for each plane."""
+    """Whether a node quantizes a saved value, or one plane of a value in a packed format."""
     return is_call(node, fp8.quantize.default) and not quantization_of(node).is_for_operands
 
 
@@ -56,12 +56,12 @@ def skip_reshapes(node: fx.Node) -> fx.Node:
 
 
 def skip_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return the matrix behind transposes, and whether `node` is its transpose."""
+    """Return the matrix behind transposes, and whether `node` is the transpose of this matrix."""
     return _skip(node, _is_transpose)
 
 
 def skip_batched_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return the batch of matrices behind transposes, and whether `node` transposes each matrix."""
+    """Return the batch of matrices behind transposes, and whether `node` transposes them."""
     return _skip(node, is_batched_transpose)
 
 
@@ -87,7 +87,7 @@ def _is_cast_or_copy(node: fx.Node) -> bool:
 
 
 def _is_reshape(node: fx.Node) -> bool:
-    """Whether `node` is a view in the same order, or an expand to the same shape (`matmul`)."""
+    """Whether `node` is in `RESHAPES`, or is an expand to its operand's shape, as in `matmul`."""
     if is_call(node, aten.expand.default):
         x: fx.Node = node.args[0]  # type: ignore[assignment]
         return shape_text(tensor(node)) == shape_text(tensor(x))
@@ -113,12 +113,12 @@ def is_batched_transpose(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class ColumnSlice:
-    """Adjacent columns of a contiguous matrix.
+    """A view of adjacent columns of a contiguous tensor. Columns run along the last dimension.
 
     Attributes:
-        whole: the matrix.
-        width: its number of columns.
-        offset: the first column of the slice.
+        whole: the tensor.
+        width: the number of columns of `whole`.
+        offset: the index in `whole` of the first column of the slice.
         columns: the number of columns of the slice.
     """
 
@@ -129,7 +129,7 @@ class ColumnSlice:
 
 
 def match_column_slice(node: fx.Node) -> ColumnSlice | None:
-    """Return the columns that a slice or split of the last dimension selects, else None."""
+    """Return the columns that `node` selects by a slice or split of the last dimension, or None."""
     view: Any = operator_of(node)
     if value(node) is None or view.target not in _FIRST_COLUMNS or view.kwargs:
         return None
@@ -157,7 +157,8 @@ def _first_column_of_split(node: fx.Node, last: int, sizes: Any, dim: Any = 0) -
     return sum(before) if known else None
 
 
-# Functions that return the first column of a view, or None for other dimensions or symbolic sizes.
+# Functions that return the index of the whole tensor's column at which a view starts. They return
+# None if the view cuts another dimension than the last, or if a size is symbolic.
 _FIRST_COLUMNS: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _first_column_of_slice,
     aten.split.Tensor: _first_column_of_split,
@@ -170,7 +171,7 @@ ONES = (aten.ones.default, aten.ones_like.default)
 
 
 def filled_with(node: fx.Node) -> float | None:
-    """Return the constant that fills a tensor, or None if the graph shows no such constant."""
+    """Return the constant that all elements equal, or None if the graph does not contain one."""
     while node.target in RESHAPES or node.target in CASTS:
         node = node.all_input_nodes[0]
     if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):
@@ -186,9 +187,10 @@ ADDITIONS = {aten.add.Tensor, aten.sub.Tensor}
 
 
 def is_residual_sum(node: fx.Node) -> bool:
-    """Whether `node` is a sum that at least two nodes read, among them another sum.
+    """Whether at least two nodes read the sum `node`, and one of the readers is another sum.
 
-    Both operands have the shape of the sum, unlike the maximum that a softmax subtracts.
+    Both operands must have the shape of the sum. This excludes a softmax, which subtracts a
+    maximum of a smaller shape.
     """
     return is_same_shape_addition(node) and len(node.users) > 1 and _is_term(node)
 
@@ -210,5 +212,5 @@ def is_same_shape_addition(node: fx.Node) -> bool:
 
 
 def transposes(data: fx.Node) -> list[fx.Node]:
-    """Return the transposes of a quantized matrix."""
+    """Return the nodes that transpose the quantized matrix `data`."""
     return [u for u in data.users if u.target is fp8.transpose.default]

@@ -1,7 +1,8 @@
-"""A table of pointwise operators, with the value of each operator in sympy and in Triton.
+"""A table of pointwise operators, with formulas of each operator in sympy and in Triton.
 
-An operator without a formula has no error rule yet, and an operator without Triton has no fused
-kernel yet. `classify.py` treats all of these operators as pointwise, even if PyTorch does not.
+Operators without a sympy formula have no error rule. Operators without Triton code are not fused
+into kernels. `classify.py` treats all operators of the table as pointwise, even if PyTorch does
+not tag them as pointwise.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from fp8pass.graph.symbols import (
 
 @dataclass(frozen=True)
 class PointwiseOp:
-    """The value of one operator, in sympy and in Triton; None if not supported.
+    """The result of one operator, in sympy and in Triton.
 
     Attributes:
-        formula: the value in sympy, for error rules.
-        triton: the value in Triton, for kernels. `{0}`, `{1}`, ... stand for operands, which are
-            fp32 values or constants. `codegen/kernels/device_functions.py` defines `sigmoid` etc.
+        formula: the sympy formula of an element, for error rules; None if not supported.
+        triton: the Triton code of an element, for kernels; None if not supported. `{0}`, `{1}`, ...
+            stand for the operands, which are fp32 values or constants. Functions such as `sigmoid`
+            are defined in `codegen/kernels/device_functions.py`.
     """
 
     formula: Formula | None = None
@@ -132,7 +134,7 @@ POINTWISE: dict[Any, PointwiseOp] = {
     aten.clone.default: PointwiseOp(),
     aten.copy.default: PointwiseOp(),
     aten.lift_fresh_copy.default: PointwiseOp(),
-    # Random numbers that depend on a seed only.
+    # Random numbers that are determined by a seed operand.
     **dict.fromkeys(compat.seeded_random_ops(), PointwiseOp()),
 }
 if hasattr(prims, "fma"):  # some PyTorch versions lack it
@@ -148,7 +150,7 @@ POWERS: dict[float, str] = {
     3.0: "{0} * {0} * {0}",
 }
 
-# The Triton code of all other operators, by name.
+# The Triton code of all operators except `aten.pow.Tensor_Scalar`, by the operator's name.
 TRITON_TEMPLATES: dict[str, str] = {
     str(op): row.triton for op, row in POINTWISE.items() if row.triton
 }
@@ -157,8 +159,8 @@ TRITON_TEMPLATES: dict[str, str] = {
 def triton_template(target: str, arguments: Sequence[Any]) -> str | None:
     """Return the Triton code of a call to an operator, or None if kernels cannot compute the call.
 
-    The call must have as many arguments as the template, and no NaN constant: NaN makes all
-    elements of a matrix equal, and CUDA 13 packs half of the elements of such a matrix wrongly.
+    The call must have as many arguments as the template. No argument may be a NaN constant: a
+    result would be NaN everywhere, and CUDA 13 packs half of a matrix of equal elements wrongly.
     """
     if any(x != x for x in arguments):
         return None

@@ -1,8 +1,8 @@
 """Inline the regions that `torch.compiler.nested_compile_region` marks in a Dynamo graph.
 
-Dynamo traces equal regions once, and calls the traced graph with the parameters of each region. The
-traced graph does not show which inputs are parameters, and contains only the module paths of the
-first region.
+Dynamo traces equal regions once, and calls the traced graph with the parameters of each region. In
+the traced graph, passes could not tell which inputs are parameters, and all module paths belong to
+the first region.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Renaming:
     """Maps module paths of the first region to paths of another region with the same graph.
 
     Attributes:
-        prefixes: pairs of an old and a new path prefix, split at the dots; longest old prefix
-            first.
+        prefixes: pairs of an old and a new prefix of paths. Each prefix is split at its dots. The
+            pair with the longest old prefix comes first.
     """
 
     prefixes: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
@@ -44,7 +44,7 @@ class Renaming:
         return cls(tuple(sorted(found, key=lambda pair: -len(pair[0]))))
 
     def apply(self, stack: dict[str, Any]) -> dict[str, Any]:
-        """Return a node's `nn_module_stack` with renamed modules."""
+        """Return a copy of a node's `nn_module_stack` with the module paths renamed."""
         return {key: (self._rename(path), *rest) for key, (path, *rest) in stack.items()}
 
     def _rename(self, path: str) -> str:
@@ -56,7 +56,7 @@ class Renaming:
 
 
 def inline_regions(gm: fx.GraphModule) -> None:
-    """Replace the calls of regions in a Dynamo graph with copies of their graphs."""
+    """Replace each call of a region in a Dynamo graph with a copy of the region's graph."""
     first: dict[fx.GraphModule, list[fx.Node]] = {}
     for call in [n for n in gm.graph.nodes if compat.is_region(n)]:
         arguments: tuple[Any, ...] = call.args
@@ -74,14 +74,14 @@ def inline_regions(gm: fx.GraphModule) -> None:
 
 
 def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]) -> Renaming:
-    """Return the renaming for a call with `operands`. The first call had the operands `first`."""
+    """Return the renaming for the call with `operands`; `first` are the first call's operands."""
     if operands is first:
         return Renaming()
     pairs = []
     for placeholder, one, other in zip(_placeholders(region), first, operands, strict=True):
         module = module_path(placeholder).split(".")
         old, new = (_module_of_source(x) for x in (one, other))
-        # A source may begin with a variable, which is not a part of the module path.
+        # Dynamo's source may begin with a variable, which is not a part of the module path.
         if new and old[-len(module) :] == module:
             begin = len(old) - len(module)
             pairs.append((tuple(module), tuple(new[begin:])))
@@ -89,7 +89,7 @@ def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.No
 
 
 def _module_of_source(node: fx.Node) -> list[str]:
-    """Return the path of a parameter's module, split at the dots; [] for other inputs."""
+    """Return the path of a parameter's module, split at its dots; [] if `node` is no parameter."""
     path, _, name = compat.source_of(node).rpartition("._parameters[")
     return clean_path(path).split(".") if name else []
 
@@ -105,7 +105,7 @@ def _inline(
     operands: list[fx.Node],
     renaming: Renaming,
 ) -> None:
-    """Copy the graph of a region before its call, and replace the results of the call."""
+    """Copy the nodes of a region before its call, and replace the call's results by the copies."""
     copies: dict[fx.Node, fx.Node] = {}
     for placeholder, operand in zip(_placeholders(region), operands, strict=True):
         copies[placeholder] = operand

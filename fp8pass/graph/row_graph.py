@@ -1,9 +1,9 @@
 """A graph that computes a chunk of rows, and its inputs. `row_writer.py` adds the operators.
 
-A value of the original graph has rows if the product of its leading dimensions is the number of
-rows, or the number of rows that a shift leaves. The chunk's graph flattens these dimensions into
-its first dimension. A value from outside becomes an input. An input without rows is shared by all
-chunks.
+A value of the original graph *has rows* if the product of its leading dimensions is the number of
+rows, or the number of rows that remain after a shift (`Shift`). The chunk's graph flattens these
+leading dimensions into one. A value from outside the subgraph becomes an input of the chunk's
+graph. All chunks share the inputs that do not have rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.graph.nodes import aten, emit, tensor
 
-# Metadata key of nodes outside the chunks that compute gradients for an incoming gradient of 1.
+# Metadata key. It marks a node outside the chunks as a gradient that is computed as if the incoming
+# gradient were 1.
 UNIT_TANGENT = "fp8pass_unit_tangent"
 
 
@@ -28,19 +29,19 @@ class NotRowwise(Exception):
 
 
 def describe(node: fx.Node) -> str:
-    """Describe a node in terms of the user's program, which does not contain node names."""
+    """Describe a node by its operator, because the user does not know the names of nodes."""
     is_operator = node.op == "call_function"
     return f"the operator {graph.operator_name(node)}" if is_operator else "an input"
 
 
 @dataclass(frozen=True)
 class Shift:
-    """A slice along a leading dimension. The slice drops rows at the start and at the end.
+    """A slice along a leading dimension, which drops rows at the start and at the end.
 
     Attributes:
-        lead: the leading dimensions before the slice.
-        dim: the sliced dimension.
-        before, after: how many elements the slice drops at the start and at the end.
+        lead: the sizes of the leading dimensions of the unsliced value.
+        dim: the index of the sliced dimension.
+        before, after: how many elements of `dim` the slice drops at the start and at the end.
     """
 
     lead: tuple[Any, ...]
@@ -50,19 +51,24 @@ class Shift:
 
     @property
     def remaining(self) -> tuple[Any, ...]:
-        """The leading dimensions after the slice."""
+        """The sizes of the leading dimensions of the sliced value."""
         size = self.lead[self.dim] - self.before - self.after
         return (*self.lead[: self.dim], size, *self.lead[self.dim + 1 :])
 
     @property
     def end(self) -> int:
-        """The end of the slice, counted from the end of the dimension."""
+        """The `end` argument of the slice: `-after`, or the largest integer if `after` is 0."""
         return -self.after if self.after else torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How many leading dimensions of a value are rows, and whether a shift has dropped rows."""
+    """How the rows of a value are arranged.
+
+    Attributes:
+        dims: the number of leading dimensions whose product is the number of rows.
+        shifted: whether the value only has the rows that remain after the shift.
+    """
 
     dims: int
     shifted: bool
@@ -73,15 +79,15 @@ class RowGraph:
 
     Args:
         rows: the total number of rows.
-        example: the number of rows of the fake values in the body.
-        outside: maps a value that the subgraph reads to the value to pass to the body.
-        emit_outside: adds a node outside the body, to prepare an input.
-        as_arguments: turns a shape into arguments for a node outside the body.
+        example: the number of rows that fake values in the body have.
+        outside: returns the node to pass to the body in place of a value that the subgraph reads.
+        emit_outside: adds a node outside the body, which prepares an input.
+        as_arguments: turns the sizes of a shape into arguments of a node outside the body.
 
     Attributes:
         body: the graph.
-        row_inputs: maps each value with rows outside the body to the body's placeholder for it.
-        shared_inputs: maps each value that all rows share to the body's placeholder for it.
+        row_inputs: maps each outside value that has rows to its placeholder in the body.
+        shared_inputs: maps each outside value that all rows share to its placeholder in the body.
         sums: the nodes of the subgraph that are sums over rows.
     """
 
@@ -107,11 +113,11 @@ class RowGraph:
         self._prepared: dict[tuple[Any, ...], fx.Node] = {}
 
     def __getitem__(self, node: fx.Node) -> fx.Node:
-        """Return the body's node for a node of the subgraph. A sum covers the chunk's rows only."""
+        """Return the body's node for a node of the subgraph. Sums are over the chunk's rows only."""
         return self._sums.get(node) or self._written[node]
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Add the output. Return the values with rows and the shared values to pass to the body."""
+        """Add the output node. Return the body's arguments: values with rows, and shared values."""
         rows, shared = self.row_inputs, self.shared_inputs
         for placeholder in reversed([*rows.values(), *shared.values()]):
             next(iter(self.body.nodes)).prepend(placeholder)
@@ -119,7 +125,7 @@ class RowGraph:
         return list(rows), list(shared)
 
     def restore(self, node: fx.Node, result: fx.Node) -> fx.Node:
-        """Reshape a result of all rows, [T, ...], to the shape of the node that it replaces."""
+        """Reshape `result`, [T, ...] for all rows, to the shape of `node`, which it replaces."""
         if self.layout(node).shifted:
             assert self.shift is not None
             shift, (*_, rest) = self.shift, self._split(node)
@@ -152,7 +158,7 @@ class RowGraph:
         return layout, shape[: layout.dims], rest
 
     def _row_dim(self, x: Any, dim: Any) -> int:
-        """Return the body's dimension for `dim` of `x`, which must not be a dimension of rows."""
+        """Return the index in the body of dimension `dim` of `x`, which must not contain rows."""
         layout = self.layout(x)
         dim = dim % tensor(x).ndim
         if dim < layout.dims:
@@ -178,7 +184,7 @@ class RowGraph:
         return self._row_input(operand, *self._split(operand))
 
     def _broadcast_operand(self, operand: Any, node: fx.Node) -> Any:
-        """Return the body's node for an operand that broadcasts to the shape of a node."""
+        """Return the body's node for an operand that is broadcast to the shape of `node`."""
         if not isinstance(operand, fx.Node):
             return operand
         if graph.value(operand) is None:
@@ -221,7 +227,10 @@ class RowGraph:
     def _row_input(
         self, operand: fx.Node, layout: RowLayout, lead: Sequence[Any], rest: Sequence[Any]
     ) -> fx.Node:
-        """Return the input for a value with rows, expanded to `lead` and padded after a shift."""
+        """Return the input for an operand that is expanded to the shape (*lead, *rest).
+
+        If a shift has dropped rows of the operand, zeros are inserted for these rows.
+        """
         key = operand, layout.shifted, *map(str, (*lead, *rest))
         if key not in self._prepared:
             x, shape = self.outside(operand), (*lead, *rest)
@@ -232,7 +241,7 @@ class RowGraph:
         return self._placeholder_of_rows(self._prepared[key], rest)
 
     def _shift_mask(self, node: fx.Node, ndim: int) -> fx.Node:
-        """Return a mask input, [c, 1, ...], that is true for the rows that the shift leaves."""
+        """Return an input, [c, 1, ...], that is True in the rows that remain after the shift."""
         assert self.shift is not None
         rest = [1] * (ndim - 1)
         key = ("shift", ndim)
@@ -247,7 +256,7 @@ class RowGraph:
         return self._placeholder_of_rows(self._prepared[key], rest)
 
     def _pad_shifted(self, x: fx.Node, rest: Sequence[Any]) -> fx.Node:
-        """Insert zeros into a shifted value for the rows that the shift dropped."""
+        """Insert zeros into a shifted value in place of the rows that the shift dropped."""
         shift = self.shift
         assert shift is not None
         x = self._reshape_outside(x, (*shift.remaining, *rest))
@@ -267,7 +276,7 @@ class RowGraph:
         return self.row_inputs[source]
 
     def _placeholder(self, source: fx.Node, fake: torch.Tensor) -> fx.Node:
-        # Passes recognize gradients by the names that joint graphs give to tangents.
+        # Passes recognize gradients by AOTAutograd's placeholder names, `tangents_1` etc.
         prefix = "tangents" if source.meta.get(UNIT_TANGENT) else "primals"
         number = len(self.row_inputs) + len(self.shared_inputs) + 1
         first = next((n for n in self.body.nodes if n.op != "placeholder"), self.body._root)
@@ -289,7 +298,7 @@ class RowGraph:
         return node
 
     def _view_rows(self, x: fx.Node, rest: tuple[int, ...], node: fx.Node) -> fx.Node:
-        """Reshape each row to `rest`."""
+        """Reshape each row of `x` to the sizes `rest`."""
         if tuple(tensor(x).shape[1:]) == rest:
             return x
         return self._emit(aten.view.default, x, [-1, *rest], like=node)
@@ -309,7 +318,7 @@ def _same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _dropped(start: Any, end: Any, size: Any) -> tuple[int, int]:
-    """Return how many elements a slice drops at the start and at the end."""
+    """Return how many of `size` elements a slice drops at the start and at the end."""
     if isinstance(size, int):
         first, last, _ = slice(start, end).indices(size)
         return first, size - last

@@ -1,15 +1,16 @@
 """Rewrite a subgraph, operator by operator, to compute a chunk of its rows.
 
 A matrix [T, N] has T rows. Other values have rows, too, if the product of their leading dimensions
-is T: `[B, S, V]` and `[T, 1]`, with T = B·S. Operators that compute each row by itself can run on
-any number c of rows. The rewritten graph flattens values with rows to `[c, ...]`:
+is T, for example `[B, S, V]` with B·S = T. An operator that computes each row from the same row of
+its operands can run on any number c of rows. In the rewritten graph, values with rows have the
+shape `[c, ...]`:
 
     before   x [B, S, V];  m = amax(x, [2], True);  y = sub(x, m);  g = mm(t(y), h)
     after    x [c, V];     m = amax(x, [1], True);  y = sub(x, m);  g = mm(t(y), h)
 
 A result either has rows, or is a sum over rows, like `g`. The shift of a language model's loss,
-`x[:, :-1]`, drops rows. The chunks compute the dropped rows, too, with zeros for missing inputs,
-and the results are sliced afterwards.
+`x[:, :-1]`, drops rows. The chunks nevertheless compute these rows, from zeros where an input lacks
+the rows. `RowGraph.restore` slices the results afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fp8pass.graph.row_graph import NotRowwise, RowGraph, describe
 
 log = logging.getLogger("fp8pass")
 
-# Sums over rows can be added up over chunks. Other reductions over rows cannot.
+# Sums over a chunk's rows can be added up over the chunks. Other reductions over rows cannot.
 SUM_OPERATORS = {aten.sum.default, aten.sum.dim_IntList}
 # Reductions that take the reduced dimensions as the second argument.
 ROW_REDUCTIONS = SUM_OPERATORS | {
@@ -52,7 +53,7 @@ SCATTERS = {aten.scatter_add.default, aten.scatter.src, aten.scatter.value}
 
 
 class ChunkWriter(RowGraph):
-    """Writes the graph of a chunk, operator by operator."""
+    """A `RowGraph` whose body is written operator by operator."""
 
     def write(self, node: fx.Node, part: set[fx.Node]) -> None:
         """Add a node of the subgraph `part` to the body. The node's operands must be added before.
@@ -61,7 +62,7 @@ class ChunkWriter(RowGraph):
             NotRowwise: the operator mixes rows, or has no implementation for chunks.
         """
         if node.target is aten.permute.default and graph.skip_transposes(node)[1]:
-            return  # GEMMs read the matrix before the transpose
+            return  # `_gemm` and `_shared_input` skip transposes and read the matrix itself
         if graph.is_getitem(node) and node.args[0] not in part:
             raise NotRowwise(f"{describe(node)} has several results")
         write = _WRITERS.get(node.target) or _WRITERS_OF_KINDS.get(kind(node))
@@ -130,7 +131,7 @@ class ChunkWriter(RowGraph):
         return self._view_rows(self._row_operand(x), rest, node)
 
     def _slice_scatter(self, node: fx.Node) -> fx.Node:
-        """Write `source` to the rows that the shift leaves. Other rows come from `base`."""
+        """Write `source` to the rows that remain after the shift; other rows are from `base`."""
         base, source = node.args[:2]
         dim = node.args[2] if len(node.args) > 2 else 0
         lead = tuple(tensor(node).shape[: self.layout(node).dims])
@@ -160,7 +161,7 @@ class ChunkWriter(RowGraph):
         )
 
     def _scatter(self, node: fx.Node) -> fx.Node:
-        """Write one element of each row by comparing column numbers, because comparisons fuse."""
+        """Write one element of each row with a `where` on column numbers, which can be fused."""
         x, dim, index, source = node.args[:4]
         val, shape = tensor(node), tensor(index).shape  # type: ignore[arg-type]
         last = dim % val.ndim == val.ndim - 1  # type: ignore[operator]

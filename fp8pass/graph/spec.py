@@ -28,8 +28,8 @@ fp8 = torch.ops.fp8pass
 _FP8_NAMESPACES = ("fp8pass", "fp8pass_codegen", "fp8pass_host")
 _HOST_COPIES = (to_host, from_host, settled)
 
-# Operators that may lie between a quantized shard and its gathered matrix, or between quantized
-# tokens and the permuted tokens.
+# Operators that may lie between a quantized shard and the matrix gathered from the shards, or
+# between quantized tokens and the same tokens in another order.
 _BETWEEN_SHARD_AND_MATRIX = {
     *(fp8.as_codes.default, fp8.as_bytes.default, WAIT_TENSOR, ALL_GATHER, aten.index.Tensor),
     *(VIEWS | {aten.cat.default, aten.clone.default}),
@@ -46,10 +46,10 @@ class MalformedGraph(AssertionError):
 def verify(g: fx.Graph) -> None:
     """Raise MalformedGraph unless `g` is well formed.
 
-    - Nodes come after their operands, and every used node has a fake value.
+    - Nodes come after their operands, and every node with users has a fake value.
     - While the graph contains operators of the dialect (`dialect/ops.py`), no other operator reads
       an FP8 tensor.
-    - Every operator of the dialect has valid operands (`OPERANDS`) that fit together (`CHECKS`).
+    - The operands of each operator of the dialect are valid (`OPERANDS`) and consistent (`CHECKS`).
     """
     g.lint()
     has_dialect = any(n.target in OPERATORS for n in g.nodes)
@@ -60,9 +60,9 @@ def verify(g: fx.Graph) -> None:
 
 
 def verify_no_kernels(g: fx.Graph) -> None:
-    """Raise MalformedGraph if a joint or inference graph calls a kernel.
+    """Raise MalformedGraph if `g`, a joint or inference graph, calls a generated kernel.
 
-    Kernels replace operators of the dialect only in the graphs that Inductor compiles.
+    Kernels replace operators of the dialect later, in the graphs that Inductor compiles.
     """
     for node in g.nodes:
         if getattr(node.target, "namespace", None) == "fp8pass_codegen":
@@ -77,9 +77,10 @@ def verify_lowered(g: fx.Graph) -> None:
 
 
 def verify_guards(g: fx.Graph, before: int) -> None:
-    """Raise MalformedGraph if a pass added guards on dynamic shapes. `before` counts old guards.
+    """Raise MalformedGraph if a pass added guards on dynamic shapes.
 
-    Comparing two symbolic sizes adds a guard, and PyTorch recompiles if a guard fails.
+    A comparison of two symbolic sizes adds a guard, and PyTorch recompiles if a guard fails.
+    `before` is the number of guards before the pass.
     """
     if added := compat.restrictions(g, before):
         raise MalformedGraph(f"a pass added guards on dynamic shapes: {', '.join(added)}")
@@ -107,7 +108,7 @@ def _problems(node: fx.Node, has_dialect: bool) -> Iterator[str]:
         yield from check(node, *node.args)
 
 
-# A predicate of one operand, and the text of the error if the predicate is false.
+# A predicate on one operand, and the error message, which follows the operand's name.
 Constraint = tuple[Callable[[Any], bool], str]
 
 ANY: Constraint = (lambda x: True, "")
@@ -125,7 +126,7 @@ MASKABLE: Constraint = (
     "must be bfloat16, float16 or float32",
 )
 FORMAT: Constraint = (lambda name: name in FORMATS, "is an unknown format")
-# The next two predicates raise a ValueError that names the problem.
+# The next two predicates do not return False, but raise a ValueError with the error message.
 QUANTIZATION: Constraint = (lambda text: bool(parse(str(text))), "")
 SIMULATED_FORMAT: Constraint = (lambda text: bool(simulated_format(str(text))), "")
 
@@ -149,7 +150,7 @@ OPERANDS: dict[Any, tuple[Constraint, ...]] = {
 }
 
 
-# Checks that operands fit together. Each check yields the problems that it finds.
+# Checks that the operands of one operator are consistent. Each check yields the problems it finds.
 
 
 def _check_amax(node: fx.Node, x: fx.Node, block: Any) -> Iterator[str]:
@@ -204,7 +205,7 @@ def _check_joined(node: fx.Node, parts: Any) -> Iterator[str]:
 def _check_scaled_mm(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check that each operand comes with the scale and format that it was quantized with."""
+    """Check that `a` and `b` were quantized with the scale and format that the call states."""
     columns = tensor(node).shape[1]
     if _is_fp8(a) and not is_multiple_of_16(columns):
         yield f"its result has {columns} columns, but tensor cores need a multiple of 16"
@@ -220,7 +221,10 @@ def _check_scaled_mm(
 
 
 def _check_joined_parts(*operands: fx.Node) -> Iterator[str]:
-    """Check that `joined` computes both operands, unless a kernel stores one contiguously."""
+    """Check that both operands are results of `joined`.
+
+    An operand may also come from a kernel, which stores the joined parts contiguously.
+    """
     joined = [x for x in operands if graph.is_call(x, fp8.joined.default)]
     others = [x for x in operands if x not in joined]
     if any(_is_visible(_skip_transpose(x)) for x in others):
@@ -255,7 +259,7 @@ def _check_transpose_segments(
 def _check_scaled_grouped_mm(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, offsets: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check that operands have a scale for each row, and `b` has a matrix for each expert group."""
+    """Check that `a` and `b` have a scale for each row, and `b` a matrix for each expert group."""
     for data, scale in ((a, a_scale), (b, b_scale)):
         quantized = _skip_gather(_skip_transpose(data))
         has_row_scales = tensor(scale).ndim == 2
@@ -273,7 +277,7 @@ def _check_scaled_grouped_mm(
 def _check_scaled_grouped_outer(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check that operands come from `transpose_segments`, with the scales of that operator."""
+    """Check that `transpose_segments` computes `a` and `b` with the same scales as the call."""
     for data, scale in ((a, a_scale), (b, b_scale)):
         transposed = _skip_host_copies(data)
         if _is_visible(transposed):
@@ -342,7 +346,7 @@ CHECKS: dict[Any, Callable[..., Iterator[str]]] = {
 
 
 def _skip_host_copies(node: fx.Node) -> fx.Node:
-    """Return the tensor that was copied to host memory and back, if the graph shows the copies."""
+    """Return the tensor that was copied to host memory and back, if this graph does the copies."""
     while node.target in _HOST_COPIES:
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -356,7 +360,7 @@ def _skip_transpose(data: fx.Node) -> fx.Node:
 
 
 def _skip_gather(node: fx.Node) -> fx.Node:
-    """Return the shard behind a gathered matrix. Return other matrices unchanged."""
+    """Return the shard that a matrix was gathered from. Return other matrices unchanged."""
     while graph.operator_of(node).target in _BETWEEN_SHARD_AND_MATRIX:
         node = node.args[0]  # type: ignore[assignment]
         node = node[0] if isinstance(node, (list, tuple)) else node
@@ -369,14 +373,17 @@ def _is_visible(data: fx.Node) -> bool:
 
 
 def _is_same(x: object, y: object) -> bool:
-    """Whether two values are one node, or recomputed copies of one node."""
+    """Whether two operands are the same node, or recomputed copies of the same node."""
     if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
         return False
     return x.meta.get(COPIED_VALUE, x.name) == y.meta.get(COPIED_VALUE, y.name)
 
 
 def _have_same_amax(shard_scale: Any, scale: Any) -> bool:
-    """Whether the scales of a shard and of the gathered matrix come from the same amaxes."""
+    """Whether the scales of a shard and of the gathered matrix are computed from equal amaxes.
+
+    Return True if either scale is not computed by `fp8.scale` in this graph.
+    """
     if not (shard_scale.target is scale.target is fp8.scale.default):
         return True
     return _is_same(_skip_gather(scale.args[0]), shard_scale.args[0])
@@ -387,7 +394,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _agree(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether shapes may be equal. Symbolic sizes are not compared, which would add guards."""
+    """Whether shapes may be equal. Symbolic sizes are skipped: to compare them would add guards."""
     static = (pair for pair in zip(a, b, strict=False) if all(isinstance(x, int) for x in pair))
     return len(a) == len(b) and all(x == y for x, y in static)
 

@@ -1,9 +1,10 @@
 """The sympy functions and helpers that the formulas of pointwise operators use.
 
 A formula takes the arguments of an operator, with an `Operand` for each tensor, and returns the
-sympy expression of one element. A formula raises `Underivable` if a relative perturbation of an
-operand may have an unbounded effect, for example at a division by a number that may vanish.
-Comparisons are allowed; `error_analysis/jumps.py` decides whether they make the result jump.
+sympy expression of one element of the result. A formula raises `Underivable` if a relative
+perturbation of an operand may have an unbounded effect, for example in a division by a number that
+may be zero. Formulas may contain comparisons; `error_analysis/jumps.py` decides whether these make
+the result jump.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class UnitStep(sympy.Function):
 
 
 class Where(sympy.Function):
-    """`Where(c, a, b)`: a where c is 1, b where c is 0. The other value need not be finite."""
+    """`Where(c, a, b)`: a where c is 1, b where c is 0. The value not chosen may be infinite."""
 
     nargs = 3
     is_real = True
 
     def fdiff(self, argindex: int = 1) -> Expr:
-        """Differentiate by an argument: 0 for the condition, because its changes are jumps."""
+        """Differentiate by an argument. By the condition the derivative is 0 between its jumps."""
         condition = self.args[0]
         return {1: sympy.Integer(0), 2: condition, 3: 1 - condition}[argindex]
 
@@ -104,7 +105,7 @@ TORCH_FUNCTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor operand of a formula. The symbol stands for one element."""
+    """A tensor operand of a formula. `symbol` stands for one element of the tensor."""
 
     symbol: Symbol
 
@@ -122,9 +123,9 @@ def to_sympy(x: Operand | float | int) -> Expr:
 
 
 def elementwise(function: Callable[..., Expr]) -> Formula:
-    """Return the formula that applies a function to sympy expressions.
+    """Return the formula that applies `function` to its arguments as sympy expressions.
 
-    `alpha`, an argument of sums and differences, scales the second operand.
+    The keyword argument `alpha` of sums and differences is a factor of the second operand.
     """
 
     def formula(*args: Any, **kwargs: Any) -> Expr:
@@ -140,7 +141,7 @@ def elementwise(function: Callable[..., Expr]) -> Formula:
 
 
 def quotient(numerator: Expr, denominator: Expr) -> Expr:
-    """Divide by a constant, or by an expression that is known to be positive."""
+    """Divide two expressions. The denominator must be a constant or known to be positive."""
     if denominator.is_number or denominator.is_positive:
         return numerator / denominator
     raise Underivable(f"division by {denominator}, which may be zero")
@@ -161,7 +162,7 @@ def logarithm(x: Expr) -> Expr:
 
 
 def power(base: Operand, exponent: float | Operand) -> Expr:
-    """Raise an operand to a constant power."""
+    """Raise an operand to a constant power. Raise Underivable if the effect may be unbounded."""
     if isinstance(exponent, Operand):
         raise Underivable("a power whose exponent is a tensor")
     constant = to_sympy(exponent)
@@ -173,7 +174,7 @@ def power(base: Operand, exponent: float | Operand) -> Expr:
 
 
 def comparison(sign: int, *, or_equal: bool = False) -> Formula:
-    """Return the formula of x > y, or of x < y if `sign` is -1. Its value is 0 or 1."""
+    """Return the formula of x > y, or of x < y if `sign` is -1. The formula's value is 0 or 1."""
 
     def compare(x: Operand, y: Operand | float) -> Expr:
         if _is_infinite(y):

@@ -13,8 +13,8 @@ ADDED_BY_PASS = "fp8pass_added_by_pass"
 # On `scaled_mm`: the name of the GEMM that it replaced.
 REPLACED_GEMM = "fp8pass_replaced_gemm"
 
-# On `scaled_mm`: the result is the transpose of the replaced GEMM's result. In a batch, each matrix
-# is transposed.
+# On `scaled_mm`: whether the result is the transpose of the replaced GEMM's result. In a batch,
+# each matrix is transposed.
 IS_TRANSPOSED = "fp8pass_is_transposed"
 
 # On the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.
@@ -28,7 +28,8 @@ HIGH_PRECISION_BY_CHOICE = "fp8pass_high_precision_by_choice"
 # `weight` or `gradient`).
 OPERAND_OF = "fp8pass_operand_of"
 
-# On gathered FP8 data: the name of the original tensor, which was gathered and then quantized.
+# On FP8 data that are quantized before the all-gather: the name of the gathered tensor that the
+# original graph quantized.
 ORIGINAL_GATHER = "fp8pass_original_gather"
 
 # On an all-gather: the reason why it does not gather quantized data.
@@ -42,5 +43,5 @@ IS_OFFLOADED = "fp8pass_is_offloaded"
 
 
 def original_name(node: fx.Node) -> str:
-    """Return the name of a node, or of the GEMM that it replaced."""
+    """Return the name of the GEMM that a node replaced, or else the node's name."""
     return str(node.meta.get(REPLACED_GEMM, node.name))
