@@ -91,7 +91,7 @@ class Region:
         ]
 
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for regions of equal structure and shapes, as in many layers."""
+        """Return a key that is equal for regions of equal structure and shapes."""
         number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
         roles = tuple(
             (role, graph.shape_text(graph.tensor(n)), filled_with(n), n in self.nonpositive)

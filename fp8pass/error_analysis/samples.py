@@ -39,7 +39,7 @@ class Moments:
 
     @classmethod
     def rounded(cls, mean: float, std: float) -> Moments:
-        """Round moments by up to a fifth, so that similar layers have equal moments and one rule."""
+        """Round moments by up to a fifth, so that similar layers share one rule."""
         if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
             return UNIT_VARIANCE
         near = 2 ** (round(2 * math.log2(std)) / 2)

@@ -113,7 +113,7 @@ class RowGraph:
         self._prepared: dict[tuple[Any, ...], fx.Node] = {}
 
     def __getitem__(self, node: fx.Node) -> fx.Node:
-        """Return the body's node for a node of the subgraph. Sums are over the chunk's rows only."""
+        """Return the body's node for a node of the subgraph. Sums cover the chunk's rows only."""
         return self._sums.get(node) or self._written[node]
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
