@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8pass import compat, graph
@@ -132,4 +133,23 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
     for half in (forward, backward):
         remove_unused(half.graph)  # for example collectives with unused results
         half.recompile()
+    share_storages(forward.graph)
     return forward, backward
+
+
+def share_storages(g: fx.Graph) -> None:
+    """Make the fake value of each view share the storage of the viewed tensor's fake value.
+
+    A pass that replaces an operator creates a new fake value, but views of the result keep the old
+    one. AOTAutograd compares storages to find saved tensors that are not part of an output, and the
+    backward may overwrite these tensors.
+    """
+    for node in g.nodes:
+        x = graph.value(node)
+        if x is None or kind(node) is not Kind.VIEW or graph.is_getitem(node):
+            continue
+        base = graph.value(node.args[0])
+        if base is not None and compat.weak_storage(x) != compat.weak_storage(base):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with torch.no_grad():
+                node.meta["val"] = node.target(*args, **kwargs)

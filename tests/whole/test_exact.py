@@ -303,3 +303,29 @@ def test_options_can_make_a_random_program_exact(case):
     exact = Backend(Config(save_format="e2m1", error_tolerance=math.inf, **ALL_EXACT))
     with patch.dict(PATHS, {"all exact": (exact, stock_eager)}):
         check(program, tuple(inputs), path="all exact")
+
+
+class ReturnsHidden(nn.Module):
+    """Returns the result of a layer. The backward also reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.gain = nn.Linear(32, 64, bias=False), nn.Parameter(torch.rand(64))
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        gated = torch.where(hidden > 0, hidden, hidden * self.gain)
+        return torch.cat([gated, hidden.gather(-1, (hidden.detach() > 0).long())], -1), hidden
+
+
+@pytest.mark.parametrize("recipe", ["exact", "linear"])
+def test_a_backward_does_not_overwrite_outputs(recipe):
+    """Inductor reuses the memory of saved tensors that are no part of an output."""
+    model = ReturnsHidden()
+    compiled = torch.compile(model, backend="fp8pass", options={"recipe": recipe})
+    outputs = compiled(torch.randn(48, 2, 4, 32, requires_grad=True))
+    before = [y.clone() for y in outputs]
+    gradients = [torch.randn_like(y) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, before, strict=True))
