@@ -73,8 +73,8 @@ def test_factors_of_a_small_gradient_have_8_bits(gate):
 
 
 @pytest.mark.long
-def test_factors_of_the_gradient_of_a_vector_have_4_bits():
-    assert any(f.startswith("e2m1") for f in formats_before_the_sum(Gated(vector, 128)))
+def test_factors_of_the_gradient_of_a_vector_have_5_bits():
+    assert any(f.startswith("e2m2") for f in formats_before_the_sum(Gated(vector, 128)))
 
 
 @pytest.mark.parametrize("gate", [scalar, streams, contraction, tokens, slope])
