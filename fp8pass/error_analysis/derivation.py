@@ -40,12 +40,12 @@ class Amplification:
     """Relative error of gradients per unit relative error of a stored value.
 
     Attributes:
-        bound: the largest amplification of any perturbation, to first order.
+        bound: an upper limit of the amplification of any perturbation, to first order.
         expected: the root mean square amplification of independent perturbations.
-        flush_bound: the bound for errors relative to the largest value of a row. Formats that round
-            small values to zero have such errors.
-        needs_signs: whether the format must not round any value to zero, because the backward
-            compares the value with zero, as in ReLU, or sums over positions.
+        flush_bound: the bound for errors relative to the largest element of a row. Formats that
+            round small elements to zero have such errors.
+        needs_signs: whether the format must not round any element to zero, because the backward
+            compares the value with zero, as in ReLU, or sums its products over positions.
     """
 
     bound: float
@@ -70,15 +70,15 @@ UNITY = Amplification(1.0, 1.0)
 
 @dataclass(frozen=True)
 class RegionRule:
-    """The rule of one region. Nodes are indices into `(*region.inputs, *region.nodes)`.
+    """The rule of one region. Integers stand for nodes: indices into `(*inputs, *nodes)`.
 
     Attributes:
         amplifications: the amplification of each node that may be stored.
         jumping: members that must not be computed from inexact values, because results would jump.
-        ungrouped: nodes with elements that cannot share a scale, each with the reason.
+        ungrouped: maps nodes whose elements cannot share a scale to the reason.
         outliers: nodes that may have a few huge or infinite elements.
-        grows: whether the region contains an exponential without a bound.
-        reason: why no rule could be derived, or ''.
+        grows: whether the region's results grow exponentially with its inputs (`ranges.py`).
+        reason: why no rule could be derived; '' if a rule was derived.
     """
 
     amplifications: dict[int, Amplification] = field(default_factory=dict)
@@ -94,9 +94,9 @@ class InputFacts:
     """Facts about the inputs of a region.
 
     Attributes:
-        moments: the mean and the standard deviation of values.
-        weights: exact inputs that are parameters.
-        outliers: values that may have a few huge or infinite elements.
+        moments: the mean and the standard deviation of the inputs' elements, if known.
+        weights: the inputs that are exact because they are computed from parameters alone.
+        outliers: the inputs that may have a few huge or infinite elements.
     """
 
     moments: Mapping[fx.Node, Moments] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class InputFacts:
     outliers: Collection[fx.Node] = ()
 
     def key(self, region: Region) -> tuple[object, ...]:
-        """Return a key that is equal for regions of equal structure with the same facts."""
+        """Return the facts about the inputs of `region`, in their order, as a hashable key."""
         return tuple(
             (self.moments.get(n), n in self.weights, n in self.outliers) for n in region.inputs
         )
@@ -115,7 +115,7 @@ _LARGEST_CACHE = 1 << 12  # rules; a full cache is emptied
 
 
 def derive(region: Region, facts: InputFacts) -> RegionRule:
-    """Return the rule of a region. Regions of equal structure are derived once."""
+    """Return the rule of a region. Regions of equal structure and equal facts share one rule."""
     key = region.key(), facts.key(region)
     if key not in _rule_cache:
         if len(_rule_cache) >= _LARGEST_CACHE:
@@ -142,7 +142,7 @@ class Derivation:
     Attributes:
         expressions: the region in symbols.
         samples: values of the symbols.
-        grows: whether the region contains an exponential without a bound.
+        grows: whether the region's results grow exponentially with its inputs (`ranges.py`).
 
     Raises:
         Underivable: no bound can be derived for an operator of the region.
@@ -203,9 +203,10 @@ class Derivation:
         )
 
     def _amplifications(self, compared: Collection[Symbol]) -> dict[Symbol, Amplification]:
-        """Return the largest amplification of each symbol, with all other values recomputed.
+        """Return the largest amplification of each symbol by any output.
 
-        Symbols in `compared` are compared with zero.
+        The backward recomputes all values that depend on the symbol. The outputs depend on the
+        signs of the symbols in `compared`.
         """
         bounds = self.bounds(self.storable)
         flush_bounds = self.bounds(self.storable, relative_to_row=True)
@@ -215,7 +216,7 @@ class Derivation:
         for s in self.storable:
             mean = max(expected[s].values(), default=0.0)
             found[s] = Amplification(
-                # There is no bound where a slope is infinite, as for a root at 0.
+                # An infinite slope, as of a root at 0, has no bound.
                 math.inf if math.isinf(mean) else max(bounds[s].values(), default=0.0),
                 mean,
                 max(flush_bounds[s].values(), default=0.0),
@@ -230,9 +231,9 @@ class Derivation:
         stored: Collection[Symbol] = (),
         relative_to_row: bool = False,
     ) -> Amplifications:
-        """Return the bound for each source and each output.
+        """Return the bound of the amplification of each source by each output.
 
-        The backward reads the symbols in `stored` instead of recomputing them.
+        The backward reads the values of the symbols in `stored` instead of recomputing them.
 
         Raises:
             Underivable: the region is not linear in gradients.

@@ -1,8 +1,8 @@
 """Find differences: sums of terms that may nearly cancel, which amplifies errors of the terms.
 
-Samples do not show cancellation, because samples of two values are independent, with mean zero.
-The backward therefore never computes a difference from terms in low bits, but reads the stored
-difference or exact terms.
+Samples do not reveal cancellation, because samples of two values are independent and have mean
+zero. The backward therefore never computes a difference from terms that were stored in low bits. It
+reads the stored difference, or computes the difference from exact terms.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ ARITHMETIC = (
     *(aten.neg.default, aten.pow.Tensor_Scalar),
 )
 
-# Operators with results of a typical size. Samples show how much a result and a number cancel.
+# Operators whose results have a typical size. For a result plus a number, samples do show how much
+# the two cancel.
 BOUNDED = (
     *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
     *(aten.expm1.default, aten.sin.default, aten.cos.default),
@@ -46,18 +47,18 @@ class Differences:
     """The nodes of a graph that are differences.
 
     Args:
-        constants: nodes that are exact. The caller may add nodes later, in the graph's order.
-        signs: the known signs of nodes.
+        constants: the exact nodes. The caller may add nodes to this collection later.
+        signs: the signs of nodes, if known (`signs.py`).
     """
 
     def __init__(self, constants: Collection[fx.Node], signs: Mapping[fx.Node, KnownSign]) -> None:
         self._constants, self._signs = constants, signs
 
     def __contains__(self, node: fx.Node) -> bool:
-        """Whether a node is a difference with an inexact term.
+        """Whether a node is a sum whose terms may cancel, and which must not have inexact terms.
 
-        The variance of each row is a difference. The deviations of batch normalization are not
-        differences, because AOTAutograd subtracts the mean twice.
+        The variance of each row is a difference. The deviations of batch normalization are not,
+        because AOTAutograd subtracts the mean twice.
         """
         if node.target in VARIANCES:
             return _is_for_each_row(node)
@@ -77,8 +78,8 @@ class Differences:
     def is_of_equals(self, node: fx.Node) -> bool:
         """Whether a node is a difference of two inexact values that are not statistics.
 
-        The two values may be different elements of one value. A single symbol for all elements
-        would make their difference zero.
+        The two values may be different elements of the same tensor. A region has one symbol for all
+        elements of a tensor, so their difference would be zero in its formula.
         """
         terms = _terms(node)
         if terms is None or node not in self:
@@ -87,7 +88,7 @@ class Differences:
         return len(inexact) == 2 and all(_reduction(x) is None for x in inexact)
 
     def _is_bounded(self, node: fx.Node) -> bool:
-        """Whether a value is arithmetic on numbers, `BOUNDED` results and sigmoids alone."""
+        """Whether a value is computed by arithmetic from numbers and bounded results alone."""
         if node.target in BOUNDED or self._is_sigmoid(node):
             return True
         return node.target in ARITHMETIC and all(
@@ -107,7 +108,7 @@ class Differences:
         return any(_number(x) == 1.0 and scale == 1.0 for x, scale in terms)
 
     def _have_one_sign(self, terms: list[Term]) -> bool:
-        """Whether all terms are nonnegative, or all are nonpositive, so that nothing cancels."""
+        """Whether no terms can cancel: all are nonnegative, or all are nonpositive."""
         common = KnownSign.ZERO
         for x, scale in terms:
             number = _number(x)
@@ -125,7 +126,7 @@ class Differences:
     def _is_negated(self, node: fx.Node) -> bool:
         """Whether a node is a negation, or a product with a negative number.
 
-        A constant times a negative number does not count, because it may be a mask.
+        A constant times a negative number is not treated as negated, because it may be a mask.
         """
         negated = False
         while True:
@@ -148,7 +149,7 @@ class Differences:
 
 
 def _terms(node: fx.Node) -> list[Term] | None:
-    """Return the two terms of a sum or difference; None for other operators."""
+    """Return the two operands of a sum or difference, with factors; None for other operators."""
     if len(node.args) < 2:
         return None
     first, second = node.args[:2]
@@ -162,7 +163,7 @@ def _terms(node: fx.Node) -> list[Term] | None:
 
 
 def _number(x: Any) -> float | None:
-    """Return a term that is a number as a float; None for other tensors and symbolic sizes."""
+    """Return the value of a number or of a tensor filled with one number; None for other terms."""
     if isinstance(x, fx.Node):
         return filled_with(x)
     return float(x) if isinstance(x, (int, float)) else None
@@ -188,14 +189,14 @@ def _is_negation_or_copy(node: fx.Node) -> bool:
 
 
 def _reduction(x: Any) -> fx.Node | None:
-    """Return the reduction that computes a term, perhaps times a number; None for other terms."""
+    """Return the reduction whose result, perhaps times a number, is the term `x`; else None."""
     while isinstance(x, fx.Node) and kind(x) is not Kind.REDUCTION:
         x = x.args[0] if _is_negation_or_copy(x) or _factor(x) is not None else None
     return graph.operator_of(x) if isinstance(x, fx.Node) else None
 
 
 def _is_for_each_row(variance: fx.Node) -> bool:
-    """Whether a variance keeps the first dimension. A variance without `dim` is one number."""
+    """Whether a variance does not reduce the first dimension. Without `dim`, it reduces all."""
     rank = graph.tensor(variance.all_input_nodes[0]).ndim
     dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
     return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)
@@ -204,11 +205,12 @@ def _is_for_each_row(variance: fx.Node) -> bool:
 def find_expanded_distances(g: fx.Graph) -> set[fx.Node]:
     """Return the x and y of squared distances that are computed as x² + y² - 2 x y with a GEMM.
 
-    The gradient of x is 2 x Σ g - 2 g y. The two terms nearly cancel, and the backward may compute
-    the terms far from each other in the graph.
+    The gradient of x is 2 x Σ g - 2 g y, whose two terms nearly cancel. The terms may be far from
+    each other in the backward graph, so the search starts from the distances in the forward.
     """
     nothing = frozenset[fx.Node]()
-    # For each node: the values that it copies, and the values in squares and products that it adds.
+    # `values`: for each node, the values that it copies. `squares`, `products`: for each node, the
+    # values whose squares, or products with other values, it contains as terms.
     values = dict[fx.Node, frozenset[fx.Node]]()
     squares, products, found = dict(values), dict(values), set[fx.Node]()
     for node in g.nodes:

@@ -1,14 +1,15 @@
 """Decide which values may be stored in low bits, from the gradients that the backward computes.
 
-`derivation.py` perturbs the values of each region of a joint graph (`regions.py`) to first order.
-The *amplification* of a value is the relative error of the gradients per unit relative error of the
-value, in the worst case (`bound`) and for independent rounding errors (`expected`). A format is
-allowed if
+`derivation.py` computes, to first order, how gradients change with the values of each region of a
+joint graph (`regions.py`). The *amplification* of a value is the relative error of the gradients
+per unit relative error of the value. It is known for the worst case (`bound`) and for independent
+rounding errors (`expected`). A value may be stored in a format if
 
     bound × half step of the format ≤ error_tolerance
 
-Attention has a rule of its own (`attention.py`). A value must be stored exactly if its rule cannot
-be derived, if the value is not a float, or if a mask may have made elements huge (`ranges.py`).
+Attention has a separate rule (`attention.py`). A value must be stored exactly if no rule can be
+derived for its region, or if the value is not a float. A value is not stored in groups with a
+common scale if a mask may have made some of its elements huge (`ranges.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE
 
-# Operators with gradients that are linear in the stored value, and so have its relative error.
+# Operators whose gradients are linear in the stored value: they have the value's relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
@@ -68,8 +69,8 @@ class _Findings:
     Attributes:
         rules: the rule of each region.
         outliers: values that may have a few huge or infinite elements.
-        ungrouped: values with elements that cannot share a scale, each with the reason.
-        recomputable: members that may be computed from inexact values.
+        ungrouped: maps values whose elements cannot share a scale to the reason.
+        recomputable: members of regions that may be computed from inexact values.
     """
 
     rules: dict[Region, RegionRule] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class Rules:
 
     Args:
         g: the joint graph.
-        config: the user's options. Values without `calibration` count with unit variance.
+        config: the user's options. Values without `calibration` are assumed to have unit variance.
         facts: which inputs and outputs of the graph are parameters, activations, gradients.
     """
 
@@ -117,7 +118,7 @@ class Rules:
         self._moments = _read_moments(g, config)
 
     def _find_computed_from(self, inputs: Set[fx.Node]) -> set[fx.Node]:
-        """Return `inputs`, and constants that are computed from these alone."""
+        """Return `inputs` and the constants that are computed from `inputs` alone."""
         found = set(inputs)
         for node in self.graph.nodes:
             operands = node.all_input_nodes
@@ -142,7 +143,7 @@ class Rules:
         return found
 
     def by_last_input(self) -> dict[fx.Node, list[Region]]:
-        """Group the regions by their last forward input."""
+        """Group the regions by the last of their forward inputs in the order of the graph."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[fx.Node, list[Region]] = {}
         for region in self.regions:
@@ -161,8 +162,8 @@ class Rules:
     def _uses_in_regions(self) -> dict[fx.Node, list[Use]]:
         """The uses of each node in regions.
 
-        In a region next to a scan, values must be exact if an exponential may grow near the scan.
-        Otherwise their format must preserve signs.
+        If an exponential may grow in a region next to a scan, the values of all regions next to the
+        scan must be exact. Otherwise the formats of these values must preserve signs.
         """
         rules = self._findings.rules
         exact, bounded = set[Region](), set[Region]()
@@ -213,9 +214,10 @@ class Rules:
         return replace(worst, flush_bound=flush_bound, needs_signs=needs_signs)
 
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
-        """Return, for each use, the amplification of an error that `node` has from its operands.
+        """Return, for each use, the amplification of an error that `node` gets by recomputation.
 
-        Uses in regions are left out, because the amplifications of a region's inputs include them.
+        Uses of a region's member in its region are left out, because the amplifications of the
+        region's inputs include these uses.
         """
         if self._are_off:
             return []
@@ -224,14 +226,15 @@ class Rules:
         return [x for x in uses if isinstance(x, Amplification) and not (inside and x is UNITY)]
 
     def allows(self, node: fx.Node, format: Format) -> bool:
-        """Whether `node` may have the rounding error of `format`."""
+        """Whether the tolerance permits that `node` has the rounding error of `format`."""
         allowed = self.amplification(node).allows(format, self.error_tolerance)
         return allowed and not self.why_exact(node)
 
     def may_be_recomputed(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may be computed from operands that were stored in `format`.
 
-        The amplifications of a region's inputs already include the errors of recomputed members.
+        A region's members need no check of the format, because the amplifications of the region's
+        inputs include the errors of recomputed members.
         """
         if format.lossless or node in self.constants:
             return True
@@ -265,7 +268,8 @@ class Rules:
     def _uses_by(self, user: fx.Node, node: fx.Node) -> Iterator[Use]:
         is_backward = user in self.backward
         if user in self.junctions:
-            # `logcumsumexp`, and backwards written by hand, take the exponential of such a sum
+            # The backward of `logcumsumexp`, like some custom backwards, takes the exponential of
+            # a sum of a gradient and a forward value.
             yield ADDED_TO_GRADIENT if is_backward and node not in self.backward else UNITY
         elif self._is_by_choice(user):
             yield BY_CHOICE
@@ -284,7 +288,7 @@ class Rules:
         return bool(user.meta.get(HIGH_PRECISION_BY_CHOICE)) and user in self.backward
 
     def _use_operand(self, user: fx.Node) -> Use:
-        """Return the rule for an operand of attention, from the sizes of the first operand."""
+        """Return the amplification of errors in an operand of the attention `user`, or a reason."""
         if user.target in FLEX_ATTENTION:
             return "no rule bounds errors in FlexAttention, whose score_mod may be any function"
         sizes = _read_attention_sizes(user)
@@ -298,9 +302,9 @@ class Rules:
         return Amplification(max(bound, expected), expected)
 
     def _use_output(self, user: fx.Node) -> Use:
-        """Return the rule for an attention output that the user allows to be inexact.
+        """Return the rule for an attention output that the options allow to be inexact.
 
-        The expected amplification counts as the bound.
+        The rule has the expected amplification in place of a bound.
         """
         with compat.real_tensors():
             expected = estimate_amplification(*_read_attention_sizes(user), "o")
@@ -317,7 +321,7 @@ def _read_moments(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:
 
 
 def _read_attention_sizes(user: fx.Node) -> tuple[int, int]:
-    """Return the tokens and the head dimension of an attention operator's first matrix."""
+    """Return the number of tokens and the head dimension of attention's first floating operand."""
     values = (graph.value(n) for n in user.all_input_nodes)
     matrix = next(v for v in values if v is not None and v.ndim >= 2 and v.is_floating_point())
     *_, length, head_dim = (compat.size_hint(s) for s in matrix.shape)
