@@ -210,7 +210,7 @@ def _compiles_torch_classes_in_place() -> bool:
 
 
 def original_of(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wrapped, or `model` itself if it is no wrapper."""
+    """Return the module that `torch.compile` wrapped, or `model` itself if it is not a wrapper."""
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 

@@ -77,7 +77,9 @@ def is_primal(node: fx.Node) -> bool:
 
 def input_name(node: fx.Node) -> str:
     """Return the Python expression of a Dynamo graph's input, such as `L['ids']`; '' if unknown."""
-    return getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return name() if callable(name) else name  # a method in old versions of PyTorch
 
 
 def must_recompute(node: fx.Node) -> bool:

@@ -97,9 +97,9 @@ def _is_loss_kernel(node: fx.Node) -> bool:
     Such an operator reads a matrix, and one integer for each row of the matrix. It returns or fills
     a tensor of one number for each row, or a single number.
     """
-    if node.op != "call_function" or kind(node) is not Kind.OTHER or graph.is_getitem(node):
+    if node.op != "call_function" or getattr(node.target, "namespace", None) in ("aten", "prims"):
         return False
-    if getattr(node.target, "namespace", None) in ("aten", "prims"):
+    if graph.is_getitem(node) or kind(node) is not Kind.OTHER:
         return False
     operands = [x for n in node.all_input_nodes if (x := value(n)) is not None]
     labels = [x for x in operands if x.dtype in (torch.int32, torch.int64) and x.ndim > 0]

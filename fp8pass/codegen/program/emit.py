@@ -76,7 +76,7 @@ def _build_program(
 def _merge_steps(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """Return, for each node in `others`, its steps in `steps`, then its other steps in `others`."""
+    """Return the steps of each node in `others`: first those in `steps`, then all new ones."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])
