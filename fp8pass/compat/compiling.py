@@ -40,6 +40,11 @@ __all__ = [
     "uses_cuda_graphs",
 ]  # fmt: skip
 
+# Before 2.13, Dynamo does not check a parameter again while the dict that holds it is unchanged. So
+# unfreezing a layer would not compile the model again, and the layer would not be trained.
+if torch.__version__ < "2.13":
+    dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
+
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 

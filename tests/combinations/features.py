@@ -52,8 +52,7 @@ class Attach(Optimizer):
         t.steps_in_backward = True
 
     def start(self, t: Training) -> None:
-        backwards = t.accumulate * t.way.backwards
-        fp8pass.optim.step_in_backward(t.model, t.optimizer, accumulate=backwards)
+        t.step_in_backward()
 
 
 class Frozen(Feature):
@@ -202,12 +201,13 @@ class Watched(Feature):
 
 
 class Guarded(Feature):
-    """A Guard that would lower the learning rate, or would only warn where there are ranks."""
+    """A Guard that would lower the learning rate and roll back, as far as the setting allows."""
 
     ours = True
 
     def start(self, t: Training) -> None:
-        act = ("lower lr", "roll back") if t.way.ranks == 1 else ()
+        act = () if t.steps_in_backward else ("lower lr",)
+        act = (*act, "roll back") if t.way.ranks == 1 else ()
         t.guard = fp8pass.Guard(model=t.model, optimizer=t.optimizer, act=act, every=2)
 
     def after_step(self, t: Training, step: int) -> None:

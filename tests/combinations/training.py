@@ -160,6 +160,7 @@ class Training:
         accumulate: micro-batches of a step.
         losses: the losses of the steps, the mean over ranks.
         steps_in_backward: whether `loss.backward()` updates the weights.
+        attached: what `step_in_backward` returned, if the backward updates the weights.
         way: how ranks share the training.
         model: the decoder, or the part of it that this rank trains in a pipeline.
         outer: the module that is called: the model, or DistributedDataParallel around it.
@@ -179,6 +180,7 @@ class Training:
     steps_in_backward: bool = False
     monitor: fp8pass.Monitor | None = None
     scaler: Any = None
+    attached: Any = None
     way: Way = ALONE
     patches: ExitStack = field(default_factory=ExitStack)
     measured: dict[int, Any] = field(default_factory=dict)
@@ -261,8 +263,20 @@ class Training:
         added = list(parameters)
         for parameter in added:
             parameter.requires_grad_()
-        if added:
-            self.optimizer.add_param_group({"params": added})
+        if not added:
+            return
+        if self.attached:
+            self.attached.detach()
+        self.optimizer.add_param_group({"params": added})
+        if self.attached:
+            self.step_in_backward()
+
+    def step_in_backward(self) -> None:
+        """Update the weights in the backward from now on."""
+        backwards = self.accumulate * self.way.backwards
+        self.attached = fp8pass.optim.step_in_backward(
+            self.model, self.optimizer, accumulate=backwards
+        )
 
     def first_block(self) -> list[nn.Parameter]:
         """Return the parameters of the first block that this rank has."""

@@ -174,7 +174,7 @@ class Pipeline(Distributed):
         losses: list[Tensor] = []
         with torch.autocast("cpu", t.autocast or torch.bfloat16, enabled=t.autocast is not None):
             if self._index == 0:
-                run(batch[:, :-1])
+                run(batch[:, :-1].contiguous())  # PyTorch 2.11 checks strides
             else:
                 run(target=batch[:, 1:], losses=losses)
         return losses
@@ -198,7 +198,7 @@ class Pipeline(Distributed):
 
     def _input(self, t: Training) -> Tensor:
         """Return an input of this stage."""
-        batch = t.batches[0][0][:, :-1]
+        batch = t.batches[0][0][:, :-1].contiguous()
         if self._index == 0:
             return batch
         return torch.randn(*batch.shape, SIZE.dim, dtype=t.dtype, requires_grad=True)

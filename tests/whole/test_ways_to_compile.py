@@ -151,6 +151,21 @@ def test_an_empty_weight_stays_exact(sizes):
     assert all(x is None or x.isfinite().all() for x in found.gradients.values())
 
 
+# --- layers that are frozen and unfrozen ----------------------------------------------------------
+
+
+def test_layers_can_be_frozen_and_unfrozen_between_steps():
+    """PyTorch 2.11 by itself compiles the model once, and never trains the unfrozen layer."""
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), torch.randn(16, 64)
+    program = torch.compile(model, backend=Backend(COAT_EAGER))
+    for trained in (False, True, False, True):
+        model.zero_grad()
+        model[0].requires_grad_(trained)
+        program(x).square().mean().backward()
+        assert (model[0].weight.grad is not None) == trained
+        assert model[2].weight.grad is not None
+
+
 # --- a missing C++ compiler -----------------------------------------------------------------------
 
 
