@@ -1,4 +1,4 @@
-"""The options of a compilation: the frozen, validated `Config`, and the recipes, its presets."""
+"""`Config`, which holds the options of a compilation, and recipes, which are named sets of options."""
 
 from __future__ import annotations
 

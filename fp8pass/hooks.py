@@ -89,8 +89,8 @@ class Hooks(Protocol):
     are equal.
 
     Attributes:
-        records: whether to record the graph before and after each pass, and to add the figures for
-            reports to the plan.
+        records: whether to record the graph before and after each pass, and to store in the plan
+            the numbers that reports show.
     """
 
     records: bool = False

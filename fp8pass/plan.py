@@ -1,4 +1,4 @@
-"""The plan of a graph as data: FP8 GEMMs, tensors saved for the backward, and reasons."""
+"""The plan of a graph as data: FP8 GEMMs, saved tensors, and the reason for each decision."""
 
 from __future__ import annotations
 

@@ -107,9 +107,9 @@ def _amax(x: Tensor, block: str, has_amaxes: bool, parts: int) -> Tensor:
 def _amax_in_two_stages(x: Tensor) -> Tensor:
     """Compute the amax of each group, then the amax of the tensor (COAT's Group Scaling).
 
-    Inductor fuses the first stage into the kernel that computes `x`. If `x` is also saved, this
-    kernel can also compute the amaxes for the saved tensor, because its groups usually have
-    the same size. A first stage that reduces whole rows would need a separate kernel.
+    Inductor fuses the first stage into the kernel that computes `x`. If `x` is saved for
+    the backward too, the same kernel computes the amaxes of the saved tensor's groups, because
+    these groups usually have the size of the groups here. A first stage that reduces whole rows would need a separate kernel.
     """
     length = x.shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None
@@ -118,7 +118,7 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
-    """Return the amax of each group. The elements that share a byte are reduced first.
+    """Return the amax of each group. Reduce elements that packing puts into one byte first.
 
     Packing visits the elements in the same order, so Inductor uses one loop for amax and packing.
     """

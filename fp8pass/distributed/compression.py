@@ -280,7 +280,9 @@ def _reduce(state, bucket):  # type: ignore[no-untyped-def]
 
 
 class DDPReduction:
-    """DDP's all-reduce of a bucket of gradients, in FP8. On a GPU the backward runs concurrently.
+    """DDP's all-reduce of a bucket of gradients, in FP8.
+
+    On a GPU, the all-reduce runs at the same time as the rest of the backward.
 
     Copies and pickles of a DDP contain an empty instance, and use PyTorch's own reduction.
     """

@@ -55,8 +55,9 @@ def bound_amplification(length: int, head_dim: int) -> float:
 def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> float:
     """Return the largest relative RMS error of dq, dk and dv, for operands of unit variance.
 
-    The result is per unit of the independent relative errors of the operands in `inexact`: the
-    letters `q`, `k`, `v`, and `o` for the output. With few tokens, the result for `qkv` includes
+    `inexact` names the operands that have errors, by the letters `q`, `k`, `v`, and `o` for the
+    output. Their relative errors are independent and equally large, and the result is divided by
+    the size of one such error. With few tokens, the result for `qkv` includes
     the error of dq + dk + dv, for models in which q, k and v are the same value. With few tokens
     errors also differ from head to head, so the result is averaged over several random heads.
     """

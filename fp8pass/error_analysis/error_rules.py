@@ -216,8 +216,8 @@ class Rules:
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
         """Return, for each use, the amplification of an error that `node` gets by recomputation.
 
-        Uses of a region's member in its region are left out, because the amplifications of the
-        region's inputs include these uses.
+        If `node` is a member of a region, its uses inside this region are left out, because the
+        amplifications of the region's inputs include these uses.
         """
         if self._are_off:
             return []

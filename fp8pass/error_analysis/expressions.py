@@ -71,7 +71,7 @@ class Expressions:
         symbols: the symbol of every input and member.
         definitions: the definitions of members that are not copies, in order.
         constants: symbols of exact values.
-        numbers: the values of constants that the graph shows.
+        numbers: the values of constants that are numbers in the graph.
         masks: constants that are booleans.
         nonpositive: symbols of inputs without positive elements.
         gradients: symbols of gradients that enter the region.

@@ -69,8 +69,8 @@ def warn_about_idle_patterns(
             hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Names here: {names[:8]}."
             warnings.warn(
                 f"fp8pass: {option} pattern {pattern!r} matches no {what} of this graph. {hint} "
-                "Paths start at the compiled module: to select a block that is compiled by itself, "
-                "compile it with its own Config.",
+                "Paths start at the compiled module. If you compile blocks separately, give each "
+                "block its own Config, with paths that start at the block.",
                 stacklevel=2,
             )
 

@@ -36,7 +36,10 @@ def {name}({parameters}):
 
 @dataclass(frozen=True)
 class Function:
-    """A Triton function that computes a program. Its first parameter, `index`, is a program id.
+    """The Triton function that is generated for a `Program`.
+
+    Its first parameter, `index`, is the id of the Triton program within this function's part of the
+    grid.
 
     Attributes:
         name: the name that profilers show.

@@ -234,7 +234,8 @@ def _depend_on_each_other(matrices: list[TiledMatrix]) -> bool:
 def _fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -> None:
     """Replace groups of matrices by one operator, with a program for each group."""
     matrices = [matrix for group in groups for matrix in group]
-    if _depend_on_each_other(matrices):  # through a kernel that was emitted in the meantime
+    # An earlier call may have emitted a kernel that reads one matrix and computes another.
+    if _depend_on_each_other(matrices):
         for matrix in matrices:
             _fuse([[matrix]])
         return

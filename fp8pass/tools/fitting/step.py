@@ -225,9 +225,9 @@ def _explain_missing_values(module: nn.Module) -> Iterator[None]:
         where = running[-1] if running else f"{type(module).__name__} or its loss"
         raise ValueError(
             f"fit runs a model on tensors without values, but {error.func} in {where} reads "
-            "values, for example for .item(), a branch or a boolean mask. Replace this operation "
-            "(in experts of Hugging Face by experts_implementation='grouped_mm'), or pass a part "
-            "of the model to fit."
+            "values, for example for .item(), a branch or a boolean mask. Replace this operation, "
+            "or call fit on a part of the model. For mixture-of-experts models of Hugging Face, "
+            "set experts_implementation='grouped_mm'."
         ) from error
 
 
