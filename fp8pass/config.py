@@ -1,4 +1,4 @@
-"""`Config`, which holds the options of a compilation, and recipes, which are named sets of options."""
+"""`Config`, the options of a compilation, and recipes, which are named sets of options."""
 
 from __future__ import annotations
 

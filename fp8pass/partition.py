@@ -141,8 +141,9 @@ def share_storages(g: fx.Graph) -> None:
     """Make the fake value of each view share the storage of the viewed tensor's fake value.
 
     A pass that replaces an operator creates a new fake value, but views of the result keep the old
-    one. AOTAutograd lets the backward overwrite a saved tensor whose storage differs from the storages of
-    all outputs. Without this function, the backward could overwrite an output through a saved view.
+    one. AOTAutograd lets the backward overwrite a saved tensor whose storage differs from the
+    storages of all outputs. Without this function, the backward could overwrite an output through
+    a saved view.
     """
     for node in g.nodes:
         x = graph.value(node)

@@ -109,7 +109,8 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
     Inductor fuses the first stage into the kernel that computes `x`. If `x` is saved for
     the backward too, the same kernel computes the amaxes of the saved tensor's groups, because
-    these groups usually have the size of the groups here. A first stage that reduces whole rows would need a separate kernel.
+    these groups usually have the size of the groups here. A first stage that reduces whole rows
+    would need a separate kernel.
     """
     length = x.shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None

@@ -254,8 +254,8 @@ def run_uncompiled(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """Within the context, disable the post-accumulate-gradient hooks of tensors."""
-    # A tensor stores its hooks in a dict. The autograd engine holds a reference to this dict, so the
-    # dict must be cleared instead of replaced.
+    # A tensor stores its hooks in a dict. The autograd engine holds a reference to this dict, so
+    # the dict must be cleared instead of replaced.
     hooks = [h for x in leaves if (h := x._post_accumulate_grad_hooks)]
     registered = [dict(h) for h in hooks]
     for h in hooks:
