@@ -359,7 +359,7 @@ class Plan:
             f"{rewritten} of {len(self.linears)} linear layers in {format}, {low_bit} of"
             f" {len(tensors)} saved tensors in low bits, {bytes_text(self.saved_bytes)} saved"
             " for the backward"
-            + (f" instead of {bytes_text(self.exact_bytes)}" if smaller else "")
+            + (f" ({bytes_text(self.exact_bytes)} without low-bit formats)" if smaller else "")
             + (f", {bytes_text(self.offload.bytes)} in host memory" if self.offload else "")
             + "; inference" * self.inference
             + (f"; {self.note}" if self.note else "")

@@ -21,6 +21,8 @@ from fp8pass.plan import FrontierPoint
 
 # Largest relative error of the bytes that the solver computes for a plan.
 TOLERANCE = 1e-3
+# A user who sets a smaller budget in bytes probably means GiB.
+FEW = 1024
 
 
 class BudgetTooSmall(ConfigError):
@@ -75,10 +77,12 @@ class Planner:
         if may_shrink and config.save_format != "e2m1":
             smaller = ", or allow smaller formats with save_format='e2m1'"
         offload = "" if self.transfer else ", or save values in host memory with offload=True"
+        advice = f"Raise memory_budget to {enough} or more{smaller}{offload}."
+        if isinstance(config.memory_budget, int) and budget < FEW:
+            advice = f"For {budget:.0f} GiB write memory_budget='{budget:.0f}GiB'."
         return (
             f"memory_budget of {bytes_text(budget)} cannot be met: this graph saves at least "
-            f"{bytes_text(least, up=True)} ({self._name_largest()}). Raise memory_budget to "
-            f"{enough} or more{smaller}{offload}."
+            f"{bytes_text(least, up=True)} ({self._name_largest()}). {advice}"
         )
 
     def _name_largest(self) -> str:

@@ -39,7 +39,7 @@ class SavedReason(str, Enum):
     # Decided by cost or by the memory budget.
     CHEAP = "cheap to recompute"
     RECOMPUTED = "recomputed to meet the budget"
-    WITHIN_BUDGET = "the budget allows it"
+    WITHIN_BUDGET = "fits the budget"
     ON_HOST = "in host memory to meet the budget"
     MORE_BITS = "; the budget allows {bits} bits"
 

@@ -174,9 +174,13 @@ def _make_generator(seed: torch.Tensor) -> torch.Generator:
 
 
 def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the backend and options of a compiled module; (None, {}) if it is not compiled."""
+    """Return the backend and options of a compiled module; (None, {}) if it is not compiled.
+
+    If a module that is compiled in place is compiled again by `torch.compile`, the inner backend
+    runs.
+    """
     callback: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
-    in_place = getattr(model, "_compiled_call_impl", None)
+    in_place = getattr(original_of(model), "_compiled_call_impl", None)
     if in_place is not None:
         callback = inspect.getclosurevars(in_place).nonlocals.get("callback")
     while hasattr(callback, "_torchdynamo_orig_backend"):  # Dynamo nests callbacks

@@ -20,8 +20,7 @@ def check_positions(config: Config) -> None:
     for when, name, _ in config.passes:
         if name not in names:
             raise ConfigError(
-                f"{unknown('pass in the option passes', name, names)} A pass can run {when} one of "
-                f"{', '.join(names)}."
+                f"{unknown('pass', name, names)} A pass can run {when} one of {', '.join(names)}."
             )
 
 

@@ -46,8 +46,10 @@ class Explanation(ExplanationData):
 
         Raises:
             TypeError: `diagnosis` or `beside` has the wrong type.
-            ValueError: `beside` is the explanation of another model.
+            ValueError: `beside` is the explanation of another model, or `path` is a JSON file.
         """
+        if Path(path).suffix == ".json":
+            raise ValueError("save writes HTML. For JSON call explanation.to_json(path).")
         # Imported here, because the report needs jinja2, which takes time to import.
         from fp8pass.tools.report import write_report
 
@@ -157,6 +159,7 @@ def explain(
     parts = running.find_compiled_parts(model)
     module = model if parts else compat.original_of(model)
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))
+    explanation.is_compiled = bool(parts) or running.is_compiled(model)
     explanation.owners = running.find_owners(module)
     explanation.convolutions, explanation.convolution_share = running.count_convolutions(module)
     requests = Requests(frontier=frontier, rules=rules)

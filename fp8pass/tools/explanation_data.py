@@ -30,6 +30,7 @@ class ExplanationData(Result):
         config: the configuration that was explained.
         model: name of the model's class.
         parts: paths of the compiled parts; () if the model is compiled as a whole.
+        is_compiled: whether the user has compiled the model, or a part of it, with fp8pass.
         saved_bytes: measured bytes that a forward saves for the backward, inside and outside of
             graphs. Shared tensors are counted once, and parameters are not counted.
         eager_bytes: measured bytes that a forward saves without a compiler.
@@ -43,6 +44,7 @@ class ExplanationData(Result):
     config: Config
     model: str = ""
     parts: tuple[str, ...] = ()
+    is_compiled: bool = True
     saved_bytes: int = 0
     eager_bytes: int = 0
     graphs: list[CompiledGraph] = field(default_factory=list)

@@ -127,6 +127,11 @@ def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any
     return loss
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether fp8pass compiles the model as a whole when it is called."""
+    return not compat.compiled_in_vain(model) and _read_configuration(model) is not None
+
+
 def find_compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost parts of a model that fp8pass compiles, by path.
 

@@ -203,6 +203,11 @@ def format_remarks(explanation: ExplanationData) -> str:
             "step, call explain outside of torch.inference_mode() and torch.no_grad(), with a "
             "model that has a trainable parameter."
         )
+    if not explanation.is_compiled:
+        text += (
+            "\nThis model is not compiled with fp8pass. The tables show what fp8pass would do: "
+            "model = torch.compile(model, backend='fp8pass')."
+        )
     text += _describe_checkpointing(explanation)
     runs = [(g.plan, run) for g in explanation.graphs for run in g.runs]
     devices = (weight.device for _, run in runs for weight in run.weights.values())

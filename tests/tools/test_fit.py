@@ -182,7 +182,7 @@ def test_the_time_of_copies_is_reported():
     slow = fp8pass.Gpu("slow", 690 * MIB, 1e15, 1e15, 1e15, 1e12, link=1e6)
     found = fit(model, ids, gpu=slow, host="8GiB", accumulate=4, blocks="blocks")
     if found.shown.setup.offload:
-        assert any("of them are exposed" in note for note in found.notes)
+        assert any("the GPU waits" in note for note in found.notes)
 
 
 # --- unchanged models and invalid arguments -------------------------------------------------------

@@ -28,6 +28,8 @@ from fp8pass.tools.fitting.traced import trace
 MUCH = 0.02
 # The result has a note about logits if they take a larger share of the used GPU memory.
 FEW = 0.001
+# The largest error of the predicted memory, as a share (docs/fit.md).
+ERROR = 0.04
 # If `gpu` is a smaller integer, the caller probably meant GiB instead of bytes.
 LEAST = 1 << 20
 
@@ -147,7 +149,7 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
     if seconds.waiting > MUCH * seconds.total:
         found.notes.append(
             f"Copies to and from the host, at {found.gpu.link / 1e9:.0f} GB/s each way, take "
-            f"{seconds.link:.3g} s per step; {seconds.waiting:.3g} s of them are exposed "
+            f"{seconds.link:.3g} s per step; the GPU waits {seconds.waiting:.3g} s for them "
             f"(compute: {seconds.total - seconds.waiting:.3g} s). Accumulate more micro-batches, "
             "or use larger ones."
         )
@@ -158,6 +160,12 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
         )
     if not found.fits and candidates.parameters.why_not_coded:
         found.notes.append(candidates.parameters.why_not_coded)
+    used, memory = found.shown.gpu_bytes, found.gpu.memory
+    if found.fits and used > (1 - ERROR) * memory:
+        found.notes.append(
+            f"This is tight: the prediction may be {ERROR:.0%} too low, and {used / memory:.1%} of "
+            f"the memory is used. For a margin pass gpu='{bytes_text((1 - ERROR) * memory)}'."
+        )
     if setup.step_in_backward:
         found.notes.append(
             "step_in_backward (fp8pass.optim) updates each weight within the backward, so "
@@ -254,7 +262,7 @@ def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
         if isinstance(wanted, bool) or wanted < LEAST:
             raise ConfigError(
                 f"gpu={wanted!r} is a number of bytes, too few for a GPU. For GiB write "
-                "gpu='16GiB'."
+                f"gpu='{int(wanted) or 16}GiB'."
             )
         return replace(_detect_gpu(), memory=float(wanted))
     parts = [part.strip() for part in wanted.split(",")]

@@ -20,8 +20,8 @@ from fp8pass.tools.output import Result, make_figure
 KINDS = {
     "weights": ("weights and buffers", "#4c78a8"),
     "states": ("states of the optimizer", "#9ecae9"),
-    "sums": ("sums of gradients", "#bab0ac"),
-    "staging": ("staging buffers of the host", "#79706e"),
+    "sums": ("accumulated gradients", "#bab0ac"),
+    "staging": ("GPU buffers for offload", "#79706e"),
     "saved": ("saved by compiled graphs", "#f58518"),
     "activations": ("saved by PyTorch, and results", "#ffbf79"),
     "gradients": ("gradients", "#54a24b"),
@@ -227,7 +227,7 @@ class Fit(Result):
         table = Table(title="ways to train, the fastest first", title_justify="left")
         table.add_column("")
         of = f" ({REFERENCE})" if self.gpu.rates == "assumed" else ""
-        for column in ("GPU", "host", f"s per step{of}", "s exposed"):
+        for column in ("GPU", "host", f"s per step{of}", "s waiting for copies"):
             table.add_column(column, justify="right")
         table.add_column("")
         for candidate, why_not in self.tried:
