@@ -39,7 +39,7 @@ class CompileLog(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that stores a new graph's messages, or logs a cached graph's."""
+        """Return a function that stores the messages about a new graph, or logs stored messages."""
         stored = StoredMessages.find(gm, config)
 
         def finish(program: Program, compiled: CompiledGraph | None) -> Program:
@@ -130,7 +130,7 @@ def _warn_once(kind: str, text: str) -> None:
 
 
 def _inform(line: str) -> None:
-    """Log a line. If logging is not set up, it shows only warnings; then print to stderr."""
+    """Log a line, or print it to stderr if logging is not set up and so would not show it."""
     if log.hasHandlers() or log.level != logging.NOTSET:
         log.info("%s", line)
     else:
