@@ -7,7 +7,7 @@ strides.
 Inductor inlines a pointwise operator into every kernel that uses it, unless the expression becomes
 too long. A residual stream is a long sum, which pointwise operators compute. Without buffers, each
 block would recompute this sum from the terms of all earlier blocks, and these terms would stay in
-memory. Gradients would be stored in fp32, because kernels would inline their casts, too.
+memory. Gradients would be stored in fp32, because kernels would inline the casts to BF16, too.
 
 `fp8pass_codegen::side_by_side(parts, dim)` returns the same as `cat`, but a separate kernel
 computes each part and stores it at its place in the result.
