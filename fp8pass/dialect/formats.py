@@ -100,7 +100,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """A group size must be a multiple of this, so that groups fill whole bytes of each plane."""
+        """Group sizes must be multiples of this, so that groups fill whole bytes of each plane."""
         return 8 // min(self.planes)
 
     @property
