@@ -201,7 +201,7 @@ def _write_kernel(name: str, calls: Sequence[Call], parameters: Sequence[str]) -
 
 
 def _write_condition(number: int, count: int) -> str:
-    """Return the condition of a call: whether the program id lies in part `number` of `count`."""
+    """Return the `if` before a call: whether the program id lies in part `number` of `count`."""
     if count == 1:
         return ""
     if number == count - 1:

@@ -100,7 +100,7 @@ class Shape:
 
     @property
     def chunks(self) -> range:
-        """Indices of the chunks that have their own code. If the code is a loop, only one has."""
+        """Indices of the chunks that have their own code. A loop has code for only one chunk."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     def is_full(self, i: int) -> bool:
@@ -297,7 +297,7 @@ class RowWriter:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
 
     def name(self, value: str, i: int) -> str:
-        """Return a value's name in chunk `i`. A value that does not vary along a row has one name."""
+        """Return a value's name in chunk `i`. A value for a whole row has one name."""
         return f"{value}_{i}" if value in self.varying else value
 
     def _along(self, value: str, i: int) -> str:

@@ -94,7 +94,7 @@ class TileWriter:
         )
 
     def _places(self) -> Iterator[str]:
-        """Write the lines that compute the tile's rows and columns, and which of them exist."""
+        """Write the lines that compute the tile's rows and columns, and which are in the matrix."""
         yield _TILE.format(slices=self.slices)
         yield _FIRST
         for i in range(self.slices):
