@@ -328,8 +328,8 @@ def fresh_compilation() -> Iterator[None]:
 
     The code is dropped because Dynamo limits the number of versions of a function, and never
     retries a function after its compilation raised an exception. If a function had versions before
-    the context, each dropped version leaves an empty entry. Of Dynamo's limits, only
-    `accumulated_recompile_limit` counts these entries.
+    the context, each dropped version leaves an empty entry. Only `accumulated_recompile_limit`
+    counts these entries.
     """
     unlimited = 1 << 20
     # The list keeps code and guard objects alive, because the ids of dead objects may be reused.

@@ -23,7 +23,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def find_replicas(module: Replicated) -> Any:
-    """Return the process group that replicates a module. The module must not have run yet."""
+    """Return the process group of a module's replicas. The module must not have run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)
@@ -67,7 +67,7 @@ def find_factor(op: Any, ranks: int) -> float | None:
 def reduce_separately(model: nn.Module) -> Iterator[None]:
     """Within the context, let FSDP2 reduce new gradients, but not those accumulated before.
 
-    Accumulated gradients and FSDP2's settings for reductions are removed, and restored on exit.
+    The accumulated gradients are removed, and FSDP2's settings changed. The exit restores both.
     """
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]

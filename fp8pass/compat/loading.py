@@ -19,7 +19,7 @@ Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 
 def prepare_loads(prepare: Prepare) -> None:
-    """Make DCP call `prepare` in every later load. Do nothing if DCP is not imported."""
+    """Make DCP call `prepare` in every load from now on. Do nothing if DCP is not imported."""
     if "torch.distributed.checkpoint" in sys.modules:
         _patch_planner(prepare)
 

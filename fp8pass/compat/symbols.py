@@ -65,7 +65,7 @@ def has_unbacked(value: object) -> bool:
 
 
 def size_hint(value: int | torch.SymInt) -> int:
-    """Return an integer for a size: the size if it is static, its value at tracing, or an estimate.
+    """Return a static size itself, a dynamic size's value when it was traced, or an estimate.
 
     The estimate is for data-dependent sizes. It is the middle of the size's range, e.g. half the
     number of elements of a mask for the number of its true elements.
