@@ -6,7 +6,7 @@ hardware shifts these 33 numbers to the largest exponent among them, and drops t
 *Fast* accumulation has one running sum for the whole contraction. *Precise* accumulation adds the
 running sum to an FP32 sum after every 128 products, and then starts a new running sum.
 
-Truncation makes sums too small, and the more so the longer they are: sums of 16,384 products of
+Truncation makes sums too small. Long sums have the largest errors: sums of 16,384 products of
 correlated operands are 4% too small (`benchmarks/accumulation.py`). On an H100, the emulation is
 bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to 16,384 products, and to
 cuBLASLt and CUTLASS for precise sums of up to 4,096 products

@@ -53,7 +53,7 @@ def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return which row of the original matrix each row of the padded matrix contains.
 
     `count` is the number of original rows. Returns three tensors with an element for each padded
-    row: the index of the original row, False if the row is padding, and the index of the expert.
+    row: the index of the original row, a bool that is False for padding, and the expert's index.
     """
     ends, starts = padded_group_ends(offsets), group_starts(offsets)
     length = padded_length(count, offsets.shape[0])
