@@ -36,7 +36,7 @@ def choose_layers(
 
     Args:
         model: the model.
-        skip: shell-style patterns of the paths of layers to leave out.
+        skip: shell-style patterns of layer paths. Matching layers are not quantized.
         why_not: returns why the caller cannot quantize a weight, or ''.
         considers: returns whether a weight is a candidate. Layers whose weight is not a candidate
             are left out of the result.

@@ -54,8 +54,8 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
             frozen linear layers have weights in BF16, or in FP32 for autocast. FP32 weights are
             rounded to BF16, as autocast does. Quantize before DistributedDataParallel wraps the
             model.
-        skip: shell-style patterns of the paths of linear layers that stay unquantized. Output heads
-            and layers that cannot run in FP8 always stay unquantized.
+        skip: shell-style patterns of layer paths. Matching layers are not quantized. Output heads
+            and layers that cannot run in FP8 are never quantized.
 
     Returns:
         The model.
