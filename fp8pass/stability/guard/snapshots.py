@@ -66,7 +66,7 @@ class Snapshot:
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Restore weights, buffers and optimizer states bit for bit.
 
-        This does not change options of the optimizer, frozen parameters, and tensors that were
+        This does not change options of the optimizer, frozen parameters, or tensors that were
         created after the snapshot.
         """
         tensors, _ = _collect_tensors(model, optimizer)
@@ -112,13 +112,13 @@ class Snapshots:
         self._trial.take(step, model, optimizer)
 
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Add those of the parameters `names` to both copies that were frozen until now."""
+        """Add the parameters `names` to both copies if they were frozen until now."""
         for snapshot in (self.good, self._trial):
             if snapshot is not None:
                 snapshot.add(model, names)
 
     def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take a copy that is good at once."""
+        """Take a copy that is good at once, without a trial."""
         self.distrust()
         self._spare, self.good = self.good, self._spare or Snapshot()
         self.good.take(step, model, optimizer)
