@@ -297,7 +297,7 @@ class RowWriter:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
 
     def name(self, value: str, i: int) -> str:
-        """Return a value's name in chunk `i`. A value for a whole row has one name."""
+        """Return a value's name in chunk `i`. Values that vary along a row have several."""
         return f"{value}_{i}" if value in self.varying else value
 
     def _along(self, value: str, i: int) -> str:

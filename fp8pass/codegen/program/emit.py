@@ -75,7 +75,7 @@ def _build_program(
 def _merge_steps(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """Return, for each node in `others`, its steps in both dicts, without duplicates."""
+    """Return the steps of each node in `others`, after those that `steps` has for the same node."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])
