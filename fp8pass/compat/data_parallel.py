@@ -140,7 +140,7 @@ class GradientBuffer(Tensor):
 
 
 def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Allow in-place writes to gathered weights that autograd saved, without an error in backward.
+    """Within the context, allow in-place writes to gathered weights, although autograd saved them.
 
     The backward still reads correct values, because FSDP2 gathers the weights again.
     """
@@ -159,7 +159,7 @@ class GatheredParameter:
 
     Attributes:
         module, name: the module that owns the parameter, and the parameter's name in the module. If
-            several modules share the parameter, the first one.
+            several modules share the parameter, it is the first of them.
         dtype: dtype of the gathered tensor.
         group: a number. FSDP2 gathers parameters with the same number together.
         resharded_to_fewer_ranks: whether `reshard_after_forward` is a number of ranks.

@@ -34,7 +34,7 @@ scaled_mm = torch._scaled_mm
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
-# The hint for a data-dependent size if its upper bound is at least `_LARGEST_BOUND`.
+# A data-dependent size gets this hint if its upper bound is at least `_LARGEST_BOUND`.
 _UNBACKED_HINT = 4096
 _LARGEST_BOUND = 1 << 40
 
