@@ -40,7 +40,7 @@ _BLOCK = 2**23  # largest number of products in memory at a time
 
 @dataclass(frozen=True)
 class _Mode:
-    """How the reference implementations of GEMMs accumulate: in FP32, unless a flag is True."""
+    """How the reference implementations of GEMMs accumulate. If both are False: in FP32."""
 
     on_tensor_cores: bool = False
     emulated: bool = False
