@@ -1,4 +1,4 @@
-"""Weights that are already quantized when they enter a graph: E4M3 data, a scale for each row.
+"""Weights that are already quantized to E4M3, with a scale for each row, when a graph reads them.
 
 In compiled code, the forward's GEMM reads the FP8 data. They have the same bits as if the graph
 quantized a BF16 weight by row (section 3.2 of the LLMQ paper).
