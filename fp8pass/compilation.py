@@ -148,7 +148,7 @@ class Compilation:
 
     @property
     def records(self) -> bool:
-        """Whether a hook needs the graph's code before and after each pass, and report numbers."""
+        """Whether to record each pass, and the numbers for reports, because a hook needs them."""
         return self.is_main and any(hook.records for hook in self.hooks)
 
     @contextmanager

@@ -43,7 +43,7 @@ def planning_for(gpu: Gpu) -> Iterator[None]:
 def why_no_fp8_gemm(device: torch.device) -> str | None:
     """Return why `device` cannot run FP8 GEMMs, or None if it can.
 
-    A CPU can: its reference implementation of FP8 GEMMs computes the same as tensor cores.
+    A CPU runs a reference implementation of FP8 GEMMs, which computes the same as tensor cores.
     """
     if _is_reference(device):
         return None
@@ -191,14 +191,14 @@ def _gpu(
     terabytes: float,
     link: float,
 ) -> tuple[str, Gpu]:
-    """Return the name of a GPU, and the GPU with rates from its datasheet.
+    """Return an entry of `GPUS`: a name, and the GPU with rates from its datasheet.
 
     Args:
         name: name of the GPU model.
         gib: memory that CUDA reports, in GiB.
         capability: compute capability.
-        fp8: dense FP8 TFLOP/s with FP32 sums; None if the GPU has no FP8 tensor cores.
-        bf16: dense BF16 TFLOP/s with FP32 sums.
+        fp8: dense FP8 TFLOP/s with FP32 accumulation; None if the GPU has no FP8 tensor cores.
+        bf16: dense BF16 TFLOP/s with FP32 accumulation.
         terabytes: bandwidth of the memory in TB/s.
         link: bandwidth of the link to the host in GB/s, in each direction.
     """

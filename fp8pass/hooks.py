@@ -98,7 +98,7 @@ class Hooks(Protocol):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap | None:
-        """Prepare for the compilation of `gm`. Return a function that wraps its program, or None.
+        """Prepare for the compilation of `gm`. Return a function that wraps the program, or None.
 
         Other versions of the graph must be compiled here, before the main version, because Dynamo
         keeps only the information that the last compilation reports.

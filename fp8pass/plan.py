@@ -286,7 +286,8 @@ class Plan:
             FP8 GEMMs alone; 0 if not computed.
         fp8_work: floating-point operations of FP8 GEMMs, and bytes that the casts of their operands
             read and write.
-        frontier, point: costs of the plans for other budgets, and of this plan, if requested.
+        frontier: costs of the plans for other memory budgets, if requested.
+        point: costs of this plan, if requested.
         least_bytes: the smallest budget that can be met, if requested.
         rules: the error rules, if requested.
         kernels: how the forward and the backward graph quantize matrices, if computed.
@@ -338,7 +339,7 @@ class Plan:
 
     @property
     def unexpected_share(self) -> float:
-        """The share of the elements of all weights that belongs to the layers in `unexpected`."""
+        """How much of all weights is in the layers of `unexpected`: a share from 0 to 1."""
         total = sum(y.weights for y in self.linears)
         return sum(y.weights for y in self.unexpected) / total if total else 0.0
 

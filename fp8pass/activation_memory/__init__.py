@@ -11,6 +11,6 @@ host_transfer.py      copies to host memory and back, and the waits for them
 budget.py             the fastest plan within a memory budget, by a mixed-integer program
 planner.py            plans within memory budgets, and the curve of their bytes and times
 raise_precision.py    spends the rest of a budget on formats with more bits
-propagated_errors.py  adds to a saved value's error what it causes in values recomputed from it
+propagated_errors.py  counts a saved value's error also in the values recomputed from it
 stock.py              PyTorch's own partitioner, for comparison
 """

@@ -171,9 +171,9 @@ class BackwardMemory:
     def _find_lifetimes(self, values: list[fx.Node]) -> dict[fx.Node, Lifetime]:
         """Return the longest lifetime that any plan of `budget.py` can give to each value.
 
-        These plans recompute at most one of two consecutive sums of the residual stream. So a value
-        is used for at most one recomputed sum. `within` maps each value to the first use that it
-        has without recomputing a sum.
+        These plans recompute at most one of two consecutive sums of the residual stream. So a chain
+        of recomputations that begins at a value contains at most one sum. `within` maps each value
+        to the first use that chains without a sum lead to.
         """
         lifetimes: dict[fx.Node, Lifetime] = {}
         within: dict[fx.Node, float] = {}

@@ -279,7 +279,7 @@ class BudgetProblem:
     # --- constraints ----------------------------------------------------------------------------
 
     def _columns(self, value: fx.Node, ways: Iterable[int]) -> dict[int, float]:
-        """Return a row of a constraint, with 1 for each variable of `value` for one of `ways`."""
+        """Return a row of a constraint: 1 for each variable that combines `value` and a way."""
         return {self.columns[key]: 1 for way in ways if (key := (value, way)) in self.columns}
 
     def _availability(self) -> LinearConstraint:
@@ -367,7 +367,7 @@ class BudgetProblem:
     def _plan(self, chosen: np.ndarray) -> Decisions:
         """Return the decisions about needed values and the values from which they are recomputed.
 
-        Other values are ignored, because the solver may set their variables to 1 if that is free.
+        Other values are ignored, because the solver may set their variables to 1 at no cost.
         """
         plan: Decisions = {}
         needed = set(self.needs.all)

@@ -59,11 +59,11 @@ def _cut_component(
     """Return the cut for nodes that are needed exactly, and the cut for all other needed nodes.
 
     Under autocast, a residual stream is in FP32 and the branches that are added to it are in 16
-    bits. So saving a branch takes fewer bytes than saving the sum, and cuts recompute the sum from
-    the previous sum and the branch. But if all sums are recomputed, each sum needs all previous
-    sums. The backward, which starts at the last sum, would then compute all sums at once, and each
-    sum would stay in memory until the backward reaches its layer. Therefore the cuts are repeated
-    with every second sum saved, until no sum is recomputed from another recomputed sum.
+    bits. So saving a branch takes fewer bytes than saving the sum, and the backward recomputes the
+    sum from the previous sum and the branch. But if all sums are recomputed, each sum needs all
+    previous sums. The backward, which starts at the last sum, would then compute all sums at once,
+    and each sum would stay in memory until the backward reaches its layer. Therefore the cuts are
+    repeated with every second sum saved, until no sum is recomputed from another recomputed sum.
     """
     saved: set[fx.Node] = set()
     while True:
@@ -130,12 +130,12 @@ class _ComponentCuts:
         return best
 
     def _exact_needs(self, exact: set[fx.Node], everything: set[fx.Node]) -> list[set[fx.Node]]:
-        """Return the sets of exact needs to try for the first cut. The caller uses the cheapest.
+        """Return the sets of exact needs to try for the first cut. The cheapest pair of cuts wins.
 
         The first set is `exact`. Each other set contains the previous set and also:
 
         1. Masks. The backward can compute a mask from an exact value. If that value is saved
-           exactly, neither the mask nor a low-bit copy of the value must be saved. This may cost
+           exactly, there is no need to save the mask or a low-bit copy of the value. This may cost
            less: for example, the two masks of hardswish take as many bytes as a 16-bit value.
         2. Values of a checkpointed region. They cannot be saved, so the values from which the
            region is recomputed must be exact.
@@ -243,7 +243,8 @@ def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: boo
 def _why_exact(node: fx.Node, needs: Needs) -> str:
     """Return why a value is saved exactly.
 
-    This is the reason of `node`, or of the nearest value after it, that the backward needs exactly.
+    If the backward does not need `node` exactly, this is the reason of the nearest value that is
+    computed from `node` and that the backward needs exactly.
     """
     pending, seen = [node], {node}
     for value in pending:

@@ -118,8 +118,8 @@ class FormatChoices:
     def must_be_available(self, node: fx.Node) -> bool:
         """Whether the backward must have `node` exactly even if it does not read `node`.
 
-        This is true for values that `keep_exact` names one by one. Of a module that `keep_exact`
-        names, it is true only for values that checkpointing recomputes.
+        This is true for values that `keep_exact` names one by one. If `keep_exact` names a
+        module, this is true only for the values of the module that checkpointing recomputes.
         """
         return node in self._keep_exact and (
             VALUE_SEPARATOR in self._keep_exact[node] or compat.must_recompute(node)
@@ -171,7 +171,7 @@ class FormatChoices:
         return divisor_group(length, self.config.group_size, multiple=format.group_multiple)
 
     def _why_not_storable(self, node: fx.Node) -> str:
-        """Return why no low-bit format suits a value, whatever operators read it; '' if one may."""
+        """Return why a value can never be saved in a low-bit format, whatever reads it; else ''."""
         val = graph.value(node)
         if self.config.save_format == "none":
             return SavedReason.NO_LOW_BITS

@@ -115,12 +115,12 @@ class HostTransfer:
         )
 
     def limit_sending(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield, for each sample time, the values computed since then and the seconds to send them."""
+        """Yield pairs: the values computed from a time on, and the seconds left to send them."""
         for now in _sample_times(self.computed[v] for v in values):
             yield {v for v in values if self.computed[v] >= now}, self.forward_seconds - now
 
     def limit_fetching(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield, for each sample time, the values used until then and the seconds to fetch them."""
+        """Yield pairs: the values used until a time, and the seconds left to fetch them."""
         for now in _sample_times(self.used[v] for v in values):
             yield {v for v in values if self.used[v] <= now}, now
 

@@ -31,7 +31,7 @@ class Planner:
     """Finds plans of one joint graph within memory budgets.
 
     Attributes:
-        most: bytes that the plan without a budget saves, which is the plan of `cuts.py`.
+        most: bytes that `cuts`, the plan without a budget, saves.
     """
 
     def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:

@@ -84,7 +84,7 @@ def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = ""
 def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
     """Return, for each node, how many forward GEMMs of linear layers the graph has up to this node.
 
-    Only GEMMs that are already tagged with their role count.
+    A GEMM is counted only if it is already tagged with its role.
     """
     forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
     return dict(zip(g.nodes, accumulate(forward), strict=True))
@@ -137,8 +137,8 @@ class Quantizer:
         """
         base, is_flipped = graph.skip_transposes(matrix)
         is_transposed = contract_rows != is_flipped
-        # Tensor cores need contractions whose length is a multiple of 16. Data of another length is
-        # quantized transposed, because `fp8.transpose` pads with zeros when it transposes the data.
+        # Tensor cores need contractions in multiples of 16. For other lengths, the transpose of `base`
+        # is quantized, because `fp8.transpose` pads with zeros when it transposes the data back.
         needs_padding = not is_transposed and not is_multiple_of_16(tensor(base).shape[-1])
         if needs_padding or (is_transposed and not quantization.survives_transpose):
             base, is_transposed = self._permute(base), not is_transposed
@@ -167,7 +167,7 @@ class Quantizer:
         return self.emit(fp8.quantize.default, base, scale, text), scale
 
     def amax(self, matrix: fx.Node, block: Block) -> fx.Node:
-        """Emit the amax of each block. If row amaxes exist, they are read instead of the matrix."""
+        """Emit the amax of each block. The tensor's amax is computed from row amaxes, if any."""
         rows = self._amaxes.get((*identity_of(matrix), ROW))
         if block == TENSOR and rows is not None:
             return self.emit(fp8.amax.default, rows, "tensor")
@@ -211,9 +211,9 @@ def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
 def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quantization] | None:
     """Return the data, scales and quantization from which a matrix was dequantized.
 
-    The result is None if the matrix was not dequantized, or not from `format`. Quantizing a matrix
-    again gives the same data, or the same values with half the scale, because BF16 represents
-    dequantized values exactly. So the GEMM can use the existing data.
+    The result is None if the matrix was not dequantized, or not from `format`. Quantizing a
+    dequantized matrix again would give the same data, or the same values with half the scale,
+    because BF16 represents dequantized values exactly. So its data can be reused.
     """
     while matrix.target in graph.CASTS:
         (matrix,) = matrix.all_input_nodes

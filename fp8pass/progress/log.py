@@ -22,7 +22,7 @@ from fp8pass.progress.stored import StoredMessages
 
 log = logging.getLogger("fp8pass")
 
-# A warning is logged if a larger share of a graph's weights unexpectedly stays in high precision.
+# If more than this share of a graph's weights unexpectedly stays in high precision, log a warning.
 ROUTINE_SHARE = 0.05
 # The kind of the line that summarizes a graph. All other kinds of messages are warnings.
 SUMMARY = "summary"
@@ -39,7 +39,7 @@ class CompileLog(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that stores the messages about a new graph, or logs stored messages."""
+        """Return a function that logs a cached graph's stored messages, or stores new messages."""
         stored = StoredMessages.find(gm, config)
 
         def finish(program: Program, compiled: CompiledGraph | None) -> Program:

@@ -30,13 +30,13 @@ CASTS = (
 
 
 def describe_graph(gm: fx.GraphModule, ctx: Context) -> None:
-    """Add all collectives to the plan, in graph order, and in training the work of FP8 GEMMs."""
+    """Add all collectives, in graph order, to the plan. In training, add the work of FP8 GEMMs."""
     backward = graph.tangent_dependent(gm.graph)
     ctx.plan.collectives += [
         _describe(node, backward) for node in gm.graph.nodes if starts_communication(node)
     ]
     products = [n for n in gm.graph.nodes if is_fp8_gemm(n)]
-    in_fp32 = any(tensor(n).dtype is torch.float32 for n in products)  # FP8 is surely faster
+    in_fp32 = any(tensor(n).dtype is torch.float32 for n in products)  # FP8 is always faster
     if backward and not in_fp32:
         ctx.plan.fp8_work = fp8_work(gm.graph)
 
@@ -57,7 +57,7 @@ def _describe(collective: fx.Node, backward: set[fx.Node]) -> Collective:
 
 
 def fp8_work(g: fx.Graph) -> Work:
-    """Return the FLOPs of FP8 GEMMs, and the bytes that their operands' casts read and write.
+    """Return the FLOPs of FP8 GEMMs, and the bytes that the casts of operands read and write.
 
     Each cast counts as a separate kernel.
     """

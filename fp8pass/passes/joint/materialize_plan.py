@@ -1,6 +1,6 @@
 """Carry out the plan: quantize saved values, and recompute other values in the backward.
 
-Afterwards, of all forward nodes, the backward reads only those in `ctx.saved`:
+Afterwards the only forward nodes that the backward reads are the nodes in `ctx.saved`:
 
     before   h = silu(g) * u           dg = mul(dh, u) ...   (the backward reads g and u)
     after    s = scale(amax(g)); q = quantize(g, s)   forward, q and s are saved
@@ -137,7 +137,7 @@ class Carrier:
         return copy
 
     def _quantize_difference(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """Save the mean over tokens exactly, and the difference from the mean quantized."""
+        """Save two tensors: the exact mean over tokens, and the quantized difference from it."""
         dtype = tensor(node).dtype
         with self.graph.inserting_before(graph.insertion_point_after(node)):
             mean = emit(self.graph, aten.mean.dim, node, [-2], True, like=node)

@@ -67,6 +67,6 @@ def _recompute_copies(gather: fx.Node, backward: set[fx.Node]) -> None:
 
 
 def _save_sent(data: fx.Node) -> None:
-    """Have the FP8 data that this rank sends saved. A checkpointed region recomputes it instead."""
+    """Save the FP8 data that this rank sends. A checkpointed region recomputes it instead."""
     if not compat.must_recompute(graph.skip_views_and_casts(data.args[0])):  # type: ignore[arg-type]
         compat.save_always(data)

@@ -38,7 +38,7 @@ def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
-    """Split the kernels `op` into groups that can run together, where their first kernel runs."""
+    """Split the kernels `op` into groups. A group can run together where its first kernel runs."""
     position = {node: i for i, node in enumerate(g.nodes)}
     groups: list[list[fx.Node]] = []
     for node in g.nodes:

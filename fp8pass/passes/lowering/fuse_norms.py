@@ -34,7 +34,7 @@ fp8 = torch.ops.fp8pass
 
 def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace the backward of norms, with the residual sums that follow, by row kernels."""
-    if not ctx.config.quantizes_linears:  # recipe `exact` must round as often as PyTorch
+    if not ctx.config.quantizes_linears:  # kernels round less often than recipe `exact` must
         return
     candidates = [n for n in gm.graph.nodes if n.op == "call_function"]
     fused = [_fuse(node) for node in candidates if node.users and is_residual_sum(node)]

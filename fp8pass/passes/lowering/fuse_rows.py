@@ -7,7 +7,7 @@
     after    s, d, c, a, b = rows([w, x, mm], program)
 
 If nodes outside of the kernel use an intermediate value, the kernel stores this value, too. If a
-value is saved for the backward with a scale for each group, the kernel also quantizes it for this.
+value is saved for the backward with a scale for each group, the kernel also quantizes it in groups.
 
 `lower_dialect` lowers the dialect operators that do not fit in a kernel.
 """
