@@ -39,7 +39,6 @@ def compile_call() -> object:
 
 
 def _find_self() -> str | None:
-    """Return the name of the first argument if Dynamo is tracing a module's method, else None."""
     current = getattr(tls, "current_tx", None)
     if current is None:
         return None
