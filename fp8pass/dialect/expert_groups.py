@@ -1,9 +1,9 @@
 """Expert groups: consecutive rows of a matrix that belong to one expert.
 
 `offsets`, int32 [E], contains the end of each group: [3, 3, 7] means that expert 0 has rows 0 to 2,
-expert 1 has no rows, and expert 2 has rows 3 to 6. Rows after the last group belong to no expert
-and may have any values. Offsets are computed on the device at run time. To read them, the CPU would
-have to wait for the device, so only the reference implementations of GEMMs read them on the CPU.
+expert 1 has no rows, and expert 2 has rows 3 to 6. Offsets are computed on the device at run time,
+and the CPU does not wait for them, except in the reference implementations of GEMMs. Rows after the
+last group belong to no expert and may have any values.
 
 Tensor cores support only contractions over a multiple of 16 rows. A GEMM that contracts the rows of
 each group therefore reads padded groups, which have a multiple of 16 rows. An empty group is padded

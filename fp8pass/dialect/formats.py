@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 # Bytes of a group's scale. Such scales are stored in bf16 (`scaling.GROUP_SCALE_DTYPE`).
 GROUP_SCALE_BYTES = 2
 
-# Minimum and maximum number of exponent and mantissa bits in a simulated format. fp32 has the
-# maximum of both.
+# Minimum and maximum number of exponent and mantissa bits in a simulated format (maximum: fp32).
 EXPONENT_BITS, MANTISSA_BITS = (1, 8), (0, 23)
 
 

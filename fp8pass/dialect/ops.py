@@ -130,8 +130,8 @@ def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Ten
     layout of `x` if scales vary along rows; otherwise they are contiguous. A packed plane with w
     bits of each element is contiguous, uint8 [..., K·w/8]. Each group is cut into 8/w consecutive
     parts. Byte i of the group contains the i-th element of each part, with the first part in the
-    lowest bits. For example, with 4 bits and groups of 128, byte 0 contains elements 0 and 64. This
-    order lets neighboring threads process neighboring elements.
+    lowest bits, e.g. elements 0 and 64 in byte 0 for 4 bits and groups of 128. Neighboring threads
+    can therefore process neighboring elements.
     """
     how = parse(quantization)
     fmt = how.format
