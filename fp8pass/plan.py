@@ -17,8 +17,7 @@ class KernelUse:
     Attributes:
         programs: for each hand-written kernel, the number of programs that it runs.
         launches: number of launches of these kernels.
-        generated: number of matrices without such a kernel, by reason. Inductor's generated code
-            quantizes them.
+        generated: number of matrices that Inductor's code quantizes, by the reason against a kernel.
     """
 
     programs: dict[str, int] = field(default_factory=dict)
@@ -291,8 +290,7 @@ class Plan:
         least_bytes: the smallest budget that can be met, if requested.
         rules: the error rules, if requested.
         kernels: how the forward and the backward graph quantize matrices, if computed.
-        merged: for each merged GEMM, its layers. They share an input, and the GEMM computes the
-            gradient of this input.
+        merged: for each GEMM that `merge_dgrads` emitted, the layers that it serves.
         simulated: format that linear layers simulate, if any.
         note: remark for the log.
     """

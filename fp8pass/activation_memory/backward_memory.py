@@ -1,7 +1,7 @@
 """Bytes alive during the backward: saved values, recomputed values and gradients.
 
 The peak exceeds the bytes of the saved values. A recomputed value stays alive until its last use,
-as a saved value does, and often takes more bytes because it is not quantized. Weight gradients
+as a saved value does. It often takes more bytes, because it is not quantized. Weight gradients
 accumulate until the end of the backward. The backward of a model's first block comes last, when
 all these gradients exist, so recomputing values of this block can even raise the peak.
 

@@ -137,8 +137,8 @@ class Quantizer:
         """
         base, is_flipped = graph.skip_transposes(matrix)
         is_transposed = contract_rows != is_flipped
-        # Tensor cores need contractions in multiples of 16. For other lengths, the transpose of `base`
-        # is quantized, because `fp8.transpose` pads with zeros when it transposes the data back.
+        # Tensor cores need contractions in multiples of 16. For other lengths, `base` is transposed
+        # before it is quantized. `fp8.transpose` pads with zeros when it transposes the data back.
         needs_padding = not is_transposed and not is_multiple_of_16(tensor(base).shape[-1])
         if needs_padding or (is_transposed and not quantization.survives_transpose):
             base, is_transposed = self._permute(base), not is_transposed

@@ -118,7 +118,7 @@ def _sums_columns(node: fx.Node) -> bool:
 
 
 def _find_amaxes(node: fx.Node) -> list[fx.Node]:
-    """Return the `amax` operators of a value or of views of it."""
+    """Return the `amax` operators that read a value or a view of it."""
     found = []
     for user in node.users:
         if user.target is fp8.amax.default and user.args[1] == "tensor":

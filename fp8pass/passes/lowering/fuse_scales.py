@@ -80,7 +80,7 @@ def _finishes_amax(node: fx.Node) -> bool:
     is_stored = isinstance(kernel, fx.Node) and kernel.target in (rows, tiles)
     if not is_stored and source.op != "placeholder":
         return False
-    count = tensor(source).numel()  # may be large: kernels store matrices, too
+    count = tensor(source).numel()  # large if the kernel stores a whole matrix
     return holds_amaxes(source) and isinstance(count, int) and count <= LONGEST_HELD
 
 
