@@ -17,7 +17,7 @@ class KernelUse:
     Attributes:
         programs: for each hand-written kernel, the number of programs that it runs.
         launches: number of launches of these kernels.
-        generated: number of matrices that Inductor's code quantizes, by the reason against a kernel.
+        generated: number of matrices that Inductor's code quantizes, by reason against a kernel.
     """
 
     programs: dict[str, int] = field(default_factory=dict)
