@@ -10,7 +10,7 @@ from fp8pass.plan import Collective, HostCopy, Linear, RuleSummary, SavedTensor
 
 
 class FoldedRow(NamedTuple):
-    """An item of a plan that is equal in `count` modules.
+    """A row that represents `count` equal items of a plan, which are in different modules.
 
     Attributes:
         module: pattern of the modules' paths, such as `layers.*.mlp`.

@@ -166,7 +166,7 @@ class Predictor:
         if graph.is_call(node, fp8.transpose.default):
             matrix, error = self._find_operand(node.args[0])  # type: ignore[arg-type]
             return matrix.t(), error
-        if graph.is_call(node, fp8.as_codes.default):  # a gathered weight
+        if graph.is_call(node, fp8.as_codes.default):  # FP8 data from a gather
             return self.values[node], FORMATS[str(node.args[1])].relative_error
         source, format = node.args[0], _find_format(node)
         inherited = self.forward.get(source, 0.0)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ class Fit(Result):
             does not fit, or '' if it fits.
         best: the fastest way to train that fits; None if nothing fits.
         notes: further remarks, as sentences.
-        moments: bytes alive at each moment of a forward and backward of the way to train `shown`.
+        moments: bytes alive at each moment of a forward and backward, for the candidate `shown`.
     """
 
     model: str

@@ -305,7 +305,7 @@ class _Recorder(compat.OperatorObserver):
         return found
 
     def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module at `path`. Graphs that are captured meanwhile get this path."""
+        """Run the module at `path`. Regions that `compile` captures meanwhile get this path."""
         self.path = path
         return run(*args, **kwargs)
 
