@@ -80,7 +80,7 @@ def assert_close(
             dB.
 
     Raises:
-        AssertionError: lists the tensors with too large errors, and these errors.
+        AssertionError: lists the tensors whose errors are too large, with their errors.
     """
     config = replace(checked_config(config), compiler="eager")
     with hardware_accumulation():

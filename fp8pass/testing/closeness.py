@@ -119,7 +119,7 @@ class Reference:
         model: the model in its own dtype. Every run copies the model.
         batches: returns new tensors in each call, because a step may write to its batch.
         formats: the formats to which a recipe rounds.
-        run: wraps the model for steps in its own dtype, for example with autocast.
+        run: wraps the model (e.g. with autocast) for the steps that run in the model's own dtype.
         wide: dtype of exact steps and of most noisy steps.
         between: `between(model, i)` changes the model before step `i`.
         noisy: the noisy steps of each seed so far.

@@ -75,7 +75,7 @@ class Formats:
 
     @property
     def saved_error(self) -> float:
-        """Relative root mean square error of a saved value with uniformly distributed rounding."""
+        """Relative root mean square error of a saved value, if rounding errors are uniform."""
         return 0.0 if self.saved is None else 0.42 * 2.0 ** -(GRIDS[self.saved].mantissa + 1)
 
     @classmethod
