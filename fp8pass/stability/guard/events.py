@@ -51,10 +51,10 @@ class Event:
 
     Attributes:
         step: number of optimizer steps done before the event.
-        kind: `alarm`; the outcome of an alarm, `confirmed` (the loss has risen) or `false alarm`;
-            an action, `lower lr`, `high precision` or `roll back`; the end of a lasting action,
-            e.g. `end of lower lr`; or `no roll back`, if no good copy exists or after
-            `MOST_ROLLBACKS` rollbacks.
+        kind: `alarm`, `confirmed` (the loss has risen after an alarm) or `false alarm`; the action
+            `lower lr`, `high precision` or `roll back`; the end of a lasting action, such as `end
+            of lower lr`; or `no roll back`, if no good copy exists or after `MOST_ROLLBACKS`
+            rollbacks.
         message: the event in words.
         signals: signals of an alarm.
         suspects: suspects of an alarm, the most likely first.

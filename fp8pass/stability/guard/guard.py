@@ -233,7 +233,7 @@ class Guard(StepObserver):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the past numbers, the alarm and the actions of a checkpoint.
+        """Restore the past numbers, the alarm and the actions that a checkpoint contains.
 
         Raises:
             ConfigError: `state` was not returned by `state_dict()` of a guard.

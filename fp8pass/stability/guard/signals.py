@@ -46,13 +46,13 @@ LIMITS: dict[str, tuple[Limit, Limit]] = {
 # The rise of the loss that confirms an alarm. It is lower than the limit of a strong signal,
 # because the alarm is evidence already.
 RISEN = Limit(2.0, 1.10)
-SUSPECT = Limit(4.0, 1.5)  # limits for a suspect tensor
+SUSPECT = Limit(4.0, 1.5)  # a tensor is a suspect from these limits on
 # For each kind of norm of a parameter: the lower limit of the noise in the norm's logarithm.
 NOISE_FLOORS = {"{}": 0.02, "gradient of {}": 0.2, "change of {}": 0.2}
 Name = tuple[str, str]  # module path, and name of a parameter or another tensor
 
 MEASURED_NORM = "sampled gradient norm"  # has its own trend, as it is not measured in every step
-STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's rows
+STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's row
 
 
 class Signals:

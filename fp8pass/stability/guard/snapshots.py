@@ -43,7 +43,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copy a training into this snapshot. Reuse the snapshot's host memory."""
+        """Copy weights, buffers and optimizer states into this snapshot. Reuse its host memory."""
         tensors, self.values = _collect_tensors(model, optimizer)
         before, self.step, self.tensors = self.tensors, step, {}
         arenas: dict[torch.device, Arena] = {}
@@ -132,7 +132,7 @@ class Snapshots:
 def _collect_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[Key, Tensor], dict[Key, Any]]:
-    """Return weights, buffers and state tensors; and optimizer states that are not tensors."""
+    """Return all tensors of a snapshot, and the optimizer states that are not tensors."""
     tensors: dict[Key, Tensor] = {}
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     for name, x in (*trained, *model.named_buffers()):

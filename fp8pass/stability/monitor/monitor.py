@@ -29,7 +29,7 @@ from fp8pass.stability.monitor.writers import CsvWriter, TensorBoardWriter
 
 log = logging.getLogger("fp8pass")
 
-MOST_PRINTED = 40  # rows of a printed monitor
+MOST_PRINTED = 40  # maximum number of rows that `print(monitor)` shows
 
 # A weight may change this often within one step, because some optimizers run a forward with
 # perturbed weights.

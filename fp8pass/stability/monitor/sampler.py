@@ -121,7 +121,7 @@ class SampledForward:
     def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
     ) -> SampledForward:
-        """Return the forward without freed storages. Use one object from `shared` for equal sets.
+        """Return the forward without freed storages. `shared` provides one object for equal sets.
         """
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
