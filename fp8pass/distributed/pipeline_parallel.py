@@ -44,8 +44,8 @@ def pipeline_configs(
     Budgets do not include inputs and outputs of stages, which PyTorch holds for each micro-batch.
 
     In this function, `base.memory_budget` is the budget of a rank. A number of bytes ("24GiB")
-    works for any stages, if each stage is compiled as one graph. A share is only useful if stages
-    are similar: a stage that saves more tensors, such as logits, gets proportionally more memory.
+    also works for unequal stages, if each stage is compiled as one graph. A share is only useful if
+    stages are similar: a stage that saves more, such as logits, gets proportionally more memory.
 
     Args:
         schedule: a schedule of `torch.distributed.pipelining`. If stages are compiled before the

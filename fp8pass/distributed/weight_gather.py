@@ -192,7 +192,7 @@ class WeightGather:
 
 
 def unpack(gathered: Tensor, whole: PackedWeights) -> None:
-    """Copy the packed shards of all ranks, uint8 [ranks, B], to the packed full weights."""
+    """Copy the packed shards of all ranks, uint8 [ranks, B], to `whole`, the full weights."""
     if (kernels := load_kernels(gathered.device)) is not None:
         return kernels.unpack(gathered, whole.memory, whole.sizes)
     ranks = len(gathered)

@@ -136,7 +136,7 @@ def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
 
 
 def unpack(shards: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> None:
-    """Copy packed shards, uint8 [ranks, B], to the packed full weights `whole`.
+    """Copy the packed shards of all ranks, uint8 [ranks, B], to `whole`, the full weights.
 
     A piece is the data or the scales of one weight. `sizes` are the bytes of each piece in `whole`,
     where a piece is contiguous. The buffer of each rank has this rank's rows of each piece, in
