@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class UsageError(ValueError):
-    """An argument is invalid. The message says how to fix it. Exit code 2."""
+    """An argument is invalid. The message explains the fix. Exit code 2."""
 
 
 class Failure(Exception):
@@ -137,7 +137,7 @@ def check_plot(options: argparse.Namespace) -> None:
 def task(doing: str, fix: str) -> Iterator[None]:
     """Show a task as running on stderr if stderr is a terminal, and turn its errors into messages.
 
-    What the task prints to stdout goes to stderr, because stdout is for the command's result.
+    The task's output to stdout goes to stderr, because stdout is for the command's result.
 
     Args:
         doing: the task, such as "building models:build".

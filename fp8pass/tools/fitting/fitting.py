@@ -269,7 +269,7 @@ def _find_by_name(name: str) -> Gpu:
 
 
 def _detect_gpu() -> Gpu:
-    """Return this machine's GPU. If its rates are unknown, assume those of an H200."""
+    """Return this machine's GPU. If its rates are unknown, assume the rates of an H200."""
     if not torch.cuda.is_available():
         return replace(GPUS[REFERENCE], name=UNNAMED, rates="assumed")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

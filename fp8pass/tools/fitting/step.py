@@ -1,7 +1,7 @@
 """Record one step of a model on fake tensors: storages, and runs of compiled graphs.
 
 Each compiled graph is replaced by a stand-in that allocates results but computes nothing. Its
-`CompiledRegion` has the joint graph before any pass, and the record says when the region runs
+`CompiledRegion` has the joint graph before any pass, and the record lists when the region runs
 forward and backward. Operators outside of compiled graphs are recorded one by one, as PyTorch runs
 them. `traced.py` can then insert the plan of any configuration into the record, without tracing the
 model again.
