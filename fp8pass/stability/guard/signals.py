@@ -51,7 +51,7 @@ SUSPECT = Limit(4.0, 1.5)  # a tensor is a suspect from these limits on
 NOISE_FLOORS = {"{}": 0.02, "gradient of {}": 0.2, "change of {}": 0.2}
 Name = tuple[str, str]  # module path, and name of a parameter or another tensor
 
-MEASURED_NORM = "sampled gradient norm"  # has its own trend, as it is not measured in every step
+MEASURED_NORM = "sampled gradient norm"  # a separate trend: not measured in every step
 STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's row
 
 

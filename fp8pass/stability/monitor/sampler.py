@@ -121,8 +121,7 @@ class SampledForward:
     def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
     ) -> SampledForward:
-        """Return the forward without freed storages. `shared` provides one object for equal sets.
-        """
+        """Return the forward without freed storages. `shared` has one object for equal sets."""
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
             for memory in (self.arguments, self.results)
