@@ -41,7 +41,7 @@ class ThresholdComparison(NamedTuple):
     Attributes:
         symbol: the symbol of the formula.
         compared: the expression that is compared.
-        root: the earliest symbol with the sign of `compared`, if any.
+        root: the earliest symbol that determines the sign of `compared`, if any.
         is_mask: whether the formula is the comparison and nothing else.
     """
 
@@ -56,8 +56,8 @@ def find_jumps(
 ) -> tuple[set[Symbol], set[Symbol]]:
     """Find comparisons of inexact values that make an output jump at the threshold.
 
-    Return two sets: symbols that are compared with zero, because the backward needs their exact
-    signs, and symbols of comparisons that need exact operands.
+    The first result are symbols that are compared with zero, whose exact signs the backward needs.
+    The second result are the symbols of comparisons that need exact operands.
 
     Raises:
         Underivable: a comparison that causes a jump is a part of a larger formula.
@@ -106,7 +106,7 @@ def find_sign_roots(expressions: Expressions) -> dict[Symbol, Symbol]:
 
 
 def _find_root(value: Expr, roots: Mapping[Symbol, Symbol], fixed: set[Symbol]) -> Symbol | None:
-    """Return the root of an expression, or None unless exactly one factor may change its sign."""
+    """Return the root of an expression, or None if several or no factors may change its sign."""
     if isinstance(value, (sympy.tanh, sympy.erf, Magnitude)):
         return _find_root(value.args[0], roots, fixed)
     factors = set(sympy.Mul.make_args(value))
@@ -177,7 +177,7 @@ class ThresholdSearch:
         return [c for i, c in enumerate(self.comparisons) if i in jumping]
 
     def _search_along(self, varied: Symbol) -> Crossings:
-        """Find neighbours in the grid of one input that give a comparison different outcomes."""
+        """Find neighboring grid points of one input between which a comparison changes."""
         grid = torch.cat([-GRID.flip(0), GRID])
         rows = min(self._inputs[varied].shape[1], ROWS)
         shape = len(grid), rows

@@ -177,7 +177,7 @@ class Splitter:
             self.junctions.add(node)
 
     def _is_discrete(self, node: fx.Node) -> bool:
-        """Whether a forward node is neither a float nor computed from comparisons with formulas."""
+        """Whether a forward node has integers or booleans that no formula in a region computes."""
         if node in self.backward or graph.value(node) is None or _is_float(node):
             return False
         derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)

@@ -87,7 +87,7 @@ def _subtract(node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = POSI
 
 
 def _is_rest_of_scan(difference: fx.Node) -> bool:
-    """Whether a node is `c[..., -1:] - c` for a cumulative sum c, the sum of the later terms."""
+    """Whether a node is `c[..., -1:] - c` for a cumulative sum c, i.e. the sum of later terms."""
     last, scan = difference.args[:2]
     if not (isinstance(last, fx.Node) and isinstance(scan, fx.Node)) or difference.kwargs:
         return False
