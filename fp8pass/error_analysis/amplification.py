@@ -25,7 +25,7 @@ from torch import Tensor
 from fp8pass.error_analysis.factors import Factors, Jacobian, Key
 from fp8pass.error_analysis.samples import ON_CPU, Samples
 
-Amplifications = dict[Symbol, dict[Symbol, float]]  # [source][output]; a source has the error
+Amplifications = dict[Symbol, dict[Symbol, float]]  # [source][output]; the source is inexact
 BySource = dict[Symbol, Tensor]  # sources that have no effect are missing
 
 
@@ -70,7 +70,7 @@ class Bounds:
             self._rows[key] = self._row(each)
 
     def norm(self, jacobian: Jacobian[Tensor]) -> Tensor:
-        """Bound ‖J‖₂. Use the inequalities of `perturbation`, so that both overestimate alike."""
+        """Bound ‖J‖₂ with the same inequalities as `perturbation`, so both are equally loose."""
         total = torch.zeros(1, 1, 1, **ON_CPU)
         if jacobian.diagonal is not None:
             total = total + self._norm(jacobian.diagonal, jacobian.order)

@@ -45,7 +45,7 @@ class Amplification:
         flush_bound: the bound for errors relative to the largest element of a row. Formats that
             round small elements to zero have such errors.
         needs_signs: whether the format must not round any element to zero. This is true if the
-            backward compares the value with zero (ReLU), or sums its products over positions.
+            backward compares the value with zero (ReLU), or sums products of it over positions.
     """
 
     bound: float
@@ -232,7 +232,7 @@ class Derivation:
         stored: Collection[Symbol] = (),
         relative_to_row: bool = False,
     ) -> Amplifications:
-        """Return the bound of the amplification of each source by each output.
+        """Bound how much each output amplifies a relative error of each source.
 
         The backward reads the values of the symbols in `stored` instead of recomputing them.
 

@@ -57,8 +57,8 @@ class Differences:
     def __contains__(self, node: fx.Node) -> bool:
         """Whether the terms of a sum may cancel. Such a sum must not have inexact terms.
 
-        The variance of each row is a difference. The deviations in batch normalization do not count
-        as differences, because AOTAutograd subtracts the mean twice.
+        The variance of each row is a difference. The deviations in batch normalization are not: the
+        backward subtracts the mean a second time, which would require the exact input.
         """
         if node.target in VARIANCES:
             return _is_for_each_row(node)
@@ -117,7 +117,6 @@ class Differences:
         return bool(common)
 
     def _is_negative(self, x: Any, scale: float) -> bool:
-        """Whether a term is subtracted."""
         number = _number(x)
         if number is not None:
             return number * scale < 0
@@ -196,7 +195,7 @@ def _reduction(x: Any) -> fx.Node | None:
 
 
 def _is_for_each_row(variance: fx.Node) -> bool:
-    """Whether a variance does not reduce the first dimension. Without `dim`, it reduces all."""
+    """Whether a variance does not reduce dimension 0. Without `dim`, it reduces all dimensions."""
     rank = graph.tensor(variance.all_input_nodes[0]).ndim
     dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
     return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)

@@ -128,7 +128,7 @@ class Rules:
 
     @cached_property
     def _findings(self) -> _Findings:
-        """The rules of all regions. A region's outliers may be inputs of the next regions."""
+        """The rules of all regions. Outliers of a region may be inputs of later regions."""
         if self._are_off:
             return _Findings({region: RegionRule() for region in self.regions})
         found = _Findings()
@@ -284,7 +284,6 @@ class Rules:
             yield f"no rule bounds errors in the operator {name}, which reads this in the backward"
 
     def _is_by_choice(self, user: fx.Node) -> bool:
-        """Whether `user` belongs to a layer that stays in high precision by choice."""
         return bool(user.meta.get(HIGH_PRECISION_BY_CHOICE)) and user in self.backward
 
     def _use_operand(self, user: fx.Node) -> Use:

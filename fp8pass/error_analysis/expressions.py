@@ -36,7 +36,7 @@ class Pointwise:
 class Statistic:
     """`symbol = weight · Σ value` over `length` elements.
 
-    The slope of a variance ignores the mean, because deviations from the mean sum to zero.
+    In a variance, the mean counts as a constant, because the derivative by the mean is zero.
 
     Attributes:
         symbol: the result.
@@ -195,7 +195,7 @@ def _symbol_like(name: str, value: Expr) -> Symbol:
 
 
 def _symbol(name: str, **assumptions: bool) -> Symbol:
-    """Return a symbol named like a printed node, e.g. `%exp`. sympy has no functions named so."""
+    """Return a symbol named like the printed node, e.g. `%exp`, which is not a sympy function."""
     return Symbol(f"%{name}", **assumptions)
 
 
@@ -220,7 +220,7 @@ def _is_over_rows(node: fx.Node) -> bool:
 
 
 def _define_variance(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
-    """Define the variance that `parent` computes, with the mean as a statistic of its own."""
+    """Define the variance that `parent` computes. Its mean becomes a separate statistic."""
     operand, length = _find_reduced(parent, found)
     mean = _symbol(f"mean_{operand}", real=True)
     if mean not in found.statistics:

@@ -54,7 +54,7 @@ class Norm(sympy.Function):
 
 
 class ChainRule:
-    """The total derivatives of a region's symbols for a change `seed` of `source`.
+    """The total derivatives of a region's symbols if `source` changes by `seed`.
 
     Symbols in `stored` do not change, because the backward reads them instead of recomputing them.
 
@@ -203,7 +203,7 @@ class Formulas:
         return self._norms[key]
 
     def _compute_norm(self, expression: Expr, order: float) -> Expr:
-        """Return a norm. Take out statistics, and the maximum of each constant factor."""
+        """Return a norm. Move statistics, and the maxima of constant factors, in front of it."""
         expression = self.expressions.expand(expression)
         if expression.is_Add:
             expression = sympy.factor_terms(expression)

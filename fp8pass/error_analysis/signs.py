@@ -1,11 +1,11 @@
 """Infer which values of a graph have no positive, or no negative, elements.
 
-A cumulative decay, the sum of the decays of many steps, may be of any size. But its exponential is
-at most 1 if all terms of the sum are nonpositive, such as -exp(a) · softplus(b) in Mamba and in
-gated delta rules, or a `logsigmoid`. One pass over the nodes infers the sign of each result from
-the signs of its operands. PyTorch's interval analysis (`torch.utils._sympy.value_ranges`) cannot
-infer these signs, because it has no rules for views, reductions, scans and padding, which are most
-of the rules below.
+A cumulative decay is the sum of the decays of many steps, and may have any magnitude. But its
+exponential is at most 1 if all terms of the sum are nonpositive, such as -exp(a) · softplus(b) in
+Mamba and in gated delta rules, or a `logsigmoid`. One pass over the nodes infers the sign of each
+result from the signs of its operands. PyTorch's interval analysis
+(`torch.utils._sympy.value_ranges`) cannot infer these signs, because it has no rules for views,
+reductions, scans and padding, which are most of the rules below.
 """
 
 from __future__ import annotations

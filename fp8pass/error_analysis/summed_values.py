@@ -106,7 +106,7 @@ def _is_small(gradient: fx.Node) -> bool:
 def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
     """Whether the search for factors continues from `user` to its operand `node`.
 
-    The search ends if the rows of both are wide, or if the value of `node` is not a single tensor.
+    It ends if the rows of both nodes are wide, or if the value of `node` is not a single tensor.
     """
     is_tensor = isinstance(graph.value(node), torch.Tensor)
     return is_tensor and not (_is_wide(node) and _is_wide(user))

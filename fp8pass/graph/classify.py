@@ -218,7 +218,7 @@ def attention_output(backward: fx.Node) -> fx.Node | None:
 
 
 def _argument(node: fx.Node, name: str, missing: Any = None) -> Any:
-    """Return an argument, or None if the call omits it. Return `missing` if no such one exists."""
+    """Return an argument, None if omitted, or `missing` if the schema has no such argument."""
     for position, argument in enumerate(compat.schema_of(node.target).arguments):
         if argument.name == name:
             positional = node.args[position] if position < len(node.args) else None

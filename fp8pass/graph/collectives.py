@@ -71,7 +71,7 @@ def remove_unused(g: fx.Graph) -> None:
 
 
 def find_gathers(g: fx.Graph) -> Iterator[Gather]:
-    """Yield a graph's all-gathers in order. Skip an all-gather with other users than its wait."""
+    """Yield a graph's all-gathers in order. Skip all-gathers that several nodes read."""
     for node in g.nodes:
         if graph.is_call(node, ALL_GATHER) and len(node.users) == 1:
             (wait,) = node.users

@@ -13,7 +13,7 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class JointFacts:
-    """Which inputs of a joint graph stay alive after the forward, and which outputs it computes.
+    """Which inputs of a joint graph stay alive, and how many outputs the forward has.
 
     Attributes:
         parameters: parameters and buffers, which stay alive throughout the step.

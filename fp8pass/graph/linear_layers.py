@@ -176,7 +176,7 @@ class GraphPart:
 def parts_with_layers(
     gm: fx.GraphModule, facts: JointFacts, skip: tuple[Pattern, ...]
 ) -> list[GraphPart]:
-    """Find the layers of a graph and of its chunk subgraphs. Warn if a `skip` pattern is unused."""
+    """Find the layers of a graph and its chunk subgraphs. Warn if a `skip` pattern matches none."""
     parts = [GraphPart(gm, find_layers(gm.graph, facts))]
     for chunks in chunks_of(gm.graph):
         layers = find_layers(chunks.body.graph, chunks.facts(facts))
@@ -189,9 +189,9 @@ def parts_with_layers(
 
 
 def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[tuple[str, Layer]]:
-    """Yield `(operator name, layer)` for layers inside the branches of a `torch.cond` and the like.
+    """Yield `(operator name, layer)` for each layer in a graph that e.g. a `torch.cond` calls.
 
-    The operators are `torch.cond`, `scan`, `while_loop` and `map` in the forward. Passes do not
+    The search covers `torch.cond`, `scan`, `while_loop` and `map` in the forward. Passes do not
     rewrite the graphs that these operators call.
     """
     backward = graph.tangent_dependent(gm.graph)
@@ -362,7 +362,7 @@ def _is_head(layer: Layer, head_gemms: set[fx.Node]) -> bool:
 
 
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
-    """Return (forward operand, gradient). Return (None, None) if there is not one of each."""
+    """Return (forward value, gradient), or (None, None) if both operands are of the same kind."""
     a, b = gemm_operands(gemm)
     if (a in backward) == (b in backward):
         return None, None
@@ -370,7 +370,7 @@ def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | No
 
 
 def _elements(matrix: fx.Node) -> fx.Node:
-    """Skip the transposes, zero padding and reshapes of an operand, and return their source."""
+    """Skip transposes, zero padding and reshapes of an operand; return the tensor before them."""
     is_batch = tensor(matrix).ndim == 3
     skip = graph.skip_batched_transposes if is_batch else graph.skip_transposes
     return graph.skip_reshapes(_unpadded(skip(matrix)[0], dim=0))
@@ -384,7 +384,6 @@ def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
 
 
 def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
-    """Return the first layer in the same module as the backward GEMM, else the first layer."""
     path = graph.module_path(gemm)
     return next((y for y in layers if y.module == path), layers[0])
 

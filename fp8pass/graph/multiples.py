@@ -51,7 +51,7 @@ JOINTLY_LINEAR: dict[Any, tuple[int, ...]] = {
 
 
 def is_multiple_of_gradient(node: fx.Node, depends: Callable[[Any], bool]) -> bool:
-    """Whether `node` maps multiples of a gradient to a multiple of the gradient.
+    """Whether `node` computes a multiple of a gradient from multiples of the gradient.
 
     Args:
         node: a node that depends on the gradient.

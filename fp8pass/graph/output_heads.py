@@ -54,7 +54,7 @@ def stays_in_high_precision(
 ) -> bool:
     """Whether a layer of an untraced model matches `skip` or looks like an output head.
 
-    It looks like a head if it has a head's name, or if (out_features, in_features) is `logits`.
+    It looks like a head if it has a head's name, or if its (out_features, in_features) is `logits`.
     """
     is_head = has_head_name(path) or (layer.out_features, layer.in_features) == logits
     return is_head or matching_pattern(path, skip) is not None

@@ -57,12 +57,12 @@ def skip_reshapes(node: fx.Node) -> fx.Node:
 
 
 def skip_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return the matrix before transposes, and whether `node` is the transpose of this matrix."""
+    """Skip transposes. Return the matrix, and whether `node` is the transpose of this matrix."""
     return _skip(node, _is_transpose)
 
 
 def skip_batched_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return the batch of matrices before transposes, and whether `node` transposes them."""
+    """Skip transposes. Return the batch of matrices, and whether `node` transposes the matrices."""
     return _skip(node, is_batched_transpose)
 
 
@@ -172,7 +172,7 @@ ONES = (aten.ones.default, aten.ones_like.default)
 
 
 def filled_with(node: fx.Node) -> float | None:
-    """Return the constant that fills a tensor, or None if the tensor is not filled with one."""
+    """Return the constant that `node` fills a tensor with, or None for other operators."""
     while node.target in RESHAPES or node.target in CASTS:
         node = node.all_input_nodes[0]
     if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):

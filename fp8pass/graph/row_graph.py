@@ -297,7 +297,6 @@ class RowGraph:
         return node
 
     def _view_rows(self, x: fx.Node, rest: tuple[int, ...], node: fx.Node) -> fx.Node:
-        """Reshape each row of `x` to the sizes `rest`."""
         if tuple(tensor(x).shape[1:]) == rest:
             return x
         return self._emit(aten.view.default, x, [-1, *rest], like=node)
