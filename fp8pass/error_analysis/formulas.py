@@ -170,7 +170,7 @@ class Formulas:
         self.factors = {output: _list_jacobians(output, chains) for output in outputs}
 
     def bounds(self, source: Symbol, stored: frozenset[Symbol]) -> dict[Symbol, Expr]:
-        """Return ‖Δ‖ of each output's factors per unit relative perturbation of `source`.
+        """Bound the change of each output's factors if `source` changes by a relative error of 1.
 
         The backward recomputes all symbols that are not in `stored`.
         """

@@ -78,8 +78,8 @@ class Region:
     def cached(self) -> list[fx.Node]:
         """The forward members that the backward reads. Case 2 of AGoQ also stores these members.
 
-        A value that no forward operator uses, such as the cube of a statistic, is left out, because
-        the backward computes it.
+        Values that no forward operator uses, e.g. the cube of a statistic, are skipped, because the
+        backward computes them.
         """
         members, forward = set(self.nodes), set[fx.Node]()
         for node in reversed(self.nodes):

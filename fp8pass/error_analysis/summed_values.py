@@ -12,10 +12,10 @@ stay small, and formats with a wide range are allowed.
     out = sum(weights(scale)[..., None] * streams, -2)     hyper-connections, gates of whole layers
     grad scale = sum over tokens of f(token) * <grad out, streams>
 
-In hyper-connections these sums were 7 to 21% of the norm of their terms, so an error of 12% of each
-term changed the sign of gradients. Adam divides by the size of the gradient, so a wrong small
-gradient changes the parameter as much as a large one. The gradient of a matrix consists of
-thousands of sums, and the terms cancel in only few of these sums.
+In hyper-connections, the terms nearly cancel: these sums were 7 to 21% of the norm of their terms.
+An error of 12% of each term therefore changed the sign of gradients. Adam divides by the size of
+the gradient, so a wrong small gradient changes the parameter as much as a large one. The gradient
+of a matrix consists of thousands of sums, and the terms cancel in only few of these sums.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class Layer:
         input: the operand of the forward GEMM that is not the weight.
         forward: the GEMM of the forward.
         in_features, out_features: the sizes of the weight; symbolic with dynamic shapes.
-        rows: the sizes of the input's leading dimensions, e.g. (batch, tokens). Their product is
-            the number of rows.
+        rows: the sizes of the input, except the dimension that the GEMM sums over, e.g. (batch,
+            tokens). Their product is the number of rows.
         flaw: why the forward GEMM is not activation × weight; '' for a linear layer.
         experts: the number of experts; 0 for a layer with a single weight.
         is_head: whether the layer computes logits (`output_heads.py`).
