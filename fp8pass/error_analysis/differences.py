@@ -57,8 +57,8 @@ class Differences:
     def __contains__(self, node: fx.Node) -> bool:
         """Whether the terms of a sum may cancel. Such a sum must not have inexact terms.
 
-        The variance of each row is a difference. The deviations in batch normalization are not: the
-        backward subtracts the mean a second time, which would require the exact input.
+        The variance of each row is a difference. The deviations in batch normalization are not,
+        because AOTAutograd subtracts the mean twice.
         """
         if node.target in VARIANCES:
             return _is_for_each_row(node)
