@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The public names and their modules. A module is loaded when its name is first used, so that
-# `fp8pass --help` does not wait for PyTorch, and `fp8pass env` works without PyTorch.
+# The public names, each with the module that defines it. The module is imported when the name is
+# first used, so that `fp8pass --help` does not import PyTorch, and `fp8pass env` works without it.
 _MODULES = {
     "RECIPES": "config",
     "Bisection": "tools.bisection",
@@ -63,13 +63,13 @@ _MODULES = {
     "sharpness": "tools.sharpness",
 }
 
-# The public submodules, by public name.
+# The public submodules. A key is a public name, a value is the module's path below `fp8pass`.
 _SUBMODULES = {"distributed": "distributed", "optim": "optim", "testing": "testing"}
 
 __all__ = [*_MODULES, *_SUBMODULES]
 
-# Names that users look up in `fp8pass`, with the submodule that defines each name. The
-# AttributeError contains the right path.
+# Names that users may expect in `fp8pass`, but that a submodule defines. The AttributeError gives
+# the right path, e.g. `fp8pass.optim.AdamW`.
 _ELSEWHERE = {
     "AdamW": "optim",
     "compress": "distributed",

@@ -34,7 +34,8 @@ class Inputs:
             saving leaves costs no memory.
         activations: inputs that require a gradient and are not leaves, such as outputs of other
             graphs. Saving such inputs may extend their lifetime.
-        moving: parameters whose memory address changes in every step; empty without CUDA graphs.
+        moving: parameters whose memory address changes in every step, as under FSDP2. Only CUDA
+            graphs depend on addresses, so this is empty without CUDA graphs.
     """
 
     weights: frozenset[int] = frozenset()
@@ -50,7 +51,7 @@ class Inputs:
     ) -> Inputs:
         """Classify the inputs with which Dynamo traced the graph.
 
-        Dynamo has no guard on `is_leaf`, so later inputs may differ from the traced inputs in kind.
+        Dynamo does not guard on `is_leaf`, so later calls may pass inputs of other kinds.
         """
         differentiable = {
             i: x.is_leaf
@@ -67,11 +68,11 @@ class Inputs:
 
 
 def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
-    """Return which patterns match the module path of each operator, as part of the cache key.
+    """Return, for each operator, the patterns that match its module path; part of the cache key.
 
-    Inductor's caches compare graphs without module paths. The key contains the matches instead of
-    the paths, so that equal layers share compiled code. If options refer to values by name, the key
-    contains the paths, too, because these names contain paths.
+    Inductor's caches compare graphs without module paths. Equal layers should share compiled code,
+    so the key contains the matches and not the paths. It contains the paths, too, if options refer
+    to single values, e.g. `h.0.mlp:gelu:0`, because the names of values contain paths.
     """
     subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
@@ -90,7 +91,7 @@ def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
 def describe_config(config: Config) -> str:
     """Return the configuration as text that is the same in every process.
 
-    For a function in `skip` the text has only its name, because `match_names` has its results.
+    A function in `skip` appears with its name only. `match_names` covers what the function returns.
     """
     names = tuple(map(pattern_text, config.skip_patterns))
     return repr((replace(config, passes=(), skip=names), cache_keys(config.passes)))
@@ -104,9 +105,9 @@ class Compilation:
         config: the user's choices.
         inputs: the graph's inputs by kind.
         hooks: called while the graph is compiled.
-        requests: which optional contents of the plan to compute.
-        by_name: which patterns match the module paths of the operators (`match_names`).
-        is_main: whether this is the version of the graph that runs in most steps.
+        requests: the optional parts of the plan to compute.
+        by_name: the result of `match_names` for the graph.
+        is_main: whether this version runs in most steps, and not only when `Monitor` measures.
         compiled: the graph after the joint or inference passes; None before.
     """
 
@@ -119,7 +120,7 @@ class Compilation:
     compiled: CompiledGraph | None = None
 
     def finish(self, compiled: CompiledGraph) -> None:
-        """Store the graph after its joint or inference passes, and call `after_passes` of hooks."""
+        """Store a graph whose joint or inference passes have run, and call the hooks."""
         self.compiled = compiled
         for hook in self.hooks if self.is_main else ():
             hook.after_passes(compiled)
@@ -130,8 +131,8 @@ class Compilation:
         `half` is `forward`, `backward` or `inference`.
         """
         ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
-        # PyTorch may compile a backward only when the backward first runs. The forward's tracing
-        # context has then ended, and composite operators would turn dynamic sizes into constants.
+        # PyTorch may compile a backward only when it first runs. By then the tracing context of the
+        # forward has ended, and without it composite operators turn dynamic sizes into constants.
         with compat.enable_dynamic_shapes():
             records = run_passes(LOWERING_PASSES, gm, ctx, of=half, record=self.records)
         if self.compiled:
@@ -139,15 +140,15 @@ class Compilation:
 
     @property
     def shows_halves(self) -> bool:
-        """Whether to run the lowering passes on copies of the graphs.
+        """Whether to run the lowering passes on copies of the graphs, only for a report.
 
-        The compiler `eager` does not need these passes, but reports show their results.
+        The compiler `eager` does not need these passes, but reports show what they do.
         """
         return self.records and self.config.compiler == "eager"
 
     @property
     def records(self) -> bool:
-        """Whether a hook needs the graph's code around each pass, and the figures for reports."""
+        """Whether to record each pass, and the numbers for reports, because a hook needs them."""
         return self.is_main and any(hook.records for hook in self.hooks)
 
     @contextmanager

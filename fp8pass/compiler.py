@@ -35,7 +35,7 @@ class Backend:
     Attributes:
         config: the user's choices.
         observer: called with each compiled graph.
-        requests: which optional contents of the plans to compute.
+        requests: the optional parts of the plans to compute.
         hooks: called while graphs are compiled.
     """
 
@@ -168,8 +168,8 @@ def rewrite_inference(
 ) -> None:
     """Run the inference passes on a graph without a backward.
 
-    A graph that compiled autograd captured is left unchanged: it is a backward and contains no
-    forward of a layer. `parameters` has the indices of the inputs with fixed addresses.
+    A graph that compiled autograd captured is left unchanged, because it is a backward: it contains
+    no forward of a layer. `parameters` contains the indices of the inputs with fixed addresses.
     """
     if compat.captures_backward():
         return
@@ -185,10 +185,10 @@ def rewrite_inference(
 
 
 def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """Return fp8pass's defaults of Inductor's options, for graphs with low-bit saved tensors.
+    """Return options of Inductor that suit graphs with low-bit saved tensors.
 
-    The values were chosen by measurements on GPUs. On a CPU, which is only for experiments,
-    Inductor's own defaults apply, because they are better tested.
+    The user's own options override them. The values were chosen by measurements on GPUs. On a CPU,
+    which is only for experiments, Inductor keeps its own defaults, which are better tested.
     """
     if _on_cpu(example_inputs):
         return {}
@@ -201,8 +201,8 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
         # of four layers of hidden size 4096 is 0.6 GiB lower.
         "allow_buffer_reuse": False,
         # By default Inductor stores an expression that reads more than four tensors if two kernels
-        # use the expression. For gradients of gated activations, writing and reading 16 bits takes
-        # longer than recomputing.
+        # use the expression. For gradients of gated activations it is faster to compute the
+        # expression twice than to write the result to memory and read it again.
         "realize_reads_threshold": 8,
         # Launch the dialect's kernels like Inductor's own kernels, without Triton's launcher in
         # Python. A layer of hidden size 2048 then takes 8% less CPU time.
@@ -284,7 +284,6 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def _check_types(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the value of an Inductor option has the wrong type."""
     for name, value in options.items():
         wanted = compat.type_of_option(name)
         if wanted is not None and not isinstance(value, wanted):

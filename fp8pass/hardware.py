@@ -1,4 +1,4 @@
-"""Abilities of devices (FP8 GEMMs, FP8 casts, Triton kernels), and rates of GPUs for a roofline."""
+"""Check what a device can run (FP8 GEMMs, FP8 casts, Triton kernels); estimate times of GPUs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ATTENTION_FLOPS = 530e12
 BANDWIDTH = 4.27e12
 
 
-# The GPU that the CPU represents inside `planning_for`; None outside.
+# The GPU that CPU tensors stand for inside `planning_for`; None outside.
 _planned_gpu: ContextVar[Gpu | None] = ContextVar("planned_gpu", default=None)
 
 
 @contextmanager
 def planning_for(gpu: Gpu) -> Iterator[None]:
-    """Within the context, treat the CPU as `gpu`: `fit` plans graphs of fake CPU tensors."""
+    """Within the context, treat the CPU as `gpu`, so that `fit` can plan with fake CPU tensors."""
     token = _planned_gpu.set(gpu)
     try:
         yield
@@ -43,7 +43,7 @@ def planning_for(gpu: Gpu) -> Iterator[None]:
 def why_no_fp8_gemm(device: torch.device) -> str | None:
     """Return why `device` cannot run FP8 GEMMs, or None if it can.
 
-    The CPU can run FP8 GEMMs: its reference kernels compute the same as tensor cores.
+    A CPU runs a reference implementation of FP8 GEMMs, which computes the same as tensor cores.
     """
     if _is_reference(device):
         return None
@@ -58,7 +58,7 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
 
 
 def _is_reference(device: torch.device) -> bool:
-    """Whether `device` is a CPU that runs reference kernels, and not the GPU of `planning_for`."""
+    """Whether `device` is a real CPU, and does not stand for the GPU of `planning_for`."""
     return device.type == "cpu" and _planned_gpu.get() is None
 
 
@@ -115,7 +115,7 @@ BANDWIDTH_SHARE = BANDWIDTH / 4.8e12
 
 @dataclass(frozen=True)
 class Work:
-    """Amounts of computation and memory traffic of a GPU.
+    """An amount of work for a GPU: floating-point operations and memory traffic.
 
     Attributes:
         fp8_flops, bf16_flops: floating-point operations of GEMMs in FP8 and in BF16.
@@ -137,7 +137,7 @@ class Work:
         return Work(*(count * x for x in vars(self).values()))
 
 
-# The source of a GPU's rates. `assumed`: the GPU is unknown, so the rates of `REFERENCE` are used.
+# Where the rates of a GPU come from. For an unknown GPU the rates of `REFERENCE` are `assumed`.
 Rates = Literal["measured", "datasheet", "given", "assumed"]
 
 
@@ -191,14 +191,14 @@ def _gpu(
     terabytes: float,
     link: float,
 ) -> tuple[str, Gpu]:
-    """Return the name of a GPU, and the GPU with rates from its datasheet.
+    """Return an entry of `GPUS`: a name, and the GPU with rates from its datasheet.
 
     Args:
         name: name of the GPU model.
         gib: memory that CUDA reports, in GiB.
         capability: compute capability.
-        fp8: dense FP8 TFLOP/s with FP32 sums; None if the GPU has no FP8 tensor cores.
-        bf16: dense BF16 TFLOP/s with FP32 sums.
+        fp8: dense FP8 TFLOP/s with FP32 accumulation; None if the GPU has no FP8 tensor cores.
+        bf16: dense BF16 TFLOP/s with FP32 accumulation.
         terabytes: bandwidth of the memory in TB/s.
         link: bandwidth of the link to the host in GB/s, in each direction.
     """
@@ -215,8 +215,8 @@ def _gpu(
     )
 
 
-# The rates of the H200 are measured, the link's rate with copies in both directions at once. Other
-# GPUs are assumed to reach the same share of their datasheets.
+# The rates of the H200 are measured; the link was measured with copies in both directions at once.
+# Other GPUs are assumed to reach the same share of the rates in their datasheets.
 REFERENCE = "H200"
 GPUS = dict(
     (
@@ -250,5 +250,5 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def normalize(name: str) -> str:
-    """Return a GPU's name in lower case, without the parts that users may omit."""
+    """Return a GPU's name without the parts that users may omit, e.g. `rtx4090`."""
     return re.sub(r"nvidia|geforce|[\s-]", "", name.lower())

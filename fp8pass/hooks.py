@@ -1,6 +1,6 @@
 """The interface of hooks, which observe or extend a compilation.
 
-The compiler imports no other module with hooks.
+The compiler imports this interface, but not the modules that implement it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class GraphRun:
 
     Attributes:
         weights: the parameters that were passed to the graph, by module path in the graph.
-        checkpointed: whether `torch.utils.checkpoint`, outside of compiled code, repeats the run in
-            the backward. The run's saved tensors are then freed after the forward.
+        checkpointed: whether `torch.utils.checkpoint` wraps the compiled code. It then frees the
+            saved tensors after the forward, and repeats the run in the backward.
     """
 
     weights: dict[str, torch.Tensor] = field(repr=False)
@@ -71,7 +71,7 @@ class CompiledGraph:
 
 
 class CompileVersion(Protocol):
-    """Compiles another version of the current graph, and calls only the hook `while_compiling`."""
+    """Compiles another version of the current graph. Calls no hook except `while_compiling`."""
 
     def __call__(self, config: Config, inner_compile: Callable[..., Any] | None = None) -> Program:
         """Compile with `config`. If `inner_compile` is given, it is called instead of Inductor."""
@@ -98,7 +98,7 @@ class Hooks(Protocol):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap | None:
-        """Prepare for the compilation of `gm`. Return a function that wraps its program, or None.
+        """Prepare for the compilation of `gm`. Return a function that wraps the program, or None.
 
         Other versions of the graph must be compiled here, before the main version, because Dynamo
         keeps only the information that the last compilation reports.

@@ -64,8 +64,8 @@ class Partitioner(compat.CustomPartitionerFn):
         """Normalize a joint graph and return the context for the passes on it."""
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
-        # `inputs` has indices of the Dynamo graph's inputs, where a tensor subclass is one input.
-        # `select_inputs` returns the primals that belong to the indices.
+        # The Dynamo graph has one input for a tensor subclass, such as a DTensor. The joint graph
+        # has a primal for each inner tensor. `select_inputs` maps the indices to primals.
         inputs = self.compilation.inputs
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
         parameters = select_inputs(primals, static)
@@ -104,7 +104,7 @@ def find_checkpointing(gm: fx.GraphModule) -> Checkpointing | None:
 
 
 def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointing:
-    """Plan a copy of a joint graph without checkpointing tags, and return its saved bytes."""
+    """Plan a copy of the graph without checkpointing tags, and return its bytes for comparison."""
     copies: dict[fx.Node, fx.Node] = {}
     copy = graph.copy_module(gm, copies)
     compat.forget_checkpointing(copy.graph)
@@ -117,7 +117,7 @@ def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointin
 
 
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split the joint graph. Check that the backward reads no forward tensor but `ctx.saved`."""
+    """Split the joint graph, and check that the backward reads only the tensors in `ctx.saved`."""
     symbols = [n for n in ctx.saved if compat.is_sym_node(n)]
     objects = [n for n in ctx.saved if compat.is_opaque(n)]
     tensors = [n for n in ctx.saved if not graph.is_non_tensor(n)]
@@ -140,10 +140,10 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
 def share_storages(g: fx.Graph) -> None:
     """Make the fake value of each view share the storage of the viewed tensor's fake value.
 
-    A pass that replaces an operator creates a new fake value, but views of the result keep the old
-    one. AOTAutograd lets the backward overwrite a saved tensor whose storage differs from the
-    storages of all outputs. Without this function, the backward could overwrite an output through
-    a saved view.
+    When a pass replaces an operator, the result gets a new fake value, but the fake values of its
+    views still have the old storage. AOTAutograd lets the backward overwrite a saved tensor whose
+    storage differs from the storages of all outputs. Without this function, the backward could
+    overwrite an output through a saved view.
     """
     for node in g.nodes:
         x = graph.value(node)

@@ -15,9 +15,9 @@ class KernelUse:
     """How the matrices of one graph are quantized.
 
     Attributes:
-        programs: number of programs that hand-written kernels run, by kernel.
+        programs: for each hand-written kernel, the number of programs that it runs.
         launches: number of launches of these kernels.
-        generated: number of matrices that Inductor's generated code quantizes instead, by reason.
+        generated: number of matrices that Inductor's code quantizes, by reason against a kernel.
     """
 
     programs: dict[str, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Offload:
         forward_s, backward_s: computing time of the forward and of the backward in seconds, by the
             roofline.
         wait_s: seconds that a step waits for copies, in addition to the computing time.
-        in_flight_bytes: largest GPU memory that unfinished copies take at once, in bytes.
+        in_flight_bytes: most bytes of GPU memory that unfinished copies take at once.
     """
 
     bandwidth: float
@@ -140,11 +140,11 @@ class Linear:
     Attributes:
         fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
         reason: why the layer stays in high precision; else ''.
-        chosen: whether the layer stays in high precision by choice: by an option such as `skip`, or
-            by default, as an output head or a router.
-        routine: whether the user cannot change the precision, or would gain nothing from FP8, as
-            for an adapter of rank 8.
-        simulated: the GEMMs that simulate a format; `fp8` is empty then.
+        chosen: whether the layer stays in high precision on purpose: because of an option such as
+            `skip`, or because it is an output head or a router.
+        routine: whether high precision needs no warning, because the user cannot change it, or
+            because FP8 would gain nothing, e.g. for an adapter of rank 8.
+        simulated: the GEMMs that simulate a format. If there are any, `fp8` is empty.
         experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
         projection: `in_proj` or `out_proj` in an `nn.MultiheadAttention`; set by `explain`.
@@ -184,7 +184,7 @@ class Head:
         bytes: bytes of the logits that exist at once.
         chunks: number of chunks of tokens. Logits, loss and gradients are computed chunk by chunk.
         reason: why there is only one chunk; '' if there are several.
-        can_chunk: whether the logits can be computed in chunks, if `head_chunks` is set.
+        can_chunk: whether the option `head_chunks` could split the head into chunks.
     """
 
     module: str
@@ -200,7 +200,7 @@ class Collective:
     """A collective in a graph.
 
     Attributes:
-        module: path of the calling module; for a gathered weight, of its parametrization.
+        module: path of the module that calls it, e.g. the parametrization of a gathered weight.
         shape: shape of the tensor that this rank sends.
         dtype: dtype of that tensor; `uint8` for FP8 data, which is sent as bytes.
         bytes: size of that tensor in bytes, counted once for any number of receivers.
@@ -258,8 +258,8 @@ class RuleSummary:
         inputs: the values that enter the region and may be saved.
         operators: the operators of the region in the forward.
         case_1: upper bound of the amplification from all saved values to a gradient, if the inputs
-            are saved and all other values are recomputed.
-        case_2: the same bound if intermediate results are saved, too.
+            are saved and all other values of the region are recomputed.
+        case_2: the same bound if the region's intermediate results are saved, too.
         bound: formula of the absolute error in case 1, for the gradient with the largest relative
             error.
         reason: why no rule could be derived, or ''.
@@ -285,12 +285,12 @@ class Plan:
             FP8 GEMMs alone; 0 if not computed.
         fp8_work: floating-point operations of FP8 GEMMs, and bytes that the casts of their operands
             read and write.
-        frontier, point: costs of the plans for other memory budgets, and of this plan, on request.
-        least_bytes: the smallest budget that can be met, on request.
-        rules: the error rules, on request.
+        frontier: costs of the plans for other memory budgets, if requested.
+        point: costs of this plan, if requested.
+        least_bytes: the smallest budget that can be met, if requested.
+        rules: the error rules, if requested.
         kernels: how the forward and the backward graph quantize matrices, if computed.
-        merged: the layers of each merged GEMM, which computes the gradient of the layers' common
-            input.
+        merged: for each GEMM that `merge_dgrads` emitted, the layers that it serves.
         simulated: format that linear layers simulate, if any.
         note: remark for the log.
     """
@@ -337,12 +337,12 @@ class Plan:
 
     @property
     def unexpected_share(self) -> float:
-        """The share of the elements of all weights that belongs to the layers in `unexpected`."""
+        """How much of all weights is in the layers of `unexpected`: a share from 0 to 1."""
         total = sum(y.weights for y in self.linears)
         return sum(y.weights for y in self.unexpected) / total if total else 0.0
 
     def accumulate_precisely(self, modules: Collection[str], role: str) -> None:
-        """Record that a pass changed the GEMM `role` of some modules to accumulate precisely."""
+        """Record that the GEMMs with this role in `modules` no longer use fast accumulation."""
         self.linears = [
             replace(y, fast=tuple(r for r in y.fast if r != role)) if y.module in modules else y
             for y in self.linears

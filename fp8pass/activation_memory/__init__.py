@@ -1,4 +1,4 @@
-"""Decide how the backward gets each forward value: saved exactly or in low bits, or recomputed.
+"""Decide how the backward gets each forward value: exact, in a low-bit format, or recomputed.
 
 costs.py              the costs of saving and recomputing values
 reasons.py            the reasons for decisions, in words
@@ -10,7 +10,7 @@ backward_memory.py    bytes alive during the backward, to estimate the peak
 host_transfer.py      copies to host memory and back, and the waits for them
 budget.py             the fastest plan within a memory budget, by a mixed-integer program
 planner.py            plans within memory budgets, and the curve of their bytes and times
-raise_precision.py    spends the rest of a budget on formats of more bits
-propagated_errors.py  propagates errors of saved values into values recomputed from them
+raise_precision.py    spends the rest of a budget on formats with more bits
+propagated_errors.py  counts a saved value's error also in the values recomputed from it
 stock.py              PyTorch's own partitioner, for comparison
 """

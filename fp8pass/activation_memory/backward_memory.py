@@ -1,9 +1,9 @@
 """Bytes alive during the backward: saved values, recomputed values and gradients.
 
 The peak exceeds the bytes of the saved values. A recomputed value stays alive until its last use,
-as a saved value does, and often takes more bytes. Weight gradients accumulate until the end of the
-backward. The backward of a model's first block comes last, so recomputing the values of this block
-can raise the peak instead of lowering it.
+as a saved value does. It often takes more bytes, because it is not quantized. Weight gradients
+accumulate until the end of the backward. The backward of a model's first block comes last, when
+all these gradients exist, so recomputing values of this block can even raise the peak.
 
 The estimate includes only values that have a buffer: results of GEMMs and attention, quantized
 data, sums of the residual stream. Pointwise operators are fused with their users and have no
@@ -62,7 +62,7 @@ class BackwardMemory:
     Attributes:
         backward: the nodes of the backward, in order.
         times: positions in `backward` at which the bytes are added up, in increasing order.
-        gradients: bytes of all gradients that are alive at each of `times`, under any plan.
+        gradients: bytes of the gradients that are alive at each of `times`. No plan changes them.
         lifetimes: lifetime of each forward value that the backward reads, or from which it may
             recompute other values.
     """
@@ -139,7 +139,7 @@ class BackwardMemory:
     def _find_uses(self) -> dict[fx.Node, Lifetime]:
         """Map each node of the backward to its first and last use by nodes that have a buffer.
 
-        A use through nodes without a buffer counts, because these are fused with their users.
+        A node without a buffer is fused with its users, so uses by these users count instead.
         """
         found: dict[fx.Node, Lifetime] = {}
         for node in reversed(self.backward):
@@ -155,7 +155,7 @@ class BackwardMemory:
     def _starts(self) -> dict[fx.Node, int]:
         """Map each gradient with a buffer to the position at which the buffer is allocated.
 
-        One kernel writes all quantized data of a region, so the buffers of these data are allocated
+        One kernel writes all quantized data of a region, so all buffers for this data are allocated
         at the same position.
         """
         region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
@@ -169,11 +169,11 @@ class BackwardMemory:
         return starts
 
     def _find_lifetimes(self, values: list[fx.Node]) -> dict[fx.Node, Lifetime]:
-        """Return the lifetimes of values if every value may be recomputed.
+        """Return the longest lifetime that any plan of `budget.py` can give to each value.
 
-        `budget.py` recomputes at most one of two consecutive sums of the residual stream. So at
-        most one sum lies between a value and the uses that the value is recomputed for. `within`
-        maps each value to its first use before that sum.
+        These plans recompute at most one of two consecutive sums of the residual stream. So a chain
+        of recomputations that begins at a value contains at most one sum. `within` maps each value
+        to the first use that chains without a sum lead to.
         """
         lifetimes: dict[fx.Node, Lifetime] = {}
         within: dict[fx.Node, float] = {}
@@ -234,7 +234,7 @@ def reads_memory(user: fx.Node) -> bool:
 
 
 def _unquantized(node: fx.Node) -> fx.Node:
-    """Return the node that quantized data are computed from. Return other nodes unchanged."""
+    """Return the node from which FP8 data is quantized. Return other nodes unchanged."""
     while node.target in (fp8.transpose.default, fp8.quantize.default):
         node = node.args[0]  # type: ignore[assignment]
     return node

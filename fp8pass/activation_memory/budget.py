@@ -4,8 +4,8 @@ The plan of `cuts.py` recomputes only values that are cheap to recompute. To mee
 this program may recompute every value that has the same result when it is computed again, including
 results of GEMMs and attention, and whole blocks. The levels of recomputation in the paper LLMQ
 (non-GEMM, SwiGLU, norms, FFN, QKV, attention, block) are points on the resulting curve of bytes and
-time. Each forward value v has four binary variables, and two more if v may be in host memory. any_v
-is the sum of these variables:
+time. Each forward value v has four binary variables, one for each way in which the backward can get
+v. It has two more if v may be in host memory. any_v is the sum of these variables:
 
     save_exact_v     host_exact_v      recompute_exact_v      (from exact operands)
     save_low_bit_v   host_low_bit_v    recompute_inexact_v    (from any operands)
@@ -26,15 +26,15 @@ save_low_bit_v + host_low_bit_v, except in products with bytes.
        (3)      Σ copy_seconds(v) (host_exact_v + host_low_bit_v) - wait ≤ time for the copies
                                    at times of the forward and of the backward
 
-(1) limits recomputation to one block. Without (1), the values that the backward of the last block
-needs would be recomputed from the first block's input, so values of all blocks would be alive at
+(1) limits a chain of recomputation to one block. Without (1), the values for the backward of the
+last block could be recomputed from the first block's input, with values of all blocks alive at
 once.
 
 (2) limits the peak of saved values, recomputed values and gradients (`backward_memory.py`). The
-allowance is the peak of the plan of `cuts.py` minus the bytes which that plan saves. So a smaller
+allowance is the peak of the plan of `cuts.py`, minus the bytes that this plan saves. So a smaller
 budget also lowers the limit of the peak. `excess` is a variable with a high price. The smallest
-budgets need a positive `excess`, because their recomputed values take more bytes than recomputation
-saves.
+budgets need a positive `excess`, because recomputed values may take more bytes than the saved
+values that they replace.
 
 (3) limits the copies to and from host memory (`host_transfer.py`). Copies that computation cannot
 hide increase the variable `wait`, which counts as time of the plan. The forward and the backward
@@ -80,8 +80,8 @@ from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import ADDITIONS
 
 # The search ends at a plan that is slower than the fastest plan by at most this share, or after
-# this many seconds. Without these limits, the solver would compare the very many equally good
-# solutions that repeated layers have.
+# this many seconds. Without these limits, the solver would compare the many equally good solutions
+# of a model whose layers are equal.
 RELATIVE_GAP = 0.03
 TIME_LIMIT_S = 15.0
 
@@ -89,13 +89,14 @@ TIME_LIMIT_S = 15.0
 # were free, the solver might recompute values that are not needed.
 NEGLIGIBLE_SHARE = 1e-6
 
-# The price of a byte by which the peak exceeds its limit, relative to the average price of
+# Each byte by which the peak exceeds its limit costs this many times the average price of
 # recomputing a byte.
 EXCESS_PRICE = 30
 
 INFEASIBLE = 2  # scipy's status
 
-# The ways in which the backward can get a value. Each value has variables for the first four ways.
+# The ways in which the backward can get a value. Each value has variables for the first four ways,
+# and for the last two if it may be in host memory.
 SAVE_EXACT, SAVE_LOW_BIT, RECOMPUTE_EXACT, RECOMPUTE_INEXACT, HOST_EXACT, HOST_LOW_BIT = range(6)
 WAYS_WITHOUT_HOST = 4
 ALL_WAYS = range(6)
@@ -103,7 +104,7 @@ EXACT_WAYS = (SAVE_EXACT, RECOMPUTE_EXACT, HOST_EXACT)
 RECOMPUTE_WAYS = (RECOMPUTE_EXACT, RECOMPUTE_INEXACT)
 ON_HOST = {SAVE_EXACT: HOST_EXACT, SAVE_LOW_BIT: HOST_LOW_BIT}
 
-# Indices of the last three variables (columns of the constraint matrix), which are continuous.
+# Columns of the last three variables, which are continuous, in the constraint matrix.
 FORWARD_WAIT, BACKWARD_WAIT, EXCESS = -3, -2, -1
 CONTINUOUS = 3
 
@@ -254,8 +255,8 @@ class BudgetProblem:
     def _host_variables(self, value: fx.Node, variables: _Variables) -> _Variables:
         """Return the variables for saving a value in host memory.
 
-        If low bits are allowed, the exact value has no such variable. The seconds of a variable
-        include the slowdown of other work during the copies, but not the waits for copies.
+        If a low-bit format is allowed, only the low-bit value may be there. The seconds of a
+        variable include the slowdown of other work by the copies, but not the waits for copies.
         """
         assert self.transfer is not None
         low_bit = value not in self.needs.exact and variables[value, SAVE_LOW_BIT].allowed
@@ -271,21 +272,18 @@ class BudgetProblem:
         return found
 
     def _vector(self, attribute: str) -> np.ndarray:
-        """Return an attribute of all variables in the order of columns, 0 for continuous ones."""
+        """Return an attribute of each variable, in the order of columns; 0 for continuous ones."""
         values = [getattr(x, attribute) for x in self.variables.values()]
         return np.array(values + CONTINUOUS * [0.0], dtype=float)
 
     # --- constraints ----------------------------------------------------------------------------
 
     def _columns(self, value: fx.Node, ways: Iterable[int]) -> dict[int, float]:
-        """Return a constraint's row: 1 in the column of each variable of `value` for `ways`."""
+        """Return a row of a constraint: 1 for each variable that combines `value` and a way."""
         return {self.columns[key]: 1 for way in ways if (key := (value, way)) in self.columns}
 
     def _availability(self) -> LinearConstraint:
-        """Return the constraints that make all needed values available, and constraint (1).
-
-        The module docstring lists the constraints.
-        """
+        """Return the constraints that make needed values available, and constraint (1)."""
         rows: list[dict[int, float]] = []
         lower: list[int] = []
         for value in self.values:
@@ -324,7 +322,7 @@ class BudgetProblem:
                     yield graph.skip_views_and_casts(operand), later
 
     def _alive(self) -> csr_matrix:
-        """Return the megabytes that each variable (column) keeps alive at each time (row)."""
+        """Return the matrix of constraint (2): megabytes by time (row) and variable (column)."""
         if self.memory is None:
             return csr_matrix((0, len(self.bytes)))
         alive = np.zeros((len(self.memory.times), len(self.bytes)))
@@ -367,9 +365,9 @@ class BudgetProblem:
     # --- solutions ------------------------------------------------------------------------------
 
     def _plan(self, chosen: np.ndarray) -> Decisions:
-        """Return the decisions about needed values and the values that they are recomputed from.
+        """Return the decisions about needed values and the values from which they are recomputed.
 
-        All other variables are ignored: the solver may set them to 1 if they cost nothing.
+        Other values are ignored, because the solver may set their variables to 1 at no cost.
         """
         plan: Decisions = {}
         needed = set(self.needs.all)
@@ -392,7 +390,7 @@ class BudgetProblem:
         return Decision(None, 0, SavedReason.RECOMPUTED)
 
     def _save(self, value: fx.Node, way: int) -> Decision:
-        """Return the decision to save a value in one of the four ways that save it."""
+        """Return the decision to save a value, in one of the four ways to save."""
         on_host = way in ON_HOST.values()
         if way in (SAVE_LOW_BIT, HOST_LOW_BIT):
             return replace(self.choices.cheapest(value), on_host=on_host)

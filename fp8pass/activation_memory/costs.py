@@ -1,8 +1,8 @@
-"""Costs of saving and recomputing values: in units for `cuts.py`, in seconds for `budget.py`.
+"""Estimate costs of saving and recomputing values: units for `cuts.py`, seconds for `budget.py`.
 
 Recomputing a byte costs one unit. Saving a byte costs `UNITS_PER_BYTE`, as much as recomputing 256
-bytes. So fused recomputation is nearly free, but the statistics of a row (4 bytes) are cheaper to
-save than to recompute.
+bytes. So recomputing an elementwise result is nearly free, but the statistics of a row (4 bytes)
+are cheaper to save than to recompute from the row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fp8pass.graph.flops import EXPENSIVE_KINDS, flops, is_fp8_gemm
 
 UNITS_PER_BYTE = 256
 
-# If a pointwise operator is fused with its users, this share of its memory traffic remains.
+# A recomputed pointwise operator is fused with its users, so only this share of the memory traffic
+# of a separate kernel remains.
 FUSED_SHARE = 0.25
 
 WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION)
@@ -57,8 +58,8 @@ def recompute_price(node: fx.Node) -> float:
 def _price_of_collective(node: fx.Node) -> float:
     """Return 0 for a gather that `repeat_gathers` or a checkpointed region recomputes.
 
-    Other collectives have an infinite price, because all ranks must make the same decision, even if
-    their tensors differ.
+    Other collectives have an infinite price. A finite price could lead to different decisions on
+    ranks whose tensors differ, but all ranks must run the same collectives.
     """
     collective: Any = node.args[0] if node.target is WAIT_TENSOR else node
     is_gather = collective.target is ALL_GATHER

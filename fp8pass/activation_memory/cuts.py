@@ -28,9 +28,9 @@ Price = Callable[[fx.Node], float]
 
 @dataclass(frozen=True)
 class Cut:
-    """The nodes to save and the nodes to recompute, and the cost of both together.
+    """The nodes to save, the nodes to recompute, and the cost of both together.
 
-    The cost is infinite if the backward cannot get all needed nodes in any way.
+    The cost is infinite if no cut gives the backward all nodes that it needs.
     """
 
     saved: set[fx.Node]
@@ -39,9 +39,9 @@ class Cut:
 
 
 def cheapest_plan(needs: Needs, choices: FormatChoices) -> Decisions:
-    """Return the plan of the two cuts.
+    """Return the plan that the two cuts give.
 
-    The plan does not recompute expensive nodes, such as GEMMs, or chains of residual sums.
+    The plan recomputes neither expensive nodes, such as GEMMs, nor chains of residual sums.
     """
     decisions: Decisions = {}
     for component in components(needs.values, needs.all, recompute_price):
@@ -58,12 +58,12 @@ def _cut_component(
 ) -> tuple[Cut, Cut]:
     """Return the cut for nodes that are needed exactly, and the cut for all other needed nodes.
 
-    Under autocast, a residual stream is in FP32 and the branches that are added to the stream are
-    in 16 bits. So recomputing a sum from the previous sum and a branch saves bytes. But if all sums
-    are recomputed, each sum needs all previous sums. The backward, which starts at the last sum,
-    would then compute all sums at once, and each sum would stay in memory until the backward
-    reaches the sum's layer. So the cuts are repeated with every second sum saved, until no sum is
-    recomputed from another recomputed sum.
+    Under autocast, a residual stream is in FP32 and the branches that are added to it are in 16
+    bits. So saving a branch takes fewer bytes than saving the sum, and the backward recomputes the
+    sum from the previous sum and the branch. But if all sums are recomputed, each sum needs all
+    previous sums. The backward, which starts at the last sum, would then compute all sums at once,
+    and each sum would stay in memory until the backward reaches its layer. Therefore the cuts are
+    repeated with every second sum saved, until no sum is recomputed from another recomputed sum.
     """
     saved: set[fx.Node] = set()
     while True:
@@ -80,13 +80,12 @@ def _chained_sums(
     """Return every second sum of chains in which each sum is recomputed from the previous sum.
 
     `values` are in the order of the graph. Norms and casts may lie between two sums, as in
-    post-norm layers. The result leaves out a sum if the added branch is computed only from the
-    previous sum and from values that are alive anyway. Recomputing such a sum takes time but no
-    memory.
+    post-norm layers. A sum is left out if the added branch is computed only from the previous sum
+    and from values that are alive anyway, because recomputing such a sum keeps nothing in memory.
     """
     found: set[fx.Node] = set()
     after_a_sum: set[fx.Node] = set()
-    free: set[fx.Node] = set()  # alive anyway, or computed from such values
+    free: set[fx.Node] = set()  # alive anyway, or recomputed only from values that are alive anyway
     for value in values:
         operands = value.all_input_nodes
         free.update(n for n in (value, *operands) if choices.facts.is_free(n))
@@ -108,7 +107,7 @@ def _chained_sums(
 
 @dataclass(frozen=True)
 class _ComponentCuts:
-    """Computes the two cuts of one component. Nodes in `saved` are not recomputed."""
+    """Computes the two cuts of one component. Nodes in `saved` must not be recomputed."""
 
     component: list[fx.Node]
     needs: Needs
@@ -131,20 +130,20 @@ class _ComponentCuts:
         return best
 
     def _exact_needs(self, exact: set[fx.Node], everything: set[fx.Node]) -> list[set[fx.Node]]:
-        """Return the sets of nodes that the first cut may have to provide, `exact` first.
+        """Return the sets of exact needs to try for the first cut. The cheapest pair of cuts wins.
 
-        The cheapest of the resulting cuts is used. The other sets also contain, one after another:
+        The first set is `exact`. Each other set contains the previous set and also:
 
-        1. Masks. If the value that a mask is computed from is saved exactly, neither the mask nor
-           a low-bit copy of this value is necessary. This may cost less: for example, the two masks
-           of hardswish take as many bytes as a 16-bit value.
-        2. Values of a checkpointed region. These values cannot be saved, so the values that the
-           region is recomputed from must be exact.
-        3. Values that cost at least as much in low bits as exactly, because such values may be
-           recomputed from an input that is saved exactly anyway. This set is tried only if a value
-           is needed exactly, or if the elements of a needed value cannot share scales.
+        1. Masks. The backward can compute a mask from an exact value. If that value is saved
+           exactly, there is no need to save the mask or a low-bit copy of the value. This may cost
+           less: for example, the two masks of hardswish take as many bytes as a 16-bit value.
+        2. Values of a checkpointed region. They cannot be saved, so the values from which the
+           region is recomputed must be exact.
+        3. Values for which a low-bit format costs at least as much as saving them exactly. They may
+           be recomputed from an input that is saved exactly anyway. This set is tried only if a
+           value is needed exactly, or if the elements of a needed value cannot share scales.
         """
-        # Values that cannot be computed from low-bit values, and masks computed from such values.
+        # Values that must not be computed from rounded values, and masks computed from such values.
         rigid: set[fx.Node] = set()
         for node in self.component:
             if math.isinf(self._recompute_price(node)):
@@ -206,9 +205,9 @@ class _ComponentCuts:
         return min_cut(self.component, needed, save, recompute)
 
     def _exactly_available(self, first: Cut) -> set[fx.Node]:
-        """Return the nodes that the backward can compute exactly after the first cut.
+        """Return the nodes that the backward can get exactly after the first cut.
 
-        These nodes must not be saved in low bits, because an operator that tolerates no error may
+        They must not be saved in a low-bit format, because an operator that tolerates no error may
         read them.
         """
         members, facts = set(self.component), self.choices.facts
@@ -244,7 +243,8 @@ def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: boo
 def _why_exact(node: fx.Node, needs: Needs) -> str:
     """Return why a value is saved exactly.
 
-    This is the reason why `node`, or the nearest node computed from `node`, must be exact.
+    If the backward does not need `node` exactly, this is the reason of the nearest value that is
+    computed from `node` and that the backward needs exactly.
     """
     pending, seen = [node], {node}
     for value in pending:
@@ -258,7 +258,7 @@ def _why_exact(node: fx.Node, needs: Needs) -> str:
 
 
 def components(values: list[fx.Node], needed: set[fx.Node], price: Price) -> list[list[fx.Node]]:
-    """Split the needed values, and all values to recompute these from, into independent sets."""
+    """Split needed values, and values from which they may be recomputed, into independent sets."""
     order = _relevant(values, needed, price)
     connected = nx.utils.UnionFind(order)
     for node in order:
@@ -312,7 +312,7 @@ def min_cut(
 
 
 class _Value(NamedTuple):
-    """A node of a component: its prices, whether it is needed, and the indices of its operands."""
+    """A node of a component. `operands` contains the indices of its operands in the component."""
 
     save_price: float
     recompute_price: float
@@ -320,7 +320,7 @@ class _Value(NamedTuple):
     operands: tuple[int, ...]
 
 
-@lru_cache(maxsize=1024)  # because the layers of a model have equal components
+@lru_cache(maxsize=1024)  # equal layers have equal components
 def _solve(values: tuple[_Value, ...], early: bool) -> tuple[set[int], set[int], float]:
     """Return the indices of saved values, the indices of recomputed values, and the cost."""
     network = _network(values)

@@ -25,8 +25,8 @@ class Decision:
         reason: the reason for the decision, as text.
         expected_error: relative RMS error that rounding this value is expected to cause in
             gradients.
-        price: cost of saving the value in low bits, in units of `costs.py`. Infinite if the value
-            is saved exactly or recomputed.
+        price: cost of saving the value in a low-bit format, in units of `costs.py`. Infinite if the
+            value is saved exactly or recomputed.
         on_host: whether the saved tensors, except scales and means, are in host memory.
         centred: whether the mean over tokens is subtracted before the value is quantized. The mean
             is saved, too.

@@ -34,7 +34,7 @@ from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle
 # The price of errors: rounding that makes a gradient wrong by 100% costs as much as this many saved
 # bytes per element. So errors decide only between formats, or cuts, that save about the same bytes.
 # The price does not depend on the dtype, because rounding an FP32 sum of a residual stream does the
-# same harm as rounding the 16-bit branch.
+# same harm as rounding the 16-bit branch that was added to it.
 ERROR_BYTES = 0.5
 
 # A `keep_exact` pattern that contains this separator is the name of a value,
@@ -94,7 +94,7 @@ class FormatChoices:
 
     @cached_property
     def formats(self) -> tuple[Format, ...]:
-        """The configured format and all formats of more bits, the smallest first."""
+        """The configured format and all formats with more bits, the smallest first."""
         if self.config.save_format == "none":
             return (EXACT,)
         smallest = FORMATS[self.config.save_format]
@@ -108,7 +108,7 @@ class FormatChoices:
         return self.formats[0]
 
     def why_exact(self, node: fx.Node) -> str:
-        """Return why the backward needs `node` exactly, or ''. Return '' if low bits are off."""
+        """Return why the backward needs `node` exactly; '' if not, or if save_format='none'."""
         if self.config.save_format == "none":
             return ""
         if node in self._keep_exact:
@@ -116,25 +116,25 @@ class FormatChoices:
         return self.rules.why_exact(node)
 
     def must_be_available(self, node: fx.Node) -> bool:
-        """Whether the backward must have `node` exactly even if the backward does not read `node`.
+        """Whether the backward must have `node` exactly even if it does not read `node`.
 
-        This is true for two kinds of values: values that `keep_exact` names one by one, because the
-        user relies on them, and checkpointed values of the modules that `keep_exact` names.
+        This is true for values that `keep_exact` names one by one. If `keep_exact` names a
+        module, this is true only for the values of the module that checkpointing recomputes.
         """
         return node in self._keep_exact and (
             VALUE_SEPARATOR in self._keep_exact[node] or compat.must_recompute(node)
         )
 
     def may_be_recomputed(self, node: fx.Node) -> bool:
-        """Whether the backward may compute `node` from values that were saved in low bits."""
+        """Whether the backward may compute `node` from values with rounding errors."""
         return node not in self._keep_exact and self.rules.may_be_recomputed(node, self.smallest)
 
     def cheapest(self, node: fx.Node) -> Decision:
-        """Return the cheapest allowed way to save `node` in low bits."""
+        """Return the cheapest of `options`."""
         return min(self.options(node), key=lambda option: option.price)
 
     def options(self, node: fx.Node) -> list[Decision]:
-        """Return all allowed ways to save `node` in low bits, from few bits to many.
+        """Return all low-bit formats that are allowed for `node`, from few bits to many.
 
         If no low-bit format is allowed, the only option is `EXACT`, with the reason.
         """
@@ -171,7 +171,7 @@ class FormatChoices:
         return divisor_group(length, self.config.group_size, multiple=format.group_multiple)
 
     def _why_not_storable(self, node: fx.Node) -> str:
-        """Return why a value cannot be saved in low bits regardless of its uses, or ''."""
+        """Return why a value can never be saved in a low-bit format, whatever reads it; else ''."""
         val = graph.value(node)
         if self.config.save_format == "none":
             return SavedReason.NO_LOW_BITS
@@ -190,7 +190,7 @@ class FormatChoices:
         return self.rules.why_ungrouped(node)
 
     def _attention_output(self, node: fx.Node, amplification: Amplification) -> Decision:
-        """Return how to save an attention output, which the user allows to be inexact."""
+        """Return how to save an attention output that need not be exact (`attention_output`)."""
         val = graph.tensor(node)
         group = None if compat.has_unbacked(val) else divisor_group(val.shape[-1], OUTPUT_GROUP)
         if group is None:
@@ -204,7 +204,6 @@ class FormatChoices:
     def _option(
         self, node: fx.Node, format: Format, group: int, amplification: Amplification
     ) -> Decision:
-        """Return the option to save `node` in `format` in groups of `group` elements."""
         error = amplification.expected * format.relative_error
         reason = SavedReason.ALLOWED.format(bound=amplification.bound)
         if amplification.needs_signs and not self.smallest.keeps_signs:
@@ -217,5 +216,5 @@ class FormatChoices:
 def _with_price(node: fx.Node, option: Decision, error_bytes: float) -> Decision:
     """Return `option` with its price. Errors cost as much as `error_bytes` bytes per element."""
     bytes_ = stored_bytes(node, option) + error_bytes * graph.numel(graph.tensor(node))
-    # To save the value, a kernel reads it once more. This costs as much as recomputing the value.
+    # To quantize the value, a kernel reads it once more, which costs as much as recomputing it.
     return replace(option, price=bytes_ * UNITS_PER_BYTE + graph.nbytes(node))

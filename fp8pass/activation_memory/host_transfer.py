@@ -1,16 +1,16 @@
 """Estimate how long a step waits for copies of saved values to host memory and back.
 
-A copy to the host may begin when the value has been computed. The copy back must be done when the
-backward first uses the value. One copy runs at a time, in the order of these times, at the
-bandwidth of the link to the host. The times are roofline estimates. The resulting waits are:
+A copy to the host may begin when the value has been computed. The forward ends only after the last
+copy. A copy back must be done when the backward first uses the value. In each direction one copy
+runs at a time, in the order of these times, at the bandwidth of the link to the host. The times are
+roofline estimates. The resulting waits are:
 
-    the forward waits    max over t of  t + seconds of the copies of values computed at t or later
-                         minus the length of the forward, because all copies end before it ends
-    the backward waits   max over t of  seconds of the copies of values used by t, minus t
+    forward     max over t of (t + seconds to copy all values computed at t or later), minus the
+                duration of the forward
+    backward    max over t of (seconds to copy all values used until t, minus t)
 
-So computation cannot hide the copies of a value if the backward uses the value soon after the
-forward computed it. Small tensors stay on the device, because their copies take longer to launch
-than to run.
+So the copies of a value cannot be hidden if the forward computes it late and the backward uses it
+early. Small tensors stay on the device, because their copies take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from fp8pass.runtime.bandwidth import bandwidth
 # A copy of fewer bytes takes no longer than its launch.
 SMALLEST = 1 << 20
 
-# The time that copies add to other work, as a share of the time of the copies: GEMMs take 4% longer
-# during copies in both directions.
+# Copies slow down other work: GEMMs take 4% longer while copies run in both directions.
 SLOWDOWN = 0.04
 
-# In each direction, the mixed-integer program limits the copies at no more than this many times.
+# The mixed-integer program limits the copies in each direction at no more than this many times.
 INSTANTS = 32
 
 
@@ -87,9 +86,9 @@ class HostTransfer:
     def may_send(self, value: fx.Node, bytes_: float) -> bool:
         """Whether `bytes_` bytes of a value may be in host memory instead of on the device.
 
-        Values that stay alive anyway (parameters, leaves, data and results of the graph) stay on
-        the device. So do values that are computed only from parameters and data, because their
-        recomputation needs no saved value.
+        Values that are alive anyway (parameters, leaves, data and results of the graph) stay on the
+        device. Values that are computed only from parameters and data stay there, too, because the
+        backward can recompute them without any saved value.
         """
         if bytes_ < SMALLEST or value not in self.used or self.facts.is_free(value):
             return False
@@ -116,12 +115,12 @@ class HostTransfer:
         )
 
     def limit_sending(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield, for each sample time, the values computed after it and the time to send them."""
+        """Yield pairs: the values computed from a time on, and the seconds left to send them."""
         for now in _sample_times(self.computed[v] for v in values):
             yield {v for v in values if self.computed[v] >= now}, self.forward_seconds - now
 
     def limit_fetching(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield, for each sample time, the values used until then and the time to fetch them."""
+        """Yield pairs: the values used until a time, and the seconds left to fetch them."""
         for now in _sample_times(self.used[v] for v in values):
             yield {v for v in values if self.used[v] <= now}, now
 
@@ -131,7 +130,8 @@ def _times_of_forward(
 ) -> dict[fx.Node, float]:
     """Return the seconds from the start of the forward until each forward value is computed.
 
-    Values that only the backward uses count as computed when their operands have been computed.
+    Forward nodes may stand after the first backward node, if only the backward uses them. They
+    count as computed when their operands have been computed.
     """
     begin = next((n for n in backward if n.op == "call_function"), graph.output_node(g))
     early = [n for n in forward if n < begin]
@@ -167,7 +167,7 @@ def backward_wait(copies: Iterable[tuple[float, float]]) -> float:
 def find_bandwidth(config: Config, device: torch.device) -> float:
     """Return the bytes per second that the link to the host copies in each direction.
 
-    This is the option `host_bandwidth`, or a measurement if the option is not set.
+    The option `host_bandwidth` gives the rate. If it is not set, the rate is measured.
     """
     return config.host_bandwidth or bandwidth(device)
 

@@ -27,7 +27,7 @@ class Needs:
     exact: dict[fx.Node, str] = field(default_factory=dict)
 
     def relevant_values(self) -> list[fx.Node]:
-        """Return, in order, the needed values and all values that these may be recomputed from."""
+        """Return, in order, the needed values and the values from which they may be recomputed."""
         found = set(self.all)
         for node in reversed(self.values):
             if node in found and can_run_again(node):

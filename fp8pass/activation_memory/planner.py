@@ -1,4 +1,4 @@
-"""Find plans of one joint graph within memory budgets, and the curve of their bytes and times."""
+"""Find plans for memory budgets of one joint graph, and the curve of their bytes and times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Planner:
     """Finds plans of one joint graph within memory budgets.
 
     Attributes:
-        most: bytes that the plan of `cuts.py` saves. This plan has no budget.
+        most: bytes that `cuts`, the plan without a budget, saves.
     """
 
     def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:
@@ -71,7 +71,8 @@ class Planner:
         enough = f"{math.ceil(least)} bytes"
         if isinstance(config.memory_budget, float):
             enough = f"{math.ceil(1000 * least / self.most) / 1000:g}"
-        # If no value is in low bits although low bits are allowed, smaller formats do not help.
+        # If no value is in a low-bit format although such formats are allowed, smaller formats do
+        # not help.
         may_shrink = self.choices.smallest.lossless or any(d.low_bit for d in self.cuts.values())
         smaller = ""
         if may_shrink and config.save_format != "e2m1":
@@ -94,11 +95,11 @@ class Planner:
         return f"the largest tensor is {node.name}{of}, {bytes_text(sizes[node])}"
 
     def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
-        """Return points from the smallest budget that can be met up to the plan of the cuts.
+        """Return the costs of plans, from the smallest possible budget up to no budget.
 
-        A point is left out if it is both larger and slower than another point or `chosen`, which
-        is the point of the plan in use. A point is also left out if it is both smaller and faster
-        than `chosen`, because the difference is within the solver's tolerance.
+        `chosen` is the point of the plan in use. A point is left out if another point, or `chosen`,
+        is at least as small and as fast. If a point beats an earlier point in this way, it is also
+        left out, because the difference is within the solver's tolerance.
         """
         budgets = np.linspace(self._least, max(self.most, self._least), points)[:-1]
         plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
@@ -112,9 +113,9 @@ class Planner:
     def point(self, decisions: Decisions) -> FrontierPoint:
         """Return the saved bytes, peak, time and error of a plan.
 
-        The time does not include recomputing the values that the cuts recompute too. Generated
-        kernels that read the saved values recompute such values on the way, and the roofline of
-        single operators does not model this fusion.
+        The time does not include values that the plan without a budget recomputes, too. Generated
+        kernels recompute such values while they read the saved values, and a roofline of single
+        operators would overestimate this fused work.
         """
         seconds = sum(
             recompute_seconds(node)
@@ -134,7 +135,7 @@ class Planner:
 
 
 def _dominates(p: FrontierPoint, q: FrontierPoint) -> bool:
-    """Whether `p` saves fewer bytes than `q` or takes less time, and is not worse in the other."""
+    """Whether `p` is at least as small and as fast as `q`, and not equal in both."""
     return (p.bytes, p.seconds) != (q.bytes, q.seconds) and (
         p.bytes <= q.bytes and p.seconds <= q.seconds
     )

@@ -1,8 +1,8 @@
 """Propagate the error of a saved value into the values that are recomputed from it.
 
-The error rules of a value cover only the operators that read this value. A sum that is recomputed
-from an inexact term also has the term's error, and the operators that read the sum may amplify this
-error more.
+The error rules of a value cover only the operators that read this value. But if a sum is recomputed
+from a rounded term, the sum also has the term's error, and the operators that read the sum may
+amplify this error more than the operators that read the term.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fp8pass.error_analysis.error_rules import Rules
 
 
 def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisions:
-    """Return `decisions` with expected errors that include the errors of recomputed values.
+    """Return `decisions` with expected errors that also cover recomputed values.
 
-    Each saved value's expected error is raised to the error that the value causes through values
-    recomputed from it.
+    If a saved value causes a larger error in gradients through the values that are recomputed from
+    it, its expected error is raised to this error.
     """
     found, worst = dict(decisions), dict[fx.Node, Amplification]()
     for node in reversed(g.nodes):
@@ -42,7 +42,7 @@ def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisio
 
 
 def _include(decision: Decision, use: Amplification) -> Decision:
-    """Return `decision` with the error that `use` causes, if this is above the expected error."""
+    """Raise the expected error of `decision` to the error that `use` causes, if that is larger."""
     assert decision.format is not None
     error = use.expected * decision.format.relative_error
     if not decision.low_bit or error <= decision.expected_error:

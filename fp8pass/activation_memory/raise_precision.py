@@ -1,10 +1,10 @@
-"""Spend the rest of a budget on formats of more bits, where a byte reduces errors most.
+"""Spend the rest of a budget on formats with more bits, where a byte reduces errors most.
 
-This is a knapsack problem: choose a format for each value in low bits, among the formats that the
-error rules allow, so that the sum of errors over all elements is minimal within the budget. A step
-changes a value's format to the next larger format. Each additional bit reduces the error by less
-than the previous bit. So it is optimal to take the steps in the order of their error reduction per
-byte, until a step does not fit.
+This is a knapsack problem: choose one of the allowed formats for each quantized value, so that the
+sum of errors over all elements is minimal within the budget. A step changes the format of one value
+to the next larger format, e.g. from 5 to 6 bits. Each additional bit reduces the error by less than
+the previous bit. So the steps are taken in the order of their error reduction per byte. A step that
+does not fit in the rest of the budget is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Step:
 
 
 def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float) -> Decisions:
-    """Return a plan that saves the same values as `decisions`, in as many bits as `budget` allows.
+    """Return `decisions` with formats of more bits where `budget` allows them.
 
     `decisions` must save at most `budget` bytes.
     """
@@ -52,7 +52,7 @@ def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float)
 
 
 def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterator[_Step]:
-    """Yield the steps from a value's format to formats of more bits. Exact values have no steps."""
+    """Yield the steps from a value's format to its largest format; none for an exact value."""
     if not decision.low_bit:
         return
     options = choices.options(value)
@@ -69,8 +69,7 @@ def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterat
 def _rounding_error(format: Format) -> float:
     """Return the relative RMS error of a group in which most values are small.
 
-    The result is close to the error that docs/formats.md measures for values with tails.
-    `relative_error` alone is the same for a format of 6 bits and a format of 8 bits, although more
-    small values are rounded to zero in 6 bits.
+    The result is close to the error that docs/formats.md measures for values with tails. Formats of
+    6 and of 8 bits may have the same `relative_error`, although 6 bits round more values to zero.
     """
     return format.relative_error + format.flushed_share

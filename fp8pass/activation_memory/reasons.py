@@ -19,7 +19,7 @@ class SavedReason(str, Enum):
     KEEP_EXACT = "matches keep_exact pattern {pattern!r}"
     NEEDED_FOR = "values computed from this tensor must be exact: {reason}"
     EXACT_VALUES_FOLLOW = "exact values are recomputed from this tensor"
-    # Cannot be saved in low bits.
+    # Cannot be saved in a low-bit format.
     NO_LOW_BITS = "save_format='none'"
     INPUT = "an input that needs no gradient, such as a table, a mask or data"
     QUANTIZED = "already quantized for a linear layer"
@@ -29,7 +29,7 @@ class SavedReason(str, Enum):
     CONSTANT = "computed only from parameters and data"
     NO_GROUPS = "its last dimension does not split into equal groups of 16 or more"
     AMPLIFIED = "may amplify errors {bound}, which is too much for every format"
-    # Saved in low bits.
+    # Saved in a low-bit format.
     ALLOWED = "amplifies errors at most {bound:.1f}×"
     SIGNS = ", and gradients depend on its small values, which {format} rounds to zero"
     RECOMPUTED_USES = ", and {bound:.1f}× in values recomputed from this tensor"

@@ -17,7 +17,7 @@ class StockPartition:
 
     Attributes:
         graphs: the forward and the backward graph.
-        saved: bytes of each saved tensor by its name, counted like `Plan.saved_bytes`.
+        saved: bytes of each saved tensor, by name. Parameters and leaves are left out.
     """
 
     graphs: tuple[fx.Graph, fx.Graph]

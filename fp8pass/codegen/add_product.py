@@ -1,6 +1,6 @@
 """`fp8pass_codegen::add_product(total, a, b)` adds `a @ b` to `total`, in place.
 
-The GEMM adds `total` in fp32, and rounds once, to the common dtype of `total`, `a` and `b`.
+The three matrices have the same dtype. The GEMM computes the sum in fp32, and rounds it once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Operators that store a value in a separate buffer, or fix the order of kernels.
 
 `fp8pass_codegen::buffer(x, order)` stores `x` in memory. `order` lists the dimensions of the buffer
-from outermost to innermost. Inductor's own operator takes strides instead, and cannot sort symbolic
-strides.
+from outermost to innermost. Inductor has a similar operator, but it takes strides, and it cannot
+sort strides that are symbolic.
 
 Inductor inlines a pointwise operator into every kernel that uses it, unless the expression becomes
 too long. A residual stream is a long sum, which pointwise operators compute. Without buffers, each
 block would recompute this sum from the terms of all earlier blocks, and these terms would stay in
-memory. Gradients would be stored in fp32, because kernels would inline their casts, too.
+memory. Gradients would stay in memory in fp32, because each reader would inline the cast to BF16.
 
 `fp8pass_codegen::side_by_side(parts, dim)` returns the same as `cat`, but a separate kernel
 computes each part and stores it at its place in the result.

@@ -1,8 +1,8 @@
 """Replace the operators of the dialect by aten operators, which Inductor fuses.
 
 The replacement runs on the forward and backward graphs right before Inductor compiles them. Each
-operator is replaced by the trace of a function. If `tuned_lowerings.py` has a function for the
-operator, this function is traced, otherwise the operator's reference (`dialect/ops.py`).
+operator is replaced by the trace of a function. This is the function in `tuned_lowerings.py` if
+there is one, and otherwise the operator's reference implementation (`dialect/ops.py`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fp8pass.codegen.tuned_lowerings import LOWERINGS
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.collectives import remove_unused
 
-# For the fake mode of each compilation, its traces by function and arguments. Repeated layers share
-# a trace.
+# The traces of each compilation, by function and arguments. Repeated layers share a trace. The key
+# of a compilation is its fake mode.
 _traces: WeakKeyDictionary[Any, dict[tuple[Any, str], fx.Graph]] = WeakKeyDictionary()
 
 
 def lower(gm: fx.GraphModule, only: Callable[..., Any] | None = None) -> None:
-    """Replace the dialect's operators in a module's graph: all, or only the operator `only`."""
+    """Replace all operators of the dialect, or only the operator `only`, in a module's graph."""
     lower_graph(gm.graph, only)
     gm.recompile()
 
 
 def lower_graph(g: fx.Graph, only: Callable[..., Any] | None = None) -> None:
-    """Replace the dialect's operators in a graph: all, or only the operator `only`."""
+    """Replace all operators of the dialect, or only the operator `only`, in a graph."""
     nodes = [n for n in g.nodes if n.target in OPERATORS and only in (None, n.target)]
     for node in nodes:
         function, arguments = OPERATORS[node.target].reference, node.args

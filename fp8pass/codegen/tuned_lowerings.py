@@ -1,7 +1,7 @@
-"""Functions that `lowering.py` traces instead of the references of some operators of the dialect.
+"""Functions that `lowering.py` traces instead of the reference implementations of some operators.
 
-The functions call library GEMMs, arrange reductions such that Inductor fuses the reductions, and
-fix the layouts of GEMM operands.
+They call library GEMMs, fix the layouts of GEMM operands, and arrange reductions in a way that lets
+Inductor fuse the reductions.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fp8pass.graph.nodes import aten, tensor
 
 fp8 = torch.ops.fp8pass
 
-# Number of elements in each group that the first stage of a tensor's amax reduces. Groups of saved
-# tensors usually have the same size.
+# The amax of a tensor is computed in two stages. The first stage reduces groups of this many
+# elements. Saved tensors usually have groups of the same size.
 AMAX_GROUP = 128
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function that is traced instead of the reference of an operator.
+    """A function that is traced instead of the reference implementation of an operator.
 
     Attributes:
         function: the traced function.
@@ -86,7 +86,7 @@ def _amax_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of `_amax`.
 
     The arguments are `x`, the block, whether the elements of `x` are already amaxes, and how many
-    elements share a byte of the first plane.
+    elements of `x` will share a byte when `x` is packed.
     """
     x, block = node.args
     scales = [user for user in node.users if user.target is fp8.scale.default]
@@ -107,10 +107,10 @@ def _amax(x: Tensor, block: str, has_amaxes: bool, parts: int) -> Tensor:
 def _amax_in_two_stages(x: Tensor) -> Tensor:
     """Compute the amax of each group, then the amax of the tensor (COAT's Group Scaling).
 
-    Inductor fuses the first stage into the kernel that computes `x`. If `x` is saved for
-    the backward too, the same kernel computes the amaxes of the saved tensor's groups, because
-    these groups usually have the size of the groups here. A first stage that reduces whole rows
-    would need a separate kernel.
+    Inductor fuses the first stage into the kernel that computes `x`. If `x` is also saved for the
+    backward, this kernel needs the amax of each group of the saved tensor. Its groups usually have
+    `AMAX_GROUP` elements, so that the first stage has already computed these amaxes. A first stage
+    that reduces whole rows would need a separate kernel.
     """
     length = x.shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None
@@ -119,7 +119,7 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
-    """Return the amax of each group. Reduce elements that packing puts into one byte first.
+    """Return the amax of each group, starting with the elements that will share a byte.
 
     Packing visits the elements in the same order, so Inductor uses one loop for amax and packing.
     """
@@ -156,8 +156,8 @@ def _scaled_mm(
 
 # GEMMs of experts. On a GPU, `_scaled_grouped_mm` multiplies FP8 matrices, and its BF16 result is
 # cast to the output dtype. On a CPU, the FP8 data are converted to BF16, which is exact.
-# `_grouped_mm` multiplies the BF16 matrices, and its result is then scaled. The reference rounds
-# only once. These functions round twice, except for BF16 results on a GPU.
+# `_grouped_mm` multiplies the BF16 matrices, and its result is then scaled. These functions round
+# twice, except for BF16 results on a GPU. The reference implementations round once.
 
 
 @_lowers(fp8.scaled_grouped_mm.default)
@@ -220,8 +220,9 @@ def _multiply_groups(*args: Any) -> Tensor:
 def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of `_as_codes`.
 
-    If NCCL gathered the data on a GPU, the arguments are the FP8 data that this rank sent, the
-    format, and the remaining arguments of the all-gather. Otherwise they are the node's arguments.
+    If NCCL gathered the data on a GPU, `_as_codes` replaces the all-gather. Its arguments are then
+    this rank's FP8 data, the format, and the remaining arguments of the all-gather. Otherwise they
+    are the node's own arguments.
     """
     data, format = node.args
     if data.target is WAIT_TENSOR and tensor(data).device.type == "cuda":  # type: ignore[union-attr,arg-type]

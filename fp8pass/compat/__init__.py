@@ -7,12 +7,12 @@ symbol, only this folder needs a change. `fp8pass.compat` re-exports the names i
 compiling.py      Dynamo, AOTAutograd and Inductor
 joint.py          joint graphs: inputs, checkpointing tags, partitioning
 symbols.py        properties of tensors, sizes and operators
-launching.py      kernels and buffers of fp8pass in Inductor's generated code
-fakes.py          running a model without memory
-tracing.py        tracing a function into operators that Inductor lowers
-frames.py         the function that Dynamo traces
-loading.py        loads of distributed checkpoints
-pipelining.py     schedules of pipelines
+launching.py      makes Inductor's generated code use fp8pass's kernels and buffers
+fakes.py          runs a model without memory
+tracing.py        traces a function into operators that Inductor lowers
+frames.py         looks up the function that Dynamo is tracing
+loading.py        prepares and completes loads of distributed checkpoints
+pipelining.py     schedules of pipeline parallelism
 data_parallel.py  FSDP2 and `replicate`; imported separately, as it needs torch.distributed
 """
 

@@ -1,4 +1,4 @@
-"""Compiling with Dynamo, AOTAutograd and Inductor."""
+"""Helpers for compiling with Dynamo, AOTAutograd and Inductor."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ __all__ = [
     "uses_cuda_graphs",
 ]  # fmt: skip
 
-# Before 2.13, Dynamo does not check a parameter again while the dict that holds it is unchanged. So
-# unfreezing a layer would not compile the model again, and the layer would not be trained.
+# Before 2.13, Dynamo does not check a parameter again while the dict that holds it is unchanged. If
+# the user unfroze a layer, Dynamo would not recompile the model, and the layer would not train.
 if torch.__version__ < "2.13":
     dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
 
@@ -92,7 +92,7 @@ def type_of_option(name: str) -> type | None:
 
 
 def activation_quantization_is_on(options: Mapping[str, Any]) -> bool:
-    """Whether PyTorch's own activation quantization is on, by Inductor's `options` or globally."""
+    """Whether `options`, or Inductor's defaults, enable PyTorch's own activation quantization."""
     fusions = options.get("post_grad_fusion_options", inductor_config.post_grad_fusion_options)
     return "activation_quantization_aten_pass" in fusions
 
@@ -130,7 +130,7 @@ def _detach_from_base(value: Any) -> Any:
 
 
 def seeded_random_ops() -> Iterable[Any]:
-    """Return Inductor's random operators. They are functions of a seed, so recomputing is exact."""
+    """Return Inductor's random operators. With the same seed, they return the same numbers."""
     return (
         torch.ops.prims.inductor_random.default,
         torch.ops.prims.inductor_randint.default,
@@ -219,7 +219,7 @@ def _compiles_torch_classes_in_place() -> bool:
 
 
 def original_of(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wrapped, or `model` itself if it is not a wrapper."""
+    """Return the module that `torch.compile` wrapped. Return other modules unchanged."""
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
@@ -309,7 +309,7 @@ def is_of_fsdp(node: fx.Node) -> bool:
 
 
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
-    """Whether a compilation with the Inductor options `patches` makes CUDA graphs."""
+    """Whether code that is compiled with the Inductor options `patches` runs in CUDA graphs."""
     return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
@@ -331,9 +331,9 @@ def fresh_compilation() -> Iterator[None]:
     """Within the context, ignore caches and recompile limits. On exit, drop the compiled code.
 
     The code is dropped because Dynamo limits the number of versions of a function, and never
-    retries a function after its compilation raised an exception. For a function that was compiled
-    before, each dropped version leaves an empty entry, which counts only towards
-    `accumulated_recompile_limit`.
+    retries a function after its compilation raised an exception. If a function had versions before
+    the context, each dropped version leaves an empty entry. Only `accumulated_recompile_limit`
+    counts these entries.
     """
     unlimited = 1 << 20
     # The list keeps code and guard objects alive, because the ids of dead objects may be reused.
@@ -366,7 +366,7 @@ def _live_entries(code: CodeType) -> list[Any]:
 
 
 def _forget(code: CodeType, known: set[int]) -> None:
-    """Drop the compiled versions of a function whose guard managers have no id in `known`."""
+    """Drop the versions of a function, except those whose guard manager has an id in `known`."""
     if not known:
         reset_code(code)
         return
@@ -376,7 +376,7 @@ def _forget(code: CodeType, known: set[int]) -> None:
 
 
 class _Forgotten(DeletedGuardManagerWrapper):
-    """Guards of a dropped version. No object matches them, so no limit counts the version."""
+    """Guards of a dropped version. They match no object, so Dynamo does not count the version."""
 
     def __init__(self) -> None:
         super().__init__("compiled by an fp8pass tool that has ended")
@@ -399,7 +399,7 @@ def find_replayed_memory(device: torch.device) -> frozenset[int]:
 
 
 def running_backward() -> int:
-    """Return an id of the running backward; of the innermost backward if several are nested."""
+    """Return an id of the running backward, or of the innermost one if backwards are nested."""
     return torch._C._current_graph_task_id()
 
 
@@ -417,7 +417,7 @@ def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) 
 
 
 class _Ending:
-    """Callback at the end of a backward. If the backward fails, autograd only deletes it."""
+    """Callback for the end of a backward. If the backward fails, it is deleted, but not called."""
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
         self._function, self._otherwise = function, otherwise

@@ -1,4 +1,4 @@
-"""Private APIs of FSDP2 and `replicate`, and a collective that PyTorch renamed.
+"""Access to private APIs of FSDP2 and of `replicate`.
 
 `fp8pass.compat` does not import this module, because some builds have no torch.distributed.
 """
@@ -23,19 +23,19 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def find_replicas(module: Replicated) -> Any:
-    """Return the process group of the replicas of a module that has not run yet."""
+    """Return the process group of a module's replicas. The module must not have run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)
 
 
 def replicas_have_begun(module: Replicated) -> bool:
-    """Whether a replicated module has run, and therefore does not accept gradient hooks anymore."""
+    """Whether a replicated module has run. After that, it does not accept gradient hooks."""
     return replicate.state(cast(Any, module)).has_initialized
 
 
 def fsdp_has_run(module: FSDPModule) -> bool:
-    """Whether a module has run a forward, which fixes how FSDP2 gathers each parameter."""
+    """Whether a module has run. After that, FSDP2 does not change how it gathers parameters."""
     return module._get_fsdp_state()._is_root is not None
 
 
@@ -48,10 +48,10 @@ def get_shard(parameter: DTensor) -> Tensor:
 
 
 def find_factor(op: Any, ranks: int) -> float | None:
-    """Return the factor that turns a sum over ranks into reduction `op`; None if no factor does.
+    """Return the number by which a sum over ranks is multiplied to get the reduction `op`.
 
-    With FSDP2's `set_gradient_divide_factor`, `op` is a sum for which NCCL multiplies each term by
-    a factor.
+    For an average over 8 ranks it is 1/8. For a maximum there is no such number, and the result is
+    None. FSDP2's `set_gradient_divide_factor` makes NCCL multiply the terms by a factor.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0
@@ -65,10 +65,9 @@ def find_factor(op: Any, ranks: int) -> float | None:
 
 @contextmanager
 def reduce_separately(model: nn.Module) -> Iterator[None]:
-    """Within the context, let FSDP2 reduce new gradients without gradients accumulated earlier.
+    """Within the context, let FSDP2 reduce new gradients, but not those accumulated before.
 
-    The accumulated gradients, and FSDP2's settings for reductions, are set aside and restored on
-    exit.
+    The accumulated gradients are removed, and FSDP2's settings changed. The exit restores both.
     """
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
@@ -141,7 +140,7 @@ class GradientBuffer(Tensor):
 
 
 def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Allow in-place writes to gathered weights that autograd saved, without an error in backward.
+    """Within the context, allow in-place writes to gathered weights, although autograd saved them.
 
     The backward still reads correct values, because FSDP2 gathers the weights again.
     """
@@ -159,10 +158,10 @@ class GatheredParameter:
     """A parameter that FSDP2 gathers.
 
     Attributes:
-        module, name: the module that owns the parameter, and its name there; the first module if
-            several share the parameter.
+        module, name: the module that owns the parameter, and the parameter's name in the module. If
+            several modules share the parameter, it is the first of them.
         dtype: dtype of the gathered tensor.
-        group: a number that is equal for parameters that FSDP2 gathers together.
+        group: a number. FSDP2 gathers parameters with the same number together.
         resharded_to_fewer_ranks: whether `reshard_after_forward` is a number of ranks.
     """
 

@@ -1,4 +1,4 @@
-"""Running a model without memory: fake tensors, and an observer of operators."""
+"""Run a model without memory, on fake tensors, and observe its operators."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class OperatorObserver(TorchDispatchMode):
 class RealPositions(TorchDispatchMode):
     """Mode in which results of `arange`, and values computed only from them, are real tensors.
 
-    Use this mode together with fake tensors if a model reads the values of positions. For example,
-    Hugging Face models omit the mask if the positions form whole sequences.
+    Use this mode together with fake tensors if a model reads the values of position ids. For
+    example, Hugging Face models read them to decide whether they need an attention mask.
     """
 
     @classmethod

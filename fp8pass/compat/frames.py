@@ -1,4 +1,4 @@
-"""The function that Dynamo is tracing: the name of its `self`, and its `torch.compile` call."""
+"""Look up properties of the function that Dynamo is tracing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["compile_call", "rename_self"]
 
 
 def rename_self(gm: fx.GraphModule) -> None:
-    """In module paths, replace the name of the traced method's first argument by `self`."""
+    """Make the module paths in a graph independent of how the traced method names its `self`.
+
+    For a method `forward(module, x)`, paths such as `L['module'].layers` become `L['self'].layers`.
+    """
     name = _find_self()
     if name in (None, "self"):
         return
@@ -36,7 +39,6 @@ def compile_call() -> object:
 
 
 def _find_self() -> str | None:
-    """Return the name of the first argument if Dynamo traces a module's method; else None."""
     current = getattr(tls, "current_tx", None)
     if current is None:
         return None
@@ -53,7 +55,6 @@ def _find_self() -> str | None:
 
 
 def _is_method(code: CodeType, module: nn.Module) -> bool:
-    """Whether `code` is the code of a function that is an attribute of `module` or its class."""
     owners = module, *type(module).__mro__
     attributes = (x for owner in owners for x in vars(owner).values())
     return any(getattr(x, "__code__", None) is code for x in attributes)

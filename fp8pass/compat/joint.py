@@ -1,4 +1,4 @@
-"""Joint graphs: inputs, checkpointing tags, and partitioning into forward and backward."""
+"""Inputs and checkpointing tags of joint graphs, and their split into forward and backward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXTRACT_TAKES_OPAQUE = (
 
 
 def normalize_joint_graph(gm: fx.GraphModule) -> None:
-    """Run the first steps of PyTorch's partitioner: CSE, and tagging values that must be saved."""
+    """Run the first steps of PyTorch's partitioner: CSE, and tags for values that must be saved."""
     gm.graph.eliminate_dead_code()
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)
@@ -46,7 +46,7 @@ def extract_forward_backward(
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward. The backward reads the given saved values."""
+    """Split a joint graph into forward and backward. The forward saves only the given nodes."""
     extra: dict[str, Any] = {}
     if _EXTRACT_TAKES_OPAQUE:
         extra["saved_opaque_nodes"] = saved_objects
@@ -121,7 +121,7 @@ def copy_region(source: fx.Node, node: fx.Node) -> None:
 
 
 def input_index(node: fx.Node) -> int | None:
-    """Return the index of the Dynamo graph's input to which a primal belongs; None if unknown."""
+    """Return the index of the Dynamo graph's input that `node` comes from; None if unknown."""
     desc = node.meta.get("desc")
     while isinstance(desc, SubclassGetAttrAOTInput):  # a DTensor's local tensor
         desc = desc.base

@@ -1,4 +1,4 @@
-"""Kernels and buffers of fp8pass in Inductor's generated code."""
+"""Make Inductor's generated code launch fp8pass's kernels and use its buffers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lower_to_parts(op: Any) -> None:
 
 
 def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[Any]]) -> None:
-    """Lower `op(inputs, programs)` on a GPU to the launches that `prepare` returns."""
+    """Lower `op(inputs, programs)`. On a GPU, it becomes the launches that `prepare` returns."""
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     def lowering(inputs: Sequence[Any], programs: str) -> Any:
@@ -91,10 +91,10 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
 
 @contextmanager
 def _cache_kernel_analyses() -> Iterator[None]:
-    """Within the context, cache Inductor's analysis of the arguments that a kernel writes.
+    """Within the context, cache the analysis that finds out which arguments a kernel writes.
 
-    The analysis is slow, because it compiles the kernel. PyTorch 2.13 renamed the analysis, so both
-    names are tried.
+    Inductor's analysis is slow, because it compiles the kernel. PyTorch 2.13 renamed the analysis,
+    so both names are tried.
     """
     names = ("identify_mutated_tensors", "identify_accessed_tensors")
     originals = {name: f for name in names if (f := getattr(triton_kernel_wrap, name, None))}
@@ -125,5 +125,5 @@ def ceil_div(a: Any, b: int) -> Any:
 
 
 def load_source(source: str) -> Any:
-    """Write source text to a file, which Triton requires, and return it as an imported module."""
+    """Import source text as a module. The text is written to a file, as Triton requires."""
     return PyCodeCache.load(source)

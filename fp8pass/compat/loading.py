@@ -1,4 +1,4 @@
-"""A hook into loads of `torch.distributed.checkpoint` (DCP), before the data is read."""
+"""Call functions before and after `torch.distributed.checkpoint` (DCP) reads data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
-# A function of the flat state dict and of the checkpoint's metadata. The function may replace
-# entries of the state dict. It returns a dict from names of entries to conversions. DCP's planner
-# calls a conversion when all entries with this conversion have been read.
+# A function that gets the flat state dict and the checkpoint's metadata before data is read. It may
+# replace entries of the state dict. It returns a dict from names of entries to functions that
+# convert what was read. Several entries may have the same function, which is called when all of
+# them have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 
 def prepare_loads(prepare: Prepare) -> None:
-    """Make DCP call `prepare` in every later load. Do nothing if DCP is not imported."""
+    """Make DCP call `prepare` in every load from now on. Do nothing if DCP is not imported."""
     if "torch.distributed.checkpoint" in sys.modules:
         _patch_planner(prepare)
 
@@ -44,7 +45,7 @@ def _patch_planner(prepare: Prepare) -> None:
 
 
 def _call_after_reads(planner: Any, conversions: Mapping[str, Convert]) -> None:
-    """Call each conversion after the last read into the entries that map to it."""
+    """Call each conversion when all its entries have been read."""
     remaining: Counter[Convert] = Counter()
     finish, commit = planner.finish_plan, planner.commit_tensor
 

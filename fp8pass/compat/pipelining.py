@@ -1,4 +1,4 @@
-"""Schedules of `torch.distributed.pipelining`: the order in which each rank runs its stages.
+"""Schedules of `torch.distributed.pipelining`, which define the order of work on each rank.
 
 This module imports torch.distributed late, because some builds do not have it.
 """
@@ -118,7 +118,7 @@ def runs_one_stage_a_rank(schedule: type) -> bool:
 
 
 def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int) -> object:
-    """Return a schedule with placeholders for stages. The schedule has an order, but cannot run.
+    """Return a schedule without models, which lists the order of actions but cannot run.
 
     Raises:
         ValueError: the schedule does not support these numbers of stages, ranks or micro-batches.

@@ -34,15 +34,15 @@ scaled_mm = torch._scaled_mm
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
-# The hint for a data-dependent size if its upper bound is at least `_LARGEST_BOUND`.
+# A data-dependent size gets this hint if its upper bound is at least `_LARGEST_BOUND`.
 _UNBACKED_HINT = 4096
 _LARGEST_BOUND = 1 << 40
 
 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a key for the storage of `tensor`.
+    """Return a key that is equal for tensors with the same storage.
 
-    No other storage gets an equal key as long as the key object lives.
+    While a key object exists, new storages get other keys, even at the same address.
     """
     return StorageWeakRef(tensor.untyped_storage())
 
@@ -65,9 +65,10 @@ def has_unbacked(value: object) -> bool:
 
 
 def size_hint(value: int | torch.SymInt) -> int:
-    """Return an integer for a size: the size if it is static, its value at tracing, or an estimate.
+    """Return a static size itself, a dynamic size's value when it was traced, or an estimate.
 
-    A data-dependent size gets the estimate: the middle of its range, such as half of a mask's size.
+    The estimate is for data-dependent sizes. It is the middle of the size's range, e.g. half the
+    number of elements of a mask for the number of its true elements.
     """
     if isinstance(value, int):
         return value
@@ -88,11 +89,11 @@ def guard_count(graph: torch.fx.Graph) -> int:
 
 
 def restrictions(graph: torch.fx.Graph, known: int) -> list[str]:
-    """Return, as text, the guards after the first `known` that can trigger a recompilation.
+    """Return descriptions of the guards, except the first `known`, that can cause recompilations.
 
-    Each text contains the place in the code that added the guard. Guards are left out if they hold
-    for all sizes that the known guards allow (tested with some sizes). Guards on strides alone are
-    left out, too, because every pointwise operator adds them for its layout.
+    A description contains the place in the code that added the guard. A guard cannot cause a
+    recompilation if it holds for all sizes that the first `known` guards allow, which is tested
+    with some sizes. Guards on strides alone are left out, too: every pointwise operator adds them.
     """
     guards, env = _guards(graph), _shape_env(graph)
     return [
@@ -109,7 +110,6 @@ def _guards(graph: torch.fx.Graph) -> list[Any]:
 
 
 def _shape_env(graph: torch.fx.Graph) -> Any:
-    """Return the shape environment of a graph; None if all shapes are static."""
     values = (n.meta.get("val") for n in graph.nodes)
     sizes = (s for x in values for s in (x.shape if isinstance(x, torch.Tensor) else (x,)))
     symbolic = next((s for s in sizes if isinstance(s, torch.SymInt)), None)
@@ -122,7 +122,7 @@ def _is_stride(env: Any, symbol: Any) -> bool:
 
 
 def _restricts(condition: Any, known: list[Any]) -> bool:
-    """Whether a condition fails for some sizes that satisfy the known conditions."""
+    """Whether some tested sizes satisfy the known conditions, but not `condition`."""
     symbols = sorted(condition.free_symbols, key=str)
     about_these = [each for each in known if each.free_symbols <= condition.free_symbols]
     equal = [dict.fromkeys(symbols, size) for size in (*range(2, 130), 1001, 1 << 20)]
@@ -134,7 +134,6 @@ def _restricts(condition: Any, known: list[Any]) -> bool:
 
 
 def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
-    """Whether a condition holds for sizes; None for impossible sizes."""
     try:
         return bool(condition.xreplace(sizes))
     except (AssertionError, TypeError, ZeroDivisionError):  # a negative size, or a division by 0

@@ -1,4 +1,4 @@
-"""Tracing a function into operators that Inductor lowers."""
+"""Trace a function into operators that Inductor lowers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fp8pass.compat.symbols import fake_mode_of
 __all__ = ["trace"]
 
 _aten = torch.ops.aten
-# Operators that are not decomposed: for small GEMMs on a CPU, Inductor's decompositions are sums,
-# which round differently.
+# Operators that are not decomposed. On a CPU, Inductor would decompose small GEMMs into sums, which
+# round differently.
 _GEMMS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 
 

@@ -83,7 +83,7 @@ def hide_compile_log() -> Iterator[None]:
 
 
 def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) -> list[Run]:
-    """Train with stock `torch.compile`, with fp8pass, and with stock and another seed."""
+    """Train with stock `torch.compile`, with fp8pass, and again with stock and another seed."""
     with_fp8pass = partial(torch.compile, backend="fp8pass", options={"recipe": recipe})
     variants: list[tuple[str, Compile, int]] = [
         ("torch.compile", torch.compile, seed),

@@ -74,7 +74,7 @@ def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
 
 
 def explain_speed(device: torch.device) -> str:
-    """Return why the speed on `device` is not the speed of FP8 GEMMs, or '' if it is."""
+    """Return why FP8 GEMMs do not run on `device`, as a sentence; '' if they do."""
     if device.type == "cpu":
         return " A CPU emulates FP8 in FP32, so this ratio does not predict the speed on a GPU."
     reason = hardware.why_no_fp8_gemm(device)
@@ -82,7 +82,7 @@ def explain_speed(device: torch.device) -> str:
 
 
 def write_plot(runs: list[Run], folder: Path) -> str:
-    """Plot the losses to a file in `folder`. Return the line to print, with path or problem."""
+    """Plot the losses to a file in `folder`. Return a line about its path, or why it is missing."""
     path = folder / "loss.png"
     try:
         plot_losses(runs, path)
@@ -92,7 +92,7 @@ def write_plot(runs: list[Run], folder: Path) -> str:
 
 
 def plot_losses(runs: list[Run], path: Path) -> None:
-    """Plot to a PNG the losses of all runs, and the differences between fp8pass and stock.
+    """Write a PNG with the losses of all runs, and the difference between fp8pass and stock.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,10 +1,10 @@
-"""The vocabulary of rewritten graphs: formats, quantizations, scales, operators.
+"""The vocabulary of the graphs that fp8pass rewrites: operators, and how tensors are quantized.
 
-formats.py         number formats: the bits of an element
+formats.py         number formats, such as E4M3: the bits of one element
 quantization.py    which elements share a scale, and how scales are stored
-scaling.py         computes scales from largest magnitudes
-encoding.py        conversion of fp32 numbers to a format and back, and packing
-masking.py         numbers masked to a simulated format
+scaling.py         computes a scale from the largest magnitude of the elements that share it
+encoding.py        converts fp32 numbers to a format and back, and packs several into a byte
+masking.py         simulates a format by clearing mantissa bits and clamping
 expert_groups.py   which rows of a matrix belong to which expert
 accumulation.py    how tensor cores accumulate the products of FP8 numbers
 ops.py             the `fp8pass::` operators

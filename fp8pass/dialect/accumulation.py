@@ -1,20 +1,20 @@
 """Emulate the accumulation of FP8 tensor cores, bit by bit, in plain PyTorch.
 
-A Hopper instruction multiplies 32 pairs of FP8 numbers and adds the products to a running sum. All
-addends, including the running sum, are aligned to their largest exponent, and their fractions are
-truncated after 13 bits. The exact sum of the truncated addends is again truncated to 13 fraction
-bits. *Fast* accumulation has one running sum for the whole contraction. *Precise* accumulation
-adds the running sum to an FP32 sum after every 128 products, and then starts a new running sum.
+A Hopper instruction multiplies 32 pairs of FP8 numbers and adds the products to a running sum. The
+hardware shifts these 33 numbers to the largest exponent among them, and drops the bits after the
+13th fraction bit. It adds the shifted numbers exactly, and truncates the sum to 13 fraction bits.
+*Fast* accumulation has one running sum for the whole contraction. *Precise* accumulation adds the
+running sum to an FP32 sum after every 128 products, and then starts a new running sum.
 
-Truncation has a bias towards zero, which grows with the length of the contraction: sums of 16,384
-products of correlated operands are 4% too small (`benchmarks/accumulation.py`). On an H100, the
-emulation is bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to 16,384 products.
-For precise sums of up to 4,096 products, the emulation is bit-identical to cuBLASLt and CUTLASS
-(`tests/codegen/test_gemm_accumulation.py`). If a library splits a GEMM along its contraction, the
-result is more precise than the emulation.
+Truncation makes sums too small. Long sums have the largest errors: sums of 16,384 products of
+correlated operands are 4% too small (`benchmarks/accumulation.py`). On an H100, the emulation is
+bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to 16,384 products, and to
+cuBLASLt and CUTLASS for precise sums of up to 4,096 products
+(`tests/codegen/test_gemm_accumulation.py`). A library may split a contraction into several shorter
+sums (split-K). Its result is then more precise than the emulation.
 
-By default, the references of the dialect's GEMMs sum in FP32, which is fast and independent of the
-device. Inside `hardware_accumulation` these references accumulate like hardware.
+By default, the reference implementations of the dialect's GEMMs (`ops.py`) sum in FP32, which is
+fast. Inside `hardware_accumulation`, they accumulate as tensor cores do.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fp8pass import compat, hardware
 
 INSTRUCTION = 32  # number of products that one instruction adds
 FRACTION_BITS = 13
-PROMOTION = 128  # products after which precise accumulation adds the running sum to an FP32 sum
+PROMOTION = 128  # number of products between two additions to the FP32 sum
 
-_ZERO_EXPONENT = -(2**10)  # stands for the exponent of zero; smaller than all other exponents
+_ZERO_EXPONENT = -(2**10)  # the exponent of zero is defined as less than all other exponents
 _SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
 _MULTIPLE = 16  # `_scaled_mm` needs sizes that are divisible by this number
-_BLOCK = 2**23  # number of products that the emulation stores at a time
+_BLOCK = 2**23  # largest number of products in memory at a time
 
 
 @dataclass(frozen=True)
 class _Mode:
-    """How references of GEMMs accumulate: on tensor cores, by emulation, or by default in FP32."""
+    """How the reference implementations of GEMMs accumulate. If both are False: in FP32."""
 
     on_tensor_cores: bool = False
     emulated: bool = False
@@ -51,12 +51,12 @@ _mode = _Mode()
 
 @contextlib.contextmanager
 def hardware_accumulation(*, emulate: bool = True) -> Iterator[None]:
-    """Make the references of GEMMs accumulate like hardware, in all threads.
+    """Within the context, make reference implementations of GEMMs accumulate as tensor cores do.
 
     A GPU with FP8 tensor cores uses its tensor cores. On other devices, `emulate=True` emulates
-    tensor cores with about 10 elementwise operations for each pair of numbers. This function only
-    affects graphs that run operator by operator, with `compiler="eager"` or in `diagnose`, because
-    compiled graphs do not call references.
+    tensor cores, which takes about 10 elementwise operations for each product. The context applies
+    to all threads. It affects graphs that run operator by operator, with `compiler="eager"` or in
+    `diagnose`. Compiled graphs do not call the reference implementations.
     """
     global _mode
     before, _mode = _mode, _Mode(True, emulate or _mode.emulated)
@@ -84,7 +84,7 @@ def _fits_tensor_cores(a: Tensor, b: Tensor) -> bool:
 
 
 def accumulate(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-    """Emulate `a @ b.T` of FP8 matrices [M, K] and [N, K] on Hopper. Returns FP32 [M, N]."""
+    """Emulate `a @ b.T` on Hopper. `a` [M, K] and `b` [N, K] are FP8. Returns FP32 [M, N]."""
     rows = max(1, _BLOCK // (INSTRUCTION * max(len(b), 1)))
     return torch.cat([_accumulate_rows(some, b, fast=fast) for some in a.split(rows)])
 
@@ -104,7 +104,7 @@ def _accumulate_rows(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
 
 
 def _add(running: Tensor, products: Tensor, exponent: Tensor) -> Tensor:
-    """Return the running sums [M, N] after one instruction, which adds products [M, N, K].
+    """Add `products` [M, N, K] to the running sums [M, N], as one instruction does.
 
     `exponent` [M, N] is the largest exponent of the products.
     """
@@ -115,12 +115,12 @@ def _add(running: Tensor, products: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _exponents(x: Tensor, smallest: int) -> Tensor:
-    """Return the exponents of `x`: `smallest` for denormal numbers, `_ZERO_EXPONENT` for zero."""
+    """Return the exponent of each number: `smallest` for denormals, `_ZERO_EXPONENT` for zero."""
     exponents = (torch.frexp(x)[1] - 1).clamp_min(smallest)
     return torch.where(x == 0, _ZERO_EXPONENT, exponents)
 
 
 def _truncate(x: Tensor) -> Tensor:
-    """Clear the fraction bits of FP32 `x` after the first `FRACTION_BITS`."""
+    """Keep the first `FRACTION_BITS` fraction bits of FP32 `x`, and clear the rest."""
     dropped = torch.finfo(torch.float32).bits - 9 - FRACTION_BITS
     return (x.view(torch.int32) & -(1 << dropped)).view(torch.float32)

@@ -1,7 +1,7 @@
 """Convert fp32 numbers to a format and back, and pack several elements into a byte.
 
-If PyTorch has no cast for a format, numbers are converted with integer arithmetic. An fp32 number
-has 23 mantissa bits and an exponent bias of 127; an fp16 number has 10 bits and a bias of 15.
+PyTorch has no cast for some formats, e.g. E2M1. They are converted with integer arithmetic on the
+bits of fp32 numbers (23 mantissa bits, exponent bias 127) and fp16 numbers (10 bits, bias 15).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8pass import compat
 from fp8pass.dialect.formats import FORMATS, Format
 
-# FP8 tensor cores support only contractions over a multiple of this many elements.
+# The length of a contraction on FP8 tensor cores must be a multiple of this.
 CONTRACTION_MULTIPLE = 16
 
 
@@ -31,11 +31,11 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:
-    """Round fp32 `x`, which is already divided by its scale, to `fmt`, ties to even.
+    """Round fp32 `x` to `fmt`, with ties to even. The caller has divided `x` by its scale.
 
     Returns a tensor in the format's dtype. If the format is emulated, returns the bits of each
-    element as int32. Magnitudes above `fmt.max`, which only rounding can cause, become `fmt.max`.
-    NaN does not change, but becomes 0 in an emulated format without NaN.
+    element as int32. Magnitudes above `fmt.max`, which a rounded scale can cause, become `fmt.max`.
+    NaN stays NaN, except in an emulated format without NaN, where it becomes 0.
     """
     clamped = x.clamp(-fmt.max, fmt.max)
     if not fmt.emulated:
@@ -61,7 +61,8 @@ def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
     """Return the bits of elements that are denormals of `fmt`.
 
-    Adding a power of two to a denormal rounds it, and its bits become the lowest bits of the sum.
+    The power of two is chosen such that adding it rounds a magnitude to a multiple of the denormal
+    step. The lowest bits of the sum then contain this multiple.
     """
     exponent = 23 - fmt.mantissa + fmt.min_exponent
     return (magnitude + 2.0**exponent).view(torch.int32) - (127 + exponent << 23)
@@ -70,7 +71,7 @@ def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 def decode(data: Tensor, fmt: Format) -> Tensor:
     """Return the fp32 values of elements that `encode` or `unpack` returned.
 
-    In an emulated format, the bits of each element are shifted to the bit fields of an fp16 number.
+    The bits of an emulated format are moved to the sign, exponent and mantissa of an fp16 number.
     Multiplying this number by a power of two corrects the exponent bias. Denormals convert exactly,
     because fp16 has denormals, too.
     """
@@ -86,7 +87,7 @@ def decode(data: Tensor, fmt: Format) -> Tensor:
 
 
 def split_groups(x: Tensor, group_size: int, parts: int) -> list[Tensor]:
-    """Split groups of G elements of `x` [..., K] into `parts` tensors [..., K / G, G / parts]."""
+    """Cut groups of G elements of `x` [..., K] into consecutive parts [..., K / G, G / parts]."""
     if parts == 1:
         return [x.unflatten(-1, (-1, group_size))]
     groups = x.unflatten(-1, (-1, parts, group_size // parts))
@@ -94,9 +95,9 @@ def split_groups(x: Tensor, group_size: int, parts: int) -> list[Tensor]:
 
 
 def pack(parts: Sequence[Tensor], fmt: Format, plane: int) -> Tensor:
-    """Return one plane of w bits, packed as uint8 [..., K / G, G·w/8].
+    """Pack the w bits of each element that belong to `plane`, as uint8 [..., K / G, G·w/8].
 
-    `parts` contains the int32 bits of elements, in the tensors that `split_groups` returns.
+    `parts` contains the int32 bits of all elements, which `split_groups` cut into 8/w parts.
     """
     offset, width = sum(fmt.planes[:plane]), fmt.planes[plane]
     is_last = offset + width == fmt.bits

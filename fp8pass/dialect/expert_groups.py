@@ -1,8 +1,9 @@
 """Expert groups: consecutive rows of a matrix that belong to one expert.
 
-`offsets`, int32 [E], contains for each group the index of the row after its last row. Offsets are
-computed on the device at run time, and only the references of GEMMs make the CPU wait for them.
-Rows after the last group belong to no expert and may have any values.
+`offsets`, int32 [E], contains the end of each group: [3, 3, 7] means that expert 0 has rows 0 to 2,
+expert 1 has no rows, and expert 2 has rows 3 to 6. Offsets are computed on the device at run time,
+and the CPU does not wait for them, except in the reference implementations of GEMMs. Rows after the
+last group belong to no expert and may have any values.
 
 Tensor cores support only contractions over a multiple of 16 rows. A GEMM that contracts the rows of
 each group therefore reads padded groups, which have a multiple of 16 rows. An empty group is padded
@@ -21,12 +22,12 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE, padded_size
 
 
 def padded_length(rows: Any, experts: int) -> Any:
-    """Return an upper limit, in multiples of 16, for the total number of rows of padded groups."""
+    """Return a multiple of 16 that is at least the total number of rows of all padded groups."""
     return padded_size(rows) + experts * CONTRACTION_MULTIPLE
 
 
 def rows_of_padded(length: int, experts: int) -> int:
-    """Invert `padded_length`: return the number of rows before padding, rounded up to 16."""
+    """Invert `padded_length`: return the rows before padding, rounded up to a multiple of 16."""
     return length - experts * CONTRACTION_MULTIPLE
 
 
@@ -44,16 +45,15 @@ def padded_group_ends(offsets: Tensor) -> Tensor:
 
 
 def expert_of(rows: Tensor, ends: Tensor) -> Tensor:
-    """Return the index of each row's expert, int64; E - 1 for rows after the last group."""
+    """Return the expert of each row index, int64. Rows after the last group get expert E - 1."""
     return (rows.unsqueeze(-1) >= ends).sum(-1).clamp_max(ends.shape[0] - 1)
 
 
 def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the source of each row of a matrix of padded groups.
+    """Return which row of the original matrix each row of the padded matrix contains.
 
-    `count` is the number of rows before padding. Returns three tensors with an element for each row
-    of the padded matrix: the index of the source row before padding, whether the row has a source
-    (False for padding), and the index of the row's expert.
+    `count` is the number of original rows. Returns three tensors with an element for each padded
+    row: the index of the original row, a bool that is False for padding, and the expert's index.
     """
     ends, starts = padded_group_ends(offsets), group_starts(offsets)
     length = padded_length(count, offsets.shape[0])

@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 # Bytes of a group's scale. Such scales are stored in bf16 (`scaling.GROUP_SCALE_DTYPE`).
 GROUP_SCALE_BYTES = 2
 
-# Minimum and maximum number of exponent and mantissa bits in a simulated format. fp32 has the
-# maximum of both.
+# Minimum and maximum number of exponent and mantissa bits in a simulated format (maximum: fp32).
 EXPONENT_BITS, MANTISSA_BITS = (1, 8), (0, 23)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A number format of elements.
+    """A number format, such as E4M3.
 
     Attributes:
         stored_as: name of the dtype in which a tensor in this format is stored; '' if a tensor
@@ -36,13 +35,13 @@ class Format:
         max: the largest finite value.
         mantissa: number of stored mantissa bits.
         min_exponent: exponent of the smallest normal number; smaller numbers are denormals.
-        planes: the bits of an element are stored in one or more tensors, called planes. This is the
-            number of bits in each plane, lowest bits first. A plane of less than 8 bits is packed:
-            several elements share a byte (`ops.quantize`).
+        planes: number of bits of an element in each plane, lowest bits first. A plane is a tensor
+            with some bits of all elements, e.g. (4, 1): four bits in one tensor, the fifth bit in
+            another. In planes of less than 8 bits, several elements share a byte (`ops.quantize`).
         emulated: whether elements are converted with integer arithmetic, which any GPU supports.
-            Packed formats are emulated, and E4M3 on GPUs for which Triton has no cast.
-        nan: bits of NaN in an emulated format, or 0 if the format has no NaN. In the latter case,
-            a group that contains NaN or Inf has a scale that is not finite.
+            Packed formats are emulated, and so is `E4M3_BYTES`.
+        nan: bits of NaN in an emulated format, or 0 if the format has no NaN. If the format has no
+            NaN, a NaN or Inf in a group makes the scale of the group NaN or Inf instead.
         multiplies: whether GEMMs support the format.
         saves: whether users can choose the format for saved tensors.
     """
@@ -89,9 +88,9 @@ class Format:
     def relative_error(self) -> float:
         """Root-mean-square relative rounding error of a value in the format's normal range.
 
-        In [1, 2), the absolute error is uniformly distributed over a step of 2^-m, so its root mean
-        square is 2^-m / √12. The relative error is the quotient of the absolute error and the
-        value. The logarithm of the value is assumed to be uniformly distributed.
+        For values in [1, 2), the absolute error is uniformly distributed over a step of 2^-m, so
+        its root mean square is 2^-m / √12. Dividing by the value gives the relative error. Its root
+        mean square assumes that the logarithm of the value is uniformly distributed.
         """
         if self.lossless:
             return 0.0
@@ -100,7 +99,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """Number that must divide group sizes, so that a group fills whole bytes of each plane."""
+        """Group sizes must be multiples of this, so that groups fill whole bytes of each plane."""
         return 8 // min(self.planes)
 
     @property
@@ -110,16 +109,16 @@ class Format:
 
     @property
     def keeps_signs(self) -> bool:
-        """Whether the format preserves signs: very few values of a group are rounded to zero."""
+        """Whether almost all values keep their sign, because very few are rounded to zero."""
         return self.flushed_share < 2.0**-11
 
     @property
     def flushed_share(self) -> float:
-        """The share of its group's amax up to which an element is rounded to zero."""
+        """Elements up to this fraction of the amax of their group are rounded to zero."""
         return 0.0 if self.lossless else 2.0 ** (self.min_exponent - self.mantissa - 1) / self.max
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
-        """Return the bytes of `elements` and their scales, if groups of `group_size` share a scale.
+        """Return the bytes of this number of elements, including a scale for each group.
 
         The result is infinite if the elements of a group do not fill whole bytes.
         """
@@ -131,30 +130,29 @@ class Format:
 E4M3 = Format("e4m3", "float8_e4m3fn", 448.0, 3, -6, multiplies=True, saves=True)
 E5M2 = Format("e5m2", "float8_e5m2", 57344.0, 2, -14, multiplies=True)
 EXACT = Format("exact", "", math.inf, 0, 0)
-# The same bits as E4M3, stored in bytes: Triton has no cast to E4M3 before Ada (sm89).
+# E4M3 stored as uint8, for GPUs before Ada (sm89), on which Triton has no cast to E4M3.
 E4M3_BYTES = Format("e4m3_bytes", "uint8", 448.0, 3, -6, emulated=True, nan=0x7F)
 # In these formats all bit patterns are finite numbers, as in OCP's FP4 and FP6.
 E2M1 = Format("e2m1", "uint8", 6.0, 1, 0, (4,), emulated=True, saves=True)
 E2M2 = Format("e2m2", "uint8", 7.0, 2, 0, (4, 1), emulated=True, saves=True)
 E2M3 = Format("e2m3", "uint8", 7.5, 3, 0, (4, 2), emulated=True, saves=True)
-# 8 bits, like E4M3, but with two more mantissa bits: its error is a quarter, its range smaller.
+# 8 bits, like E4M3. Two more mantissa bits divide the error by four; the range is smaller.
 E2M5 = Format("e2m5", "uint8", 7.875, 5, 0, emulated=True)
 
 FORMATS: dict[str, Format] = {
     f.name: f for f in (E4M3, E5M2, EXACT, E4M3_BYTES, E2M1, E2M2, E2M3, E2M5)
 }
 
-# Formats of saved values, from few bits to many.
 SAVED_FORMATS = tuple(sorted((f for f in FORMATS.values() if f.saves), key=lambda f: f.bits))
 
 
 @cache
 def simulated_format(name: str) -> Format:
-    """Return the format `ExMy`, such as `e8m3`: one of `FORMATS`, or a format without a dtype.
+    """Return the format with a name such as `e8m3`: 8 exponent bits and 3 mantissa bits.
 
-    Formats without a dtype follow IEEE 754: of the 2^x exponents, the first is reserved for
-    denormals, and the last for Inf and NaN. E8M7 is bfloat16, E5M10 float16, and E8M23 float32. A
-    format with one exponent bit has only normal numbers in [2, 4).
+    Formats that are not in `FORMATS` have no dtype and follow IEEE 754. The smallest exponent is
+    reserved for denormals, and the largest for Inf and NaN. For example, E8M7 is bfloat16, and
+    E5M10 is float16. A format with one exponent bit has only normal numbers, in [2, 4).
 
     Raises:
         ValueError: the name is not `ExMy`, or the format has more bits than float32.
@@ -183,8 +181,8 @@ def divisor_group(
 ) -> int | None:
     """Return the largest group size that divides a row of `length` elements.
 
-    The size is a multiple of `multiple` in [`smallest`, `group_size`]. Returns None if the row has
-    no such divisor.
+    The size is a multiple of `multiple`, at least `smallest` and at most `group_size`. Returns None
+    if no such size divides the row.
     """
     for size in range(min(group_size, length), smallest - 1, -1):
         if length % size == 0 and size % multiple == 0:

@@ -1,9 +1,9 @@
-"""Mask numbers to a simulated format (section 3.2 of the paper "FP8 and back").
+"""Simulate a number format by masking (section 3.2 of the paper "FP8 and back").
 
 Masking clears the mantissa bits that the format lacks, which rounds magnitudes down. Magnitudes
-above the format's range become its largest number. Nonzero magnitudes below its smallest normal
-number become this number, because a simulated format has no denormals. Values are not scaled.
-Values of any dtype are masked as fp32 numbers.
+above the largest number of the format become this number. Nonzero magnitudes below the smallest
+normal number become the smallest normal number, because a simulated format has no denormals. Values
+are not scaled. They are masked as fp32 numbers, whatever their dtype is.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from fp8pass.dialect.encoding import shift_left
 from fp8pass.dialect.formats import Format
 
-# Number of mantissa bits of fp32, and the smallest and largest exponent of normal fp32 numbers. The
-# other masked dtypes have fewer mantissa bits, and no exponents outside of this range.
+# Number of mantissa bits, and exponent range of normal numbers, in fp32. The 16-bit dtypes in
+# `MASKED_DTYPES` have fewer mantissa bits, and no exponents outside of this range.
 MANTISSA = 23
 LEAST_EXPONENT, LARGEST_EXPONENT = -126, 127
 MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,8 +29,8 @@ def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
     Args:
         x: bfloat16, float16 or float32.
         fmt: the format.
-        inner: whether to increase nonzero magnitudes below the smallest normal number to it.
-        outer: whether to decrease finite magnitudes above the largest number to it.
+        inner: whether nonzero magnitudes below the smallest normal number become this number.
+        outer: whether finite magnitudes above the largest number become this number.
     """
     value = _round_to_dtype(x)
     cut = (value.view(torch.int32) & -(1 << MANTISSA - fmt.mantissa)).view(torch.float32)
@@ -47,16 +47,16 @@ def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
 def _round_to_dtype(x: Tensor) -> Tensor:
     """Return `x` as fp32, rounded to the dtype of `x`.
 
-    Generated code computes 16-bit results in fp32, and rounds them only when they are stored or
-    when their bits are read. Masking an unrounded number just below a power of two would subtract
-    half a step too much.
+    Code that Inductor generates computes 16-bit values in fp32. It rounds them only if they are
+    stored or, as here, if their bits are read. Without rounding, a number just below a power of two
+    would be masked to the next smaller number, although its 16-bit value is the power of two.
     """
     if x.dtype is torch.float32:
         return x
     bits = x.view(torch.int16).int()
     if x.dtype is torch.bfloat16:  # its bits are the upper half of an fp32 number
         return shift_left(bits, 16).view(torch.float32)
-    # The cast to int32 and back is needed, because Inductor removes a view of a view.
+    # The casts to int32 and back are needed: Inductor would remove two successive views.
     return bits.to(torch.int16).view(x.dtype).float()
 
 
@@ -77,6 +77,6 @@ def largest(fmt: Format, dtype: torch.dtype) -> float:
 
 
 def is_identity(fmt: Format, dtype: torch.dtype) -> bool:
-    """Whether masking to `fmt` changes no number of `dtype`."""
+    """Whether masking to `fmt` leaves every number of `dtype` unchanged."""
     has_mantissa = 2.0**-fmt.mantissa <= torch.finfo(dtype).eps
     return has_mantissa and not clamps_inside(fmt) and not clamps_outside(fmt)

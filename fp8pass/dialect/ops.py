@@ -1,15 +1,15 @@
-"""The `fp8pass::` dialect: the operators that rewritten graphs contain in addition to aten.
+"""The `fp8pass::` dialect: the operators that fp8pass adds to graphs of aten operators.
 
-Every operator is functional. Its reference, a function in plain PyTorch that computes in fp32 on
-any device, defines its result exactly. Rewritten graphs that run operator by operator
-(`compiler="eager"`) call the references. `codegen/lowering.py` traces the references into the
-graphs that Inductor compiles. A reference may return a view of its operands, in any layout. The
-operator itself returns a new tensor, in the layout that its shape rule (`Operator.fake`) defines.
+Every operator is functional. Its reference implementation is a function in plain PyTorch, which
+computes in fp32 on any device and defines the exact result. Graphs that run operator by operator
+(`compiler="eager"`) call this function. For graphs that Inductor compiles, `codegen/lowering.py`
+traces this function. The function may return a view of its operands, in any layout. The operator
+itself returns a new tensor, in the layout that its shape rule (`Operator.fake`) defines.
 
 Scale convention: `x ≈ data * scale` with `scale = amax / format.max`. A scale is at least the
 smallest normal number of fp32. The quantization defines how scales are rounded and stored
-(`quantization.py`). NaN and Inf reach the output: an infinite amax has an infinite scale, and
-products with this scale are NaN or Inf.
+(`quantization.py`). NaN and Inf are not lost: if the amax is NaN or Inf, so is the scale, and
+multiplying data by this scale gives NaN or Inf.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Operator:
 
     Attributes:
         reference: computes the result in plain PyTorch, on any device.
-        fake: the shape rule: returns an uninitialized tensor with the shape, dtype and layout of
-            the result. It must not branch on sizes: guards would specialize dynamic shapes.
+        fake: the shape rule. It returns an uninitialized tensor with the shape, dtype and layout of
+            the result. It must not branch on sizes: this would add guards on dynamic shapes.
         multiplies: whether the operator is a GEMM.
         reduces: whether the operator reduces a tensor, row or group to one number.
     """
@@ -57,7 +57,7 @@ class Operator:
     reduces: bool = False
 
     def run(self, *args: Any) -> Tensor:
-        """Compute the reference. The result is a new tensor, in the layout of the shape rule."""
+        """Run the reference implementation. Return a new tensor in the layout of the shape rule."""
         result, empty = self.reference(*args), self.fake(*args)
         storage = compat.weak_storage(result)
         operands = (x for x in compat.tree_leaves(args) if isinstance(x, Tensor))
@@ -74,7 +74,7 @@ OPERATORS: dict[Any, Operator] = {}
 def _operator(
     fake: Callable[..., Tensor], *, multiplies: bool = False, reduces: bool = False
 ) -> Callable[[Callable], Callable]:
-    """Define the operator `fp8pass::<name of the decorated reference>`."""
+    """Define the operator `fp8pass::<function name>`, which the decorated function implements."""
 
     def register(reference: Callable) -> Callable:
         operator, name = Operator(reference, fake, multiplies, reduces), reference.__name__
@@ -126,11 +126,12 @@ def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) 
 def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
     """Quantize `x` [..., K] with the scale of each block, and return one plane of the data.
 
-    A lossless format copies `x`. A plane of 8-bit elements has the shape of `x`. It also has the
-    layout of `x` if scales vary along rows; otherwise it is contiguous. A packed plane, with `w`
-    bits of each element, is uint8 [..., K·w/8], contiguous. The elements of a group are split into
-    8/w consecutive parts. Byte `i` of the group contains the i-th element of each part, with the
-    first part in the lowest bits. Neighboring threads therefore process neighboring elements.
+    A lossless format copies `x`. Data of an 8-bit format have the shape of `x`. They also have the
+    layout of `x` if scales vary along rows; otherwise they are contiguous. A packed plane with w
+    bits of each element is contiguous, uint8 [..., K·w/8]. Each group is cut into 8/w consecutive
+    parts. Byte i of the group contains the i-th element of each part, with the first part in the
+    lowest bits, e.g. elements 0 and 64 in byte 0 for 4 bits and groups of 128. Neighboring threads
+    can therefore process neighboring elements.
     """
     how = parse(quantization)
     fmt = how.format
@@ -182,7 +183,7 @@ def _fake_transpose(data: Tensor) -> Tensor:
 
 @_operator(_fake_transpose)
 def transpose(data: Tensor) -> Tensor:
-    """Transpose an FP8 matrix [M, K], so that a GEMM can contract the matrix over its rows.
+    """Transpose an FP8 matrix [M, K], so that a GEMM can contract the dimension M.
 
     Returns a contiguous matrix [K, M']. M' is M rounded up to a multiple of 16, and the additional
     columns are zeros. If `data` is not FP8, returns a column-major view [K, M], because GEMMs in
@@ -200,7 +201,7 @@ def transpose(data: Tensor) -> Tensor:
 
 @_operator(lambda parts: parts[0].new_empty((parts[0].shape[0], sum(x.shape[1] for x in parts))))
 def joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate FP8 matrices [M, K₁], [M, K₂], ... to [M, K₁ + K₂ + ...], contiguous."""
+    """Concatenate FP8 matrices [M, K₁], [M, K₂], ... to a contiguous matrix [M, K₁ + K₂ + ...]."""
     raw = [part.view(torch.uint8) for part in parts]  # FP8 has no copy kernel
     return torch.cat(raw, 1).view(parts[0].dtype)
 
@@ -253,7 +254,7 @@ def scaled_mm(
 
 @_operator(lambda offsets: torch.empty_like(offsets))
 def padded_ends(offsets: Tensor) -> Tensor:
-    """Return the ends, int32 [E], of the expert groups in the result of `transpose_segments`."""
+    """Return where each expert group ends in the result of `transpose_segments`, int32 [E]."""
     return expert_groups.padded_group_ends(offsets)
 
 
@@ -261,9 +262,9 @@ def padded_ends(offsets: Tensor) -> Tensor:
 def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
     """Return the amax of each expert group, fp32 [E, 1]. `amaxes` [T, 1] has the amax of each row.
 
-    The result is 0 for an empty group, and NaN if the amax of a row of the group is NaN. Every row
-    index is compared with the bounds of every group, so that one reduction is enough and the CPU
-    does not wait for the offsets.
+    The amax of an empty group is 0. If a row of a group has the amax NaN, so has the group. Each
+    row index is compared with the bounds of every group. One reduction then computes all results,
+    and the CPU does not wait for the offsets.
     """
     row = torch.arange(amaxes.shape[0], dtype=torch.int32, device=amaxes.device)
     starts, ends = expert_groups.group_starts(offsets).unsqueeze(-1), offsets.unsqueeze(-1)
@@ -283,11 +284,11 @@ def _fake_transpose_segments(
 def transpose_segments(
     x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
 ) -> Tensor:
-    """Quantize `x` [T, K] with `scales` [E, 1], one for each expert; transpose and pad the result.
+    """Quantize the tokens of each expert with the expert's scale, then transpose and pad them.
 
-    If `rows` [T] is given, quantize `x[rows]`; `x` may then have any number of rows. Returns a
-    contiguous matrix [K, T']. Each group is padded with columns of zeros (`padded_ends` returns the
-    new ends). The columns after the last group are zeros, too.
+    `x` is [T, K], and `scales` is [E, 1]. If `rows` [T] is given, `x[rows]` is quantized, and `x`
+    may have any number of rows. Returns a contiguous matrix [K, T']. Each group is padded with
+    columns of zeros, and ends at the column that `padded_ends` returns. All later columns are zero.
     """
     count = (x if rows is None else rows).shape[0]
     source, is_token, expert = expert_groups.padded_rows(count, offsets)
@@ -313,10 +314,10 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """Multiply the rows of each expert by its matrix: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` [T, K] contains the rows of all experts, and `b` [E·N, K] their stacked matrices. Both are
-    row-major and have a scale for each row, [T, 1] and [E·N, 1]. Products accumulate as in
-    `scaled_mm`, and are rounded once. Returns [T, N] in `out_dtype`. Rows without an
-    expert are zero in this reference, and undefined in a compiled graph on a GPU.
+    `a` [T, K] contains the rows of all experts, and `b` [E·N, K] contains the stacked matrices of
+    the experts. Both are row-major and have a scale for each row, [T, 1] and [E·N, 1]. Products
+    accumulate as in `scaled_mm`, and are rounded once. Returns [T, N] in `out_dtype`. Rows without
+    an expert are zero in eager mode, and undefined in a compiled graph on a GPU.
     """
     experts = offsets.shape[0]
     product = a.new_zeros((a.shape[0], b.shape[0] // experts), dtype=out_dtype)
@@ -342,7 +343,7 @@ def scaled_grouped_outer(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Contract the tokens of each expert group: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
+    """Contract over the tokens of each expert e: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
     `a` [M, T'] and `b` [N, T'] are results of `transpose_segments`, whose columns are tokens. Each
     group has a scale; `a_scale` and `b_scale` are [E, 1]. `ends` is the result of `padded_ends`.
@@ -357,5 +358,5 @@ def scaled_grouped_outer(
 
 @_operator(lambda x, *_: torch.empty_like(x))
 def mask_format(x: Tensor, format: str, inner: bool, outer: bool) -> Tensor:
-    """Mask `x` to a simulated format. The result has the dtype and layout of `x` (`masking.py`)."""
+    """Simulate a format (`masking.py`). The result has the dtype and layout of `x`."""
     return mask(x, simulated_format(format), inner, outer)

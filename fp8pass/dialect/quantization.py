@@ -18,14 +18,14 @@ from torch import Tensor
 from fp8pass.dialect.formats import E4M3, FORMATS, Format
 from fp8pass.dialect.scaling import amax_quotient, round_up_to_power_of_two, truncate_to_bf16
 
-# Rows and columns of a block, whose elements share a scale; 0 means the whole dimension.
+# Rows and columns of a block, whose elements share a scale. 0 stands for the whole dimension.
 Block = tuple[int, int]
 TENSOR: Block = (0, 0)
 ROW: Block = (1, 0)
 # The blocks that users can choose for the operands of GEMMs.
 OPERAND_BLOCKS: dict[str, Block] = {"row": ROW, "tensor": TENSOR}
 
-# The forms of scales: the dtype of stored scales, and whether they are rounded up to powers of two.
+# By name: the dtype of stored scales, and whether they are rounded up to powers of two.
 SCALE_FORMS = {
     "fp32": ("float32", True),
     "bf16": ("bfloat16", False),
@@ -59,8 +59,8 @@ class Quantization:
     Attributes:
         format: the format of an element.
         block: the elements that share a scale.
-        scales: how scales are stored: a name in `SCALE_FORMS`. The default is bf16 if scales vary
-            along the last dimension, as in saved tensors, and fp32 otherwise, as in GEMM operands.
+        scales: a name in `SCALE_FORMS`, such as `bf16`. The default is bf16 if scales vary along
+            the last dimension, as in saved tensors, and fp32 otherwise, as in GEMM operands.
     """
 
     format: Format
@@ -99,14 +99,14 @@ class Quantization:
 
     @property
     def survives_transpose(self) -> bool:
-        """Whether blocks are as wide as high, so that scales remain valid after a transposition."""
+        """Whether blocks are square, so that the scales can be transposed with the tensor."""
         return self.block[0] == self.block[1]
 
     def scale_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of the scales of a tensor with this `shape`.
 
-        It is [] for one scale for the tensor, [M, 1] for a scale for each row, [..., K / G] for
-        groups of G elements, and [M / m, K / n] for blocks of m rows and n columns.
+        The shape is [] if the tensor has one scale, and [M, 1] if each row has one. It is
+        [..., K / G] for groups of G elements, and [M / m, K / n] for blocks of m rows, n columns.
         """
         rows, columns = self.block
         if not columns:

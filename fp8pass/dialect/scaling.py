@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8pass.dialect.formats import Format
 
-# bf16 has the range of fp32 and a rounding error of 0.2%, far below the error of any format.
+# bf16 has the range of fp32. Its rounding error is 0.2%, far less than the error of the elements.
 GROUP_SCALE_DTYPE = torch.bfloat16
 # A smaller scale would be denormal, and its reciprocal could be infinite.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -29,8 +29,8 @@ def amax_quotient(amax: Tensor, fmt: Format) -> Tensor:
 def operand_scale(amax: Tensor, fmt: Format) -> Tensor:
     """Return the scale of GEMM operands: `amax_quotient`, rounded up to a power of two.
 
-    Data that have a scale for each row can be requantized with one scale for the whole tensor,
-    which is the largest of the row scales. Because the scales are powers of two, requantization
+    The backward requantizes data with a scale for each row to one scale for the whole tensor, which
+    is the largest row scale. Because both scales are powers of two, this changes only exponents. It
     does not round again, unless numbers become denormal.
     """
     return round_up_to_power_of_two(amax_quotient(amax, fmt))

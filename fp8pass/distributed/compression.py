@@ -71,8 +71,8 @@ def compress(
     (section 5 of the paper AGoQ). Sent gradients take 0.51 times the bytes of BF16. With hybrid
     sharding, replicas still exchange sums in 16 bits. FSDP2 gathers the weights of linear layers in
     E4M3 with a scale for each row. Gathered weights take half the bytes of BF16, on the wire and on
-    the GPU. Without `compress`, compiled code quantizes these weights to the same FP8 data. Output
-    heads, embeddings and all other parameters are gathered in high precision. A copy of a
+    the GPU. Without `compress`, compiled code would quantize these weights to the same FP8 data.
+    Output heads, embeddings and all other parameters are gathered in high precision. A copy of a
     DistributedDataParallel (copy.deepcopy, AveragedModel) uses PyTorch's reduction, unless the copy
     is passed to `compress`, too.
 
@@ -116,7 +116,7 @@ def compress(
         return Compression()
     of_gradients, of_weights = Traffic(), Traffic()
     modules = tuple(reducers) if gradients != "none" else ()
-    for path in modules:  # before weights, because this may raise an error
+    for path in modules:  # before weights are changed: this may raise an error
         _replace_reduction(path, reducers[path], GradientSums(of_gradients, monitor, path))
     layers = gather_quantized_weights(model, skip, of_weights) if weights != "none" else ()
     compression = Compression(modules, layers, of_gradients, of_weights)
@@ -125,7 +125,7 @@ def compress(
 
 
 def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool) -> None:
-    """Raise ConfigError if the modules cannot send gradients, or weights, in FP8 as requested."""
+    """Raise ConfigError if gradients or weights are to be compressed, but cannot be."""
     if done := [path for path, module in reducers.items() if module in _COMPRESSED]:
         raise ConfigError(
             f"{done[0] or 'The model'} is compressed already: call compress only once, with the "
@@ -145,7 +145,7 @@ def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> N
     """
     found = {arguments}
     with _warn_after_waiting():
-        for group in groups:  # a gather forwards the results of earlier mesh dimensions
+        for group in groups:  # each gather sends what earlier gathers received
             received: list[set[str]] = [set()] * group.size()
             dist.all_gather_object(received, found, group=group)
             found = set().union(*received)

@@ -1,18 +1,18 @@
 """Sums of gradients over ranks, sent in FP8 (section 5 of the paper AGoQ).
 
-Every rank receives the same part of the gradients from all ranks, dequantizes the values, and adds
-them up in fp32. Therefore partial sums are never quantized. An all-reduce then sends the sums in
-FP8 to all ranks.
+Each rank is responsible for one part of the gradients. It receives this part from all ranks,
+dequantizes the values, and adds them up in fp32. Therefore partial sums are never quantized. An
+all-reduce then sends the sums in FP8 to all ranks.
 
 Each parameter starts a new quantization group:
 
     row      p p p p p q q s s s s            parameters p, q, s
     padded   p p p p|p 0 0 0|q q 0 0|s s s s  in groups of 4
 
-The scale of a group with elements of two parameters would depend on both parameters. With tensor
-parallelism, ranks hold equal copies of one parameter (a norm) next to different shards of another
-parameter. Each rank would round the gradient of its copy differently, and the copies would drift
-apart.
+Otherwise the scale of a group with elements of two parameters would depend on both parameters. With
+tensor parallelism, ranks hold equal copies of one parameter (e.g. of a norm) next to different
+shards of another parameter. Each rank would round the gradient of its copy differently, and the
+copies would drift apart.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ParameterLayout:
 
     @cached_property
     def _runs(self) -> tuple[int, ...]:
-        """Lengths of runs. A run is padded only at its end, after a parameter's partial group."""
+        """Lengths of runs. A run is a sequence of parameters without padding between them."""
         runs = [0]
         for size in self.sizes:
             runs[-1] += size

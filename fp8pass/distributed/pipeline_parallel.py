@@ -2,9 +2,9 @@
 
 A rank holds the saved tensors of several micro-batches at once, and the first rank holds the most
 micro-batches. The paper AGoQ (section 4.2, DBCA-PP) gives every rank the memory that the first rank
-needs if it saves tensors in 4 bits: B_i = 4 · N_1 / N_i bits if rank i holds N_i micro-batches
-(Eq. 22). This module computes N_i from PyTorch's schedule. Budgets are in bytes, and the planner
-chooses a format for each tensor (`activation_memory/raise_precision.py`).
+needs if it saves tensors in 4 bits. So if rank i holds N_i micro-batches, it saves tensors in
+B_i = 4 · N_1 / N_i bits (Eq. 22). This module computes N_i from PyTorch's schedule. Budgets are in
+bytes, and the planner chooses a format for each tensor (`activation_memory/raise_precision.py`).
 
     for stage, config in zip(stages, pipeline_configs("1F1B", len(stages), microbatches=8)):
         stage.compile(backend=fp8pass.backend(config))
@@ -35,7 +35,7 @@ def pipeline_configs(
     """Return the configurations of a pipeline's stages, from the first stage to the last.
 
     The configurations differ in `memory_budget`. All ranks have the same budget for the tensors
-    that they save for backwards: the sum over a rank's stages and micro-batches at the rank's peak.
+    that they save for backwards. It covers all stages and micro-batches of a rank at its peak.
     By default, this is the memory that the rank with the most micro-batches needs with
     `base.save_format`. Stages of other ranks save tensors in up to twice as many bits. For example,
     four ranks with two stages each hold 11, 9, 7 and 5 micro-batches, and save tensors in 4, 4.9,
@@ -44,8 +44,8 @@ def pipeline_configs(
     Budgets do not include inputs and outputs of stages, which PyTorch holds for each micro-batch.
 
     In this function, `base.memory_budget` is the budget of a rank. A number of bytes ("24GiB")
-    works for any stages, if each stage is compiled as one graph. A share is only useful if stages
-    are similar: a stage that saves more tensors, such as logits, gets proportionally more memory.
+    also works for unequal stages, if each stage is compiled as one graph. A share is only useful if
+    stages are similar: a stage that saves more, such as logits, gets proportionally more memory.
 
     Args:
         schedule: a schedule of `torch.distributed.pipelining`. If stages are compiled before the

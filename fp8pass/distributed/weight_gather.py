@@ -1,9 +1,9 @@
 """FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ, section 3.2).
 
-A shard consists of whole rows, so each rank quantizes its shard without communication. Gathered
-weights are FP8 tensors on every rank, bit-identical to gathered BF16 weights that are then
-quantized by row. The forward's GEMM in compiled code reads them directly, and the backward
-dequantizes them. Shards, gradients and state dicts are not quantized.
+A shard consists of whole rows, so each rank quantizes its shard without communication. Every rank
+gathers FP8 data. This data has the same bits as if the rank gathered BF16 weights and quantized
+them by row. In compiled code, the forward's GEMM reads the data directly, and the backward
+dequantizes it. Shards, gradients and state dicts are not quantized.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class WeightGather:
         ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
             if i == 0:
                 self._receive(gathered[0])
-            if out is not None:  # the weight of the first gather is a view of `received`
+            if out is not None:  # later gathers: the weight is a view of `received`
                 return None
             assert self.received is not None
             owned = (self.received.memory,) if i == 0 else ()
@@ -192,7 +192,7 @@ class WeightGather:
 
 
 def unpack(gathered: Tensor, whole: PackedWeights) -> None:
-    """Copy the packed shards of all ranks, uint8 [ranks, B], to the packed full weights."""
+    """Copy the packed shards of all ranks, uint8 [ranks, B], to `whole`, the full weights."""
     if (kernels := load_kernels(gathered.device)) is not None:
         return kernels.unpack(gathered, whole.memory, whole.sizes)
     ranks = len(gathered)
@@ -251,7 +251,7 @@ def _log_layers(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, .
 def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> None:
     """Attach `gathers` now, after each load and before each forward of `module`.
 
-    Loading a state dict and moving a module replace the shards.
+    This is necessary because loading a state dict and moving a module replace the shards.
     """
 
     def attach(*_: Any) -> None:
@@ -302,7 +302,7 @@ def _why_not(parameter: GatheredParameter) -> str:
 
 
 def _why_not_in_rows(weight: DTensor) -> str:
-    """Return why not every rank has the same number of whole rows of `weight`; '' if it has."""
+    """Return why ranks do not have equal numbers of whole rows of `weight`; '' if they have."""
     *replicas, shard = weight.placements
     ranks, rows = weight.device_mesh.size(-1), weight.shape[0]
     if weight.device.type not in (weight.device_mesh.device_type, "meta"):

@@ -20,7 +20,7 @@ from fp8pass.dialect.scaling import BF16_BITS
 from fp8pass.dialect.triton_scaling import largest, quotient_of
 from fp8pass.runtime.triton_launcher import Launcher
 
-# Groups per program of `pack` and `add_up`, which need 4 kB of fp32 in registers.
+# Groups of a program of `pack` or `add_up`. In fp32 they take 4 kB of registers.
 GROUPS = 8
 # Words of 4 bytes that a program of `unpack` copies.
 WORDS = 4096
@@ -29,7 +29,7 @@ BITS = tl.constexpr(BF16_BITS)
 
 @triton.jit
 def _positions(GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    # Positions have 32 bits: 64-bit arithmetic for each element takes longer than reading it.
+    # Positions have 32 bits: 64-bit arithmetic for each element takes longer than its read.
     return tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
 
 
@@ -136,7 +136,7 @@ def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
 
 
 def unpack(shards: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> None:
-    """Copy packed shards, uint8 [ranks, B], to the packed full weights `whole`.
+    """Copy the packed shards of all ranks, uint8 [ranks, B], to `whole`, the full weights.
 
     A piece is the data or the scales of one weight. `sizes` are the bytes of each piece in `whole`,
     where a piece is contiguous. The buffer of each rank has this rank's rows of each piece, in

@@ -1,4 +1,4 @@
-"""Error rules: how much larger the error of a gradient is than the error of a stored value.
+"""Error rules, which compute how much gradients amplify the error of each stored value.
 
 The rules follow sections 4.1 and 8.1 of the AGoQ paper.
 
@@ -13,7 +13,7 @@ The rules follow sections 4.1 and 8.1 of the AGoQ paper.
 | How large are the bound and the expected value of the amplification? | amplification.py |
 | Which comparisons make results jump? | jumps.py |
 | Which values have outliers, grow exponentially, or are divisors? | ranges.py |
-| Which sums may cancel, which amplifies errors of their terms? | differences.py |
+| In which sums may the terms nearly cancel? | differences.py |
 | Which values have no positive, or no negative, elements? | signs.py |
 | Which values are summed in scans and gradients of small parameters? | summed_values.py |
 | How much does attention amplify errors? | attention.py |

@@ -1,16 +1,16 @@
 """Compute how much the gradients of a region amplify errors of the region's values.
 
-The formulas follow sections 4.1 and 8.1 of the AGoQ paper. The *bound* is an upper limit of the
-effect that any perturbation has to first order. If a value k is stored as k (1 + δ), each gradient
-factor h (`factors.py`) changes by
+The formulas follow sections 4.1 and 8.1 of the AGoQ paper. The *bound* is an upper limit for any
+perturbation, to first order. Let a value k be stored as k (1 + δ), with a relative error δ_j of
+each element j. Then each gradient factor h (`factors.py`) changes by
 
     Δh = c δ + Σ_t e_t Σ_j ω_t,j δ_j   (directly, and through statistics t of k)
 
-The inequality ‖A x‖ ≤ ‖A‖ ‖x‖ and the triangle inequality give a bound per unit of ‖δ‖_∞. For
-RMSNorm the bounds are Eq. 15 and 20 of the paper. `formulas.py` writes the same bounds in symbols.
+The triangle inequality and ‖A x‖ ≤ ‖A‖ ‖x‖ give a bound of ‖Δh‖ / ‖δ‖_∞. For RMSNorm the bounds are
+Eq. 15 and 20 of the paper. `formulas.py` writes the same bounds in symbols.
 
-The *expected* amplification is the root mean square effect of independent perturbations: the
-Frobenius norm of an output's relative derivative by the value.
+The *expected* amplification is the root mean square effect of independent errors δ_j. It is the
+Frobenius norm of the output's derivative by δ, divided by the norm of the output.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from fp8pass.error_analysis.factors import Factors, Jacobian, Key
 from fp8pass.error_analysis.samples import ON_CPU, Samples
 
-Amplifications = dict[Symbol, dict[Symbol, float]]  # by source (perturbed value), then by output
-BySource = dict[Symbol, Tensor]  # without the sources that have no effect
+Amplifications = dict[Symbol, dict[Symbol, float]]  # [source][output]; the source is inexact
+BySource = dict[Symbol, Tensor]  # sources that have no effect are missing
 
 
 def compute_bounds(
@@ -35,11 +35,11 @@ def compute_bounds(
     outputs: Sequence[Symbol],
     relative_to_row: bool = False,
 ) -> Amplifications:
-    """Bound the relative change of each output's factors per unit relative change of a source.
+    """Bound the relative change of each output's factors per unit relative change of each source.
 
-    Changes of an element are relative to the element. With `relative_to_row` they are relative to
-    the largest element of the row, as in a format that rounds small elements to zero. The result is
-    the largest bound over the scales of the samples.
+    The change of an element is measured relative to the element. With `relative_to_row`, it is
+    measured relative to the largest element of the row, because a format that rounds small elements
+    to zero has such errors. The result is the largest bound over the scales of the samples.
     """
     bounds = Bounds(factors, sources, relative_to_row)
     found: Amplifications = {s: dict.fromkeys(outputs, 0.0) for s in sources}
@@ -52,7 +52,7 @@ def compute_bounds(
 
 
 class Bounds:
-    """Bounds of the changes of gradient factors, per unit of ‖δ‖_∞, a source's largest change."""
+    """Bounds the changes of gradient factors per unit of ‖δ‖_∞, the largest error in a source."""
 
     def __init__(
         self, factors: Factors, sources: Collection[Symbol], relative_to_row: bool
@@ -70,7 +70,7 @@ class Bounds:
             self._rows[key] = self._row(each)
 
     def norm(self, jacobian: Jacobian[Tensor]) -> Tensor:
-        """Bound ‖J‖₂, by the same inequalities by which `perturbation` bounds ‖ΔJ‖₂."""
+        """Bound ‖J‖₂ with the same inequalities as `perturbation`, so both are equally loose."""
         total = torch.zeros(1, 1, 1, **ON_CPU)
         if jacobian.diagonal is not None:
             total = total + self._norm(jacobian.diagonal, jacobian.order)
@@ -79,7 +79,7 @@ class Bounds:
         return total
 
     def perturbation(self, jacobian: Jacobian[Tensor]) -> BySource:
-        """Bound ‖ΔJ‖₂ per unit of ‖δ‖_∞ of each source."""
+        """Bound ‖ΔJ‖₂ for each source, per unit of the source's ‖δ‖_∞."""
         terms = []
         if jacobian.diagonal is not None:
             terms.append(self._perturbation(jacobian.diagonal, jacobian.order))
@@ -100,7 +100,7 @@ class Bounds:
     def _row(self, each: Tensor) -> BySource:
         """Return ω, the derivative of a statistic by the elements of each source.
 
-        `each` is the term that each element adds to the statistic.
+        `each` contains the terms that the elements add to the statistic.
         """
         local, through = self._differentiate(each)
         terms = [local]
@@ -123,7 +123,7 @@ class Bounds:
         return local, {key: x for key, x in found.items() if key not in local}
 
     def _norm(self, x: Tensor, order: float) -> Tensor:
-        """Estimate the norm of `x` over the elements that a statistic reduces, from the samples."""
+        """Use the samples to estimate the norm over all elements that a statistic reduces."""
         x = x.detach().abs()
         if order == 1:
             return x.mean(-1, keepdim=True) * self.length
@@ -145,7 +145,7 @@ def _sum(terms: Iterable[BySource]) -> BySource:
 
 
 def _largest_ratio(change: Tensor, size: Tensor) -> float:
-    """Return the largest `change / size` over the scales, each averaged over rows before."""
+    """Average `change` and `size` over rows, and return their largest ratio over the scales."""
     change, size = change.mean((-2, -1)), size.mean((-2, -1))
     ratio = torch.where(change == 0, 0.0, change / size)
     largest = float(ratio.max())
@@ -158,8 +158,8 @@ def estimate_expected(
 ) -> Amplifications:
     """Return the relative RMS change of each output per unit relative RMS error of each source.
 
-    The expected squared norm of a Jacobian's product with random signs is the squared Frobenius
-    norm of the Jacobian, so one pass of autograd for each output is enough.
+    If a Jacobian is multiplied by random signs, the expected squared norm of the product is the
+    squared Frobenius norm of the Jacobian. So one pass of autograd for each output is enough.
     """
     inexact = set(samples.expressions.values)
     leaves = {

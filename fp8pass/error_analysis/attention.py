@@ -1,7 +1,7 @@
 """Bound and estimate how much attention amplifies errors of its operands.
 
 The bounds follow section 8.1.3 of the AGoQ paper. For one head over L tokens, A = P V with
-P = softmax(S), S = Q Kᵀ / √d. The gradient factors are ∂A/∂V = Pᵀ, ∂A/∂S = P ∘ (V - z) and
+P = softmax(S), S = Q Kᵀ / √d. The gradient factors are ∂A/∂V = Pᵀ, ∂A/∂S = P ∘ (V - A) and
 ∂A/∂Q = (∂A/∂S) K / √d. Their errors are bounded by products of matrix norms:
 
     ‖Δ(AB)‖₂ ≤ ‖ΔA‖₂ ‖B‖₂ + ‖A‖₂ ‖ΔB‖₂          ‖Δ softmax(S)‖₂ ≤ ‖ΔS‖₂
@@ -11,10 +11,10 @@ If the entries of Q, K and V have unit variance, ‖Q‖₂ = Θ(√(L d)), and 
 ∂A/∂V and as L^1.5 √d for ∂A/∂Q and ∂A/∂K. The bound of RMSNorm, in contrast, is constant. The
 operands of attention therefore stay exact.
 
-The backward reads the output A only in the row sums δ = Σ ∂A ∘ A of ∂S = P ∘ (∂A Vᵀ - δ). If all
-rows of V have a part in common, this part cancels in ∂A Vᵀ - δ. But an error of A in proportion to
-this part does not cancel. So if the user allows an inexact output (`Config.attention_output`), only
-the difference between the output and its mean over tokens is rounded.
+The backward computes ∂S = P ∘ (∂A Vᵀ - δ), and reads the output A only in the row sums
+δ = Σ ∂A ∘ A. If the rows of V have a large mean, this mean cancels in ∂A Vᵀ - δ. But a relative
+error of A is also a relative error of this mean, and does not cancel. So if the user allows an
+inexact output (`Config.attention_output`), only the output minus its mean over tokens is rounded.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ def bound_amplification(length: int, head_dim: int) -> float:
 
 @cache
 def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> float:
-    """Return the largest relative RMS error of dq, dk and dv, for operands of unit variance.
+    """Return the largest relative RMS error of dq, dk and dv per unit error of the operands.
 
-    `inexact` names the operands that have errors, by the letters `q`, `k`, `v`, and `o` for the
-    output. Their relative errors are independent and equally large, and the result is divided by
-    the size of one such error. With few tokens, the result for `qkv` includes
-    the error of dq + dk + dv, for models in which q, k and v are the same value. With few tokens
-    errors also differ from head to head, so the result is averaged over several random heads.
+    The operands are random numbers of unit variance. Those named in `inexact` (`q`, `k`, `v`, and
+    `o` for the output) have independent relative errors of the same size. With few tokens, results
+    differ from head to head, so they are averaged over several heads. With few tokens, `qkv` also
+    covers models in which q, k and v are the same value, with the gradient dq + dk + dv.
     """
     random = torch.Generator().manual_seed(0)
     size = min(length, LARGEST_SAMPLE), head_dim
@@ -87,7 +86,7 @@ def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> 
 def _perturb(
     operands: Sequence[Tensor], noise: Sequence[Tensor], gradient: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return dq, dk and dv twice: exact, and with q, k, v and the output multiplied by `noise`."""
+    """Return the exact dq, dk and dv, then dq, dk and dv of operands multiplied by `noise`."""
     q, k, v = operands
     scores = _compute_scores(q, k)
     logsumexp, output = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ v
@@ -97,7 +96,7 @@ def _perturb(
 
 
 def _relative_change(exact: Tensor, inexact: Tensor) -> float:
-    """Return the relative change. For a single token, dq and dk are 0, so it is infinite or NaN."""
+    """Return the relative change. It is infinite or NaN for one token, where dq and dk are 0."""
     return float((inexact - exact).norm() / exact.norm())
 
 

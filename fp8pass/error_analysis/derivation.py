@@ -44,8 +44,8 @@ class Amplification:
         expected: the root mean square amplification of independent perturbations.
         flush_bound: the bound for errors relative to the largest element of a row. Formats that
             round small elements to zero have such errors.
-        needs_signs: whether the format must not round any element to zero, because the backward
-            compares the value with zero, as in ReLU, or sums its products over positions.
+        needs_signs: whether the format must not round any element to zero. This is true if the
+            backward compares the value with zero (ReLU), or sums products of it over positions.
     """
 
     bound: float
@@ -70,11 +70,12 @@ UNITY = Amplification(1.0, 1.0)
 
 @dataclass(frozen=True)
 class RegionRule:
-    """The rule of one region. Integers stand for nodes: indices into `(*inputs, *nodes)`.
+    """The rule of one region. An integer i stands for the node `(*inputs, *nodes)[i]`.
 
     Attributes:
         amplifications: the amplification of each node that may be stored.
-        jumping: members that must not be computed from inexact values, because results would jump.
+        jumping: members that must not be computed from inexact values, because a small error could
+            change the outcome of a comparison (`jumps.py`).
         ungrouped: maps nodes whose elements cannot share a scale to the reason.
         outliers: nodes that may have a few huge or infinite elements.
         grows: whether the region's results grow exponentially with its inputs (`ranges.py`).
@@ -137,7 +138,7 @@ def _derive(region: Region, facts: InputFacts) -> RegionRule:
 
 
 class Derivation:
-    """The derivation of the rule of one region, on samples.
+    """Derives the rule of one region from random samples of its values.
 
     Attributes:
         expressions: the region in symbols.
@@ -166,7 +167,7 @@ class Derivation:
 
     @cached_property
     def storable(self) -> list[Symbol]:
-        """The symbols of forward values that may be stored: element-wise values."""
+        """The symbols of forward values that may be stored. Constants and statistics may not."""
         found, nodes = self.expressions, (*self.region.inputs, *self.region.nodes)
         other = found.constants.union(found.statistics, found.gradients)
         forward = self._symbols(n for n in nodes if n not in self.region.backward)
@@ -203,10 +204,10 @@ class Derivation:
         )
 
     def _amplifications(self, compared: Collection[Symbol]) -> dict[Symbol, Amplification]:
-        """Return the largest amplification of each symbol by any output.
+        """Return the amplification of each symbol in the output that amplifies it most.
 
-        The backward recomputes all values that depend on the symbol. The outputs depend on the
-        signs of the symbols in `compared`.
+        The backward recomputes all values that depend on the symbol. `compared` are the symbols
+        whose signs matter to the outputs.
         """
         bounds = self.bounds(self.storable)
         flush_bounds = self.bounds(self.storable, relative_to_row=True)
@@ -216,7 +217,7 @@ class Derivation:
         for s in self.storable:
             mean = max(expected[s].values(), default=0.0)
             found[s] = Amplification(
-                # An infinite slope, as of a root at 0, has no bound.
+                # If the slope is infinite, e.g. for a root of 0, no bound exists.
                 math.inf if math.isinf(mean) else max(bounds[s].values(), default=0.0),
                 mean,
                 max(flush_bounds[s].values(), default=0.0),
@@ -231,7 +232,7 @@ class Derivation:
         stored: Collection[Symbol] = (),
         relative_to_row: bool = False,
     ) -> Amplifications:
-        """Return the bound of the amplification of each source by each output.
+        """Bound how much each output amplifies a relative error of each source.
 
         The backward reads the values of the symbols in `stored` instead of recomputing them.
 
@@ -251,7 +252,7 @@ class Derivation:
     def cases(self) -> tuple[dict[Symbol, float], dict[Symbol, float]]:
         """Return the bounds of each output in Case 1 and Case 2, summed over the stored values.
 
-        Case 1 stores the inputs and recomputes all other values; Case 2 also stores the values that
+        Case 1 stores the inputs and recomputes all other values. Case 2 also stores the values that
         the backward reads (section 4.1 of the AGoQ paper).
         """
         cached = {self.expressions.symbols[n] for n in self.region.cached}

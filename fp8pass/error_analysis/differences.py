@@ -1,8 +1,8 @@
-"""Find differences: sums of terms that may nearly cancel, which amplifies errors of the terms.
+"""Find differences, which are sums whose terms may nearly cancel.
 
-Samples do not reveal cancellation, because samples of two values are independent and have mean
-zero. The backward therefore never computes a difference from terms that were stored in low bits. It
-reads the stored difference, or computes the difference from exact terms.
+Cancellation amplifies errors of the terms. Samples do not reveal it, because samples of two values
+are independent and have mean zero. The backward therefore never computes a difference from terms
+in low-bit formats. It reads the stored difference, or computes the difference from exact terms.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ARITHMETIC = (
     *(aten.neg.default, aten.pow.Tensor_Scalar),
 )
 
-# Operators whose results have a typical size. For a result plus a number, samples do show how much
-# the two cancel.
+# Operators whose results have a typical size. For such a result plus a number, e.g. 1 - sigmoid(x),
+# samples do show how much the two terms cancel.
 BOUNDED = (
     *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
     *(aten.expm1.default, aten.sin.default, aten.cos.default),
@@ -55,9 +55,9 @@ class Differences:
         self._constants, self._signs = constants, signs
 
     def __contains__(self, node: fx.Node) -> bool:
-        """Whether a node is a sum whose terms may cancel, and which must not have inexact terms.
+        """Whether the terms of a sum may cancel. Such a sum must not have inexact terms.
 
-        The variance of each row is a difference. The deviations of batch normalization are not,
+        The variance of each row is a difference. The deviations in batch normalization are not,
         because AOTAutograd subtracts the mean twice.
         """
         if node.target in VARIANCES:
@@ -78,8 +78,8 @@ class Differences:
     def is_of_equals(self, node: fx.Node) -> bool:
         """Whether a node is a difference of two inexact values that are not statistics.
 
-        The two values may be different elements of the same tensor. A region has one symbol for all
-        elements of a tensor, so their difference would be zero in its formula.
+        Both values may be elements of the same tensor, e.g. in `x[:, None] - x[None]`. A region has
+        one symbol for all elements of x, and so would treat this difference as zero.
         """
         terms = _terms(node)
         if terms is None or node not in self:
@@ -108,7 +108,7 @@ class Differences:
         return any(_number(x) == 1.0 and scale == 1.0 for x, scale in terms)
 
     def _have_one_sign(self, terms: list[Term]) -> bool:
-        """Whether no terms can cancel: all are nonnegative, or all are nonpositive."""
+        """Whether no terms can cancel, because all are nonnegative or all are nonpositive."""
         common = KnownSign.ZERO
         for x, scale in terms:
             number = _number(x)
@@ -117,7 +117,6 @@ class Differences:
         return bool(common)
 
     def _is_negative(self, x: Any, scale: float) -> bool:
-        """Whether a term is subtracted."""
         number = _number(x)
         if number is not None:
             return number * scale < 0
@@ -139,7 +138,7 @@ class Differences:
             node = node.args[0]  # type: ignore[assignment]
 
     def _adds_up_negations(self, total: fx.Node) -> bool:
-        """Whether a sum adds up values and negated values: `stack([x, -y]).sum(0)`."""
+        """Whether a sum adds up values and negated values, e.g. `stack([x, -y]).sum(0)`."""
         stacked: Any = total.args[0]
         while stacked.target in COPIES:
             stacked = stacked.args[0]
@@ -149,7 +148,7 @@ class Differences:
 
 
 def _terms(node: fx.Node) -> list[Term] | None:
-    """Return the two operands of a sum or difference, with factors; None for other operators."""
+    """Return e.g. [(x, 1), (y, -1)] for x - y. Return None for other operators than + and -."""
     if len(node.args) < 2:
         return None
     first, second = node.args[:2]
@@ -189,14 +188,14 @@ def _is_negation_or_copy(node: fx.Node) -> bool:
 
 
 def _reduction(x: Any) -> fx.Node | None:
-    """Return the reduction whose result, perhaps times a number, is the term `x`; else None."""
+    """Return the reduction whose result is the term `x`, or None. Skip factors and signs."""
     while isinstance(x, fx.Node) and kind(x) is not Kind.REDUCTION:
         x = x.args[0] if _is_negation_or_copy(x) or _factor(x) is not None else None
     return graph.operator_of(x) if isinstance(x, fx.Node) else None
 
 
 def _is_for_each_row(variance: fx.Node) -> bool:
-    """Whether a variance does not reduce the first dimension. Without `dim`, it reduces all."""
+    """Whether a variance does not reduce dimension 0. Without `dim`, it reduces all dimensions."""
     rank = graph.tensor(variance.all_input_nodes[0]).ndim
     dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
     return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)
@@ -209,8 +208,8 @@ def find_expanded_distances(g: fx.Graph) -> set[fx.Node]:
     each other in the backward graph, so the search starts from the distances in the forward.
     """
     nothing = frozenset[fx.Node]()
-    # `values`: for each node, the values that it copies. `squares`, `products`: for each node, the
-    # values whose squares, or products with other values, it contains as terms.
+    # For each node, `values` has the values that the node copies. `squares` has each x for which
+    # the node contains a term x², and `products` each x for which it contains a term x y.
     values = dict[fx.Node, frozenset[fx.Node]]()
     squares, products, found = dict(values), dict(values), set[fx.Node]()
     for node in g.nodes:

@@ -1,4 +1,4 @@
-"""Decide which values may be stored in low bits, from the gradients that the backward computes.
+"""Decide which values may be stored in which low-bit formats.
 
 `derivation.py` computes, to first order, how gradients change with the values of each region of a
 joint graph (`regions.py`). The *amplification* of a value is the relative error of the gradients
@@ -48,7 +48,7 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE
 
-# Operators whose gradients are linear in the stored value: they have the value's relative error.
+# Operators whose gradients are linear in the stored value, and so have the same relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
@@ -128,7 +128,7 @@ class Rules:
 
     @cached_property
     def _findings(self) -> _Findings:
-        """The rules of all regions. A region's rule depends on the outliers among its inputs."""
+        """The rules of all regions. Outliers of a region may be inputs of later regions."""
         if self._are_off:
             return _Findings({region: RegionRule() for region in self.regions})
         found = _Findings()
@@ -143,7 +143,7 @@ class Rules:
         return found
 
     def by_last_input(self) -> dict[fx.Node, list[Region]]:
-        """Group the regions by the last of their forward inputs in the order of the graph."""
+        """Map each node to the regions whose last forward input, in graph order, is this node."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[fx.Node, list[Region]] = {}
         for region in self.regions:
@@ -214,10 +214,10 @@ class Rules:
         return replace(worst, flush_bound=flush_bound, needs_signs=needs_signs)
 
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
-        """Return, for each use, the amplification of an error that `node` gets by recomputation.
+        """Return how much each use of `node` amplifies an error that comes from recomputing `node`.
 
-        If `node` is a member of a region, its uses inside this region are left out, because the
-        amplifications of the region's inputs include these uses.
+        Uses inside the region that contains `node` are skipped, because the amplifications of the
+        region's inputs include them.
         """
         if self._are_off:
             return []
@@ -226,7 +226,7 @@ class Rules:
         return [x for x in uses if isinstance(x, Amplification) and not (inside and x is UNITY)]
 
     def allows(self, node: fx.Node, format: Format) -> bool:
-        """Whether the tolerance permits that `node` has the rounding error of `format`."""
+        """Whether `node` may have the rounding error of `format`."""
         allowed = self.amplification(node).allows(format, self.error_tolerance)
         return allowed and not self.why_exact(node)
 
@@ -284,7 +284,6 @@ class Rules:
             yield f"no rule bounds errors in the operator {name}, which reads this in the backward"
 
     def _is_by_choice(self, user: fx.Node) -> bool:
-        """Whether `user` belongs to a layer that stays in high precision by choice."""
         return bool(user.meta.get(HIGH_PRECISION_BY_CHOICE)) and user in self.backward
 
     def _use_operand(self, user: fx.Node) -> Use:
@@ -304,7 +303,7 @@ class Rules:
     def _use_output(self, user: fx.Node) -> Use:
         """Return the rule for an attention output that the options allow to be inexact.
 
-        The rule has the expected amplification in place of a bound.
+        Its `bound` is the expected amplification, because no bound is derived for the output.
         """
         with compat.real_tensors():
             expected = estimate_amplification(*_read_attention_sizes(user), "o")

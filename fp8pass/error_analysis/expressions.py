@@ -36,7 +36,7 @@ class Pointwise:
 class Statistic:
     """`symbol = weight · Σ value` over `length` elements.
 
-    The mean in a variance counts as a constant, because deviations from the mean sum to zero.
+    In a variance, the mean counts as a constant, because the derivative by the mean is zero.
 
     Attributes:
         symbol: the result.
@@ -71,7 +71,7 @@ class Expressions:
         symbols: the symbol of every input and member.
         definitions: the definitions of members that are not copies, in order.
         constants: symbols of exact values.
-        numbers: the values of constants that are numbers in the graph.
+        numbers: the values of constants that are filled with one number, e.g. by `full`.
         masks: constants that are booleans.
         nonpositive: symbols of inputs without positive elements.
         gradients: symbols of gradients that enter the region.
@@ -195,12 +195,12 @@ def _symbol_like(name: str, value: Expr) -> Symbol:
 
 
 def _symbol(name: str, **assumptions: bool) -> Symbol:
-    """Return a symbol with a node's name in printed graphs. No sympy function has such a name."""
+    """Return a symbol named like the printed node, e.g. `%exp`, which is not a sympy function."""
     return Symbol(f"%{name}", **assumptions)
 
 
 def _define_total(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
-    """Define a sum, a mean, or the mean that `parent`, an operator `var_mean`, computes."""
+    """Define a sum or mean. `parent` is `node`, or the `var_mean` that `node` is a getitem of."""
     operand, length = _find_reduced(parent, found)
     if length == 1 and node is parent:
         found.symbols[node] = operand
@@ -220,7 +220,7 @@ def _is_over_rows(node: fx.Node) -> bool:
 
 
 def _define_variance(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
-    """Define the variance that `parent` computes, with the mean as a statistic of its own."""
+    """Define the variance that `parent` computes. Its mean becomes a separate statistic."""
     operand, length = _find_reduced(parent, found)
     mean = _symbol(f"mean_{operand}", real=True)
     if mean not in found.statistics:

@@ -6,7 +6,8 @@ a statistic reduces, the output's Jacobian is a diagonal plus a few rank-one ter
     J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of g)
 
 where a, u_s and w_s are the *gradient factors*, functions of forward values. The operators of the
-backward are linear. Run on factors instead of gradients, they compute the factors of an output.
+backward are linear. So if they run on factors instead of gradients, they compute an output's
+factors.
 
 Each statistic of forward values is *cut*: it becomes an input with the same value for all elements
 of a row. The remaining graph is element-wise, so one pass of autograd gives the derivatives of a
@@ -27,8 +28,8 @@ from fp8pass.error_analysis.expressions import Definition, Expressions, Pointwis
 from fp8pass.error_analysis.samples import evaluate
 from fp8pass.graph.symbols import Underivable
 
-# The symbol of a statistic of forward values or, for a mean over factors, a triple (gradient,
-# statistic, statistic).
+# The key of a statistic of forward values is its symbol. The key of a mean over factors is a triple
+# (gradient, statistic, statistic).
 Key: TypeAlias = Hashable
 
 # One row of a Jacobian: the response of a value to a gradient that enters the region. The symbol of
@@ -69,8 +70,8 @@ class Factors:
         values: the forward values by symbol, with autograd's graph.
         cut: the statistics that became inputs, expanded to the shape of the inputs.
         contributions: the term that each element adds to a statistic.
-        responses: the responses by the gradient that enters, then by symbol.
-        rows: the w_s by the gradient that enters, then by statistic.
+        responses: `responses[g][x]` is the response of the symbol x to the entering gradient g.
+        rows: `rows[g][s]` is w_s, for the entering gradient g and the statistic s.
 
     Raises:
         Underivable: the region is not linear in gradients.
@@ -101,9 +102,10 @@ class Factors:
             self._respond_to(gradient, backward)
 
     def jacobians(self, output: Symbol) -> list[Jacobian[Tensor]]:
-        """Return the Jacobian of an output for each gradient that it depends on.
+        """Return the Jacobian of an output for each gradient that the output depends on.
 
-        A forward value that a weight gradient reads is its own factor, measured in the 2-norm.
+        An output may be a forward value that a GEMM multiplies with a gradient to get a weight
+        gradient. It is then its own factor, measured in the 2-norm.
         """
         if output in self.values:
             return [Jacobian(self.values[output], order=2)]
@@ -159,7 +161,6 @@ class Factors:
             found[definition.symbol] = response
 
     def _map(self, definition: Definition, operands: Mapping[Symbol, Response]) -> Response:
-        """Return the response of a definition, from the responses of its operands."""
         columns = dict.fromkeys(t for response in operands.values() for t in response)
         return {
             t: self._run(definition, {s: r[t] for s, r in operands.items() if t in r})
@@ -217,7 +218,7 @@ def check_cost(expressions: Expressions, outputs: Iterable[Symbol]) -> None:
     """Refuse a region if deriving its rule would take too long.
 
     Each statistic of a gradient adds a term to all later Jacobians, and each mean over such a term
-    is another statistic. So many normalizations in a row, as in Sinkhorn's iterations, take too
+    is another statistic. A long chain of normalizations, e.g. Sinkhorn's iterations, takes too
     long. The cost is counted, not measured, so that plans do not depend on the machine's load.
 
     Raises:

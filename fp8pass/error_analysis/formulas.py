@@ -29,12 +29,12 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.symbols import Underivable
 from fp8pass.plan import RuleSummary
 
-# Regions with more operators get no formula. A norm has about a quarter as many.
+# Regions with more operators get no formula. A normalization has about 10 operators.
 LARGEST_FORMULA = 40
 
 ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
 
-# The coefficients of a total derivative: by the same element of the source, and by statistics.
+# Maps the source, and each statistic, to its coefficient in a total derivative.
 Coefficients = dict[Expr, Expr]
 
 
@@ -54,9 +54,9 @@ class Norm(sympy.Function):
 
 
 class ChainRule:
-    """The total derivatives of a region's symbols for a change `seed` of `source`.
+    """The total derivatives of a region's symbols if `source` changes by `seed`.
 
-    Symbols in `stored` do not depend on other symbols.
+    Symbols in `stored` do not change, because the backward reads them instead of recomputing them.
 
     Attributes:
         coefficients: the total derivative of each symbol that depends on the source.
@@ -89,7 +89,8 @@ class ChainRule:
     def differentiate(self, expression: Expr, result: Symbol | None = None) -> Coefficients:
         """Return the total derivative of an expression of symbols and means.
 
-        If the derivative contains `expression`, as in exp' = exp, `result` replaces `expression`.
+        If the derivative contains `expression` itself, as in exp' = exp, the symbol `result` stands
+        for `expression` there.
         """
         means = {sympy.Dummy(f"mean_{i}"): m for i, m in enumerate(_outermost_means(expression))}
         flat = expression.xreplace({m: dummy for dummy, m in means.items()})
@@ -169,7 +170,7 @@ class Formulas:
         self.factors = {output: _list_jacobians(output, chains) for output in outputs}
 
     def bounds(self, source: Symbol, stored: frozenset[Symbol]) -> dict[Symbol, Expr]:
-        """Return ‖Δ‖ of each output's factors per unit relative perturbation of `source`.
+        """Bound the change of each output's factors if `source` changes by a relative error of 1.
 
         The backward recomputes all symbols that are not in `stored`.
         """
@@ -202,7 +203,7 @@ class Formulas:
         return self._norms[key]
 
     def _compute_norm(self, expression: Expr, order: float) -> Expr:
-        """Return a norm with common factors taken out. Constant factors count by their maximum."""
+        """Return a norm. Move statistics, and the maxima of constant factors, in front of it."""
         expression = self.expressions.expand(expression)
         if expression.is_Add:
             expression = sympy.factor_terms(expression)

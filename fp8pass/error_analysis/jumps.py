@@ -1,8 +1,8 @@
 """Find comparisons that make results of a region jump at a threshold.
 
-A comparison is harmless if both outcomes give the same result at the threshold: softplus is x above
-20 and log(1 + exp(x)) below 20, and both are equal at 20 within rounding. If the results differ, as
-for a mask or the gradient of ReLU6, the backward must use the outcome of the forward.
+A comparison is harmless if both outcomes give the same result at the threshold. E.g. softplus is x
+above 20 and log(1 + exp(x)) below 20, which are equal at 20 within rounding. If the results differ,
+as for a mask or the gradient of ReLU6, the backward must use the outcome of the forward.
 
 A comparison of x with zero is special, because no relative perturbation changes the sign of x. The
 backward may repeat the comparison with an inexact x, in any format that preserves signs, or with
@@ -30,9 +30,9 @@ TOLERANCE = 2**-7
 
 # The search for thresholds tries these magnitudes of an input, with both signs.
 GRID = torch.logspace(-6, 7, 53, base=2, **ON_CPU)
-ROWS = 8  # samples of the inputs that are not varied
+ROWS = 8  # samples of the inputs that are held constant
 BISECTIONS = 40
-LARGEST_BATCH = 4096  # most thresholds along one input
+LARGEST_BATCH = 4096  # thresholds along one input; the search ignores further thresholds
 
 
 class ThresholdComparison(NamedTuple):
@@ -41,7 +41,7 @@ class ThresholdComparison(NamedTuple):
     Attributes:
         symbol: the symbol of the formula.
         compared: the expression that is compared.
-        root: the earliest symbol with the sign of `compared`, if any.
+        root: the earliest symbol that determines the sign of `compared`, if any.
         is_mask: whether the formula is the comparison and nothing else.
     """
 
@@ -56,8 +56,8 @@ def find_jumps(
 ) -> tuple[set[Symbol], set[Symbol]]:
     """Find comparisons of inexact values that make an output jump at the threshold.
 
-    Return two sets: symbols that are compared with zero, because the backward needs their exact
-    signs, and symbols of comparisons that need exact operands.
+    Return two sets of symbols. The first set is compared with zero, so the backward needs the exact
+    signs. The second set has the results of comparisons that need exact operands.
 
     Raises:
         Underivable: a comparison that causes a jump is a part of a larger formula.
@@ -106,7 +106,7 @@ def find_sign_roots(expressions: Expressions) -> dict[Symbol, Symbol]:
 
 
 def _find_root(value: Expr, roots: Mapping[Symbol, Symbol], fixed: set[Symbol]) -> Symbol | None:
-    """Return the root of an expression, or None unless exactly one factor may change its sign."""
+    """Return the root of an expression, or None if several or no factors may change its sign."""
     if isinstance(value, (sympy.tanh, sympy.erf, Magnitude)):
         return _find_root(value.args[0], roots, fixed)
     factors = set(sympy.Mul.make_args(value))
@@ -126,7 +126,7 @@ class Crossings(NamedTuple):
 
     Attributes:
         below, above: the inputs of the two points, [inputs, pairs].
-        comparison: the index of the comparison with different outcomes, [pairs].
+        comparison: the index of the comparison whose outcomes differ, [pairs].
         row: the row of `Samples` that both points take their statistics from, [pairs].
     """
 
@@ -177,7 +177,7 @@ class ThresholdSearch:
         return [c for i, c in enumerate(self.comparisons) if i in jumping]
 
     def _search_along(self, varied: Symbol) -> Crossings:
-        """Find neighbours in the grid of one input that give a comparison different outcomes."""
+        """Find neighboring grid points of one input between which a comparison changes."""
         grid = torch.cat([-GRID.flip(0), GRID])
         rows = min(self._inputs[varied].shape[1], ROWS)
         shape = len(grid), rows

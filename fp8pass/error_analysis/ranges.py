@@ -1,13 +1,13 @@
-"""Find outliers, unbounded exponentials and divisors, which cannot be stored in low bits.
+"""Find outliers, unbounded exponentials and divisors, which low-bit formats cannot store.
 
 The elements of a group share a scale, so elements far below the largest one are rounded to zero.
 
-- *Outliers*: a mask adds -1e9 or -inf to some elements. Rounding such elements to few bits makes
-  the other elements of the group zero or NaN. The value before the mask may be stored instead.
-- *Exponentials*: in models, a cumulative decay is far larger than samples of unit variance. An
-  error of 1% in a large decay multiplies its exponential by a large factor, and elements of one
-  group differ by orders of magnitude. Results do not grow if the argument of the exponential is
-  bounded from above, as in softmax, or if a bounded function follows, as in a sigmoid.
+- *Outliers*: a mask adds -1e9 or -inf to some elements. The large scale of such elements makes the
+  other elements of the group zero or NaN. The value before the mask may be stored instead.
+- *Exponentials*: a sum of decays over many steps may be 1000. An error of 1% then multiplies the
+  exponential by e^10, and elements of a group differ by orders of magnitude. Samples of unit
+  variance do not show this. Results do not grow if the argument of the exponential is bounded from
+  above, as in softmax, or if a bounded function follows, as in a sigmoid.
 - *Divisors*: the backward of atan divides by 1 + x². If a group contains an x of 30, storing
   1 + x² in 4 bits would round the divisor to 0 for all x below 3. If instead x is stored, the
   recomputed divisor is never 0.
@@ -118,7 +118,7 @@ def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
 def _fails_at_zero(
     definition: Definition, values: dict[Symbol, Tensor], zeros: set[Symbol], is_divisor: bool
 ) -> bool:
-    """Whether a definition becomes infinite, NaN or a divisor of 0 if the symbols `zeros` are 0."""
+    """Whether a definition becomes infinite, NaN or (for a divisor) 0 if all of `zeros` are 0."""
     before = evaluate(definition.value, values)
     after = evaluate(definition.value, {**values, **{s: 0 * values[s] for s in zeros}})
     bad = ~after.isfinite()

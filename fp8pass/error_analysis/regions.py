@@ -78,8 +78,8 @@ class Region:
     def cached(self) -> list[fx.Node]:
         """The forward members that the backward reads. Case 2 of AGoQ also stores these members.
 
-        A value that no forward operator uses, such as the cube of a statistic, is left out, because
-        the backward computes it.
+        Values that no forward operator uses, e.g. the cube of a statistic, are skipped, because the
+        backward computes them.
         """
         members, forward = set(self.nodes), set[fx.Node]()
         for node in reversed(self.nodes):
@@ -177,7 +177,7 @@ class Splitter:
             self.junctions.add(node)
 
     def _is_discrete(self, node: fx.Node) -> bool:
-        """Whether a forward node is neither a float nor computed from comparisons with formulas."""
+        """Whether a forward node has integers or booleans that no formula in a region computes."""
         if node in self.backward or graph.value(node) is None or _is_float(node):
             return False
         derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)

@@ -2,9 +2,9 @@
 
 Inputs and gradients are drawn from normal distributions, gradients with unit variance. Masks are
 random. The same inputs are used at several scales, because a bound has to hold for values of any
-size in training: the amplification of `tanh(x) ** 1000` depends on the size of x. Parameters,
-buffers and data are set to 1, then to much larger and much smaller values, because they change in
-training, and may change the amplification: `tanh(w * x)` is steep near zero for a large w.
+magnitude. E.g. the amplification of `tanh(x) ** 1000` depends on the magnitude of x. Parameters,
+buffers and data are set to 1, to 64 and to 1/64, because they change in training, which may change
+the amplification. E.g. `tanh(w * x)` is steep near zero for a large w.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8pass.graph.symbols import TORCH_FUNCTIONS, Underivable
 
 ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # overrides PyTorch's defaults
 HUGE = 1e6  # all samples except masks (`ranges.py`) are smaller
-SCALES = (1.0, 0.5, 2.0)  # inputs with the given moments are multiplied by each of these factors
+SCALES = (1.0, 0.5, 2.0)  # the same random inputs are multiplied by each of these factors
 CONSTANTS = (64.0, 1 / 64)  # further values of constants, each with inputs at the first scale
 ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # the shape of the samples at one scale
 
@@ -50,7 +50,7 @@ UNIT_VARIANCE = Moments()
 
 
 class Samples:
-    """Values of symbols, [scales and constants, rows, width]. For statistics the width is 1.
+    """Sampled values of shape [scales and constants, rows, width]. For statistics the width is 1.
 
     Attributes:
         inputs: the values of constants, forward inputs and gradients.
@@ -88,7 +88,7 @@ class Samples:
         return sign * sizes[:, None, None]
 
     def use(self, data: Mapping[Symbol, Tensor]) -> None:
-        """Replace the inputs by real tensors, with the same subset of rows of each tensor."""
+        """Replace the inputs by real tensors. Use the same rows of each tensor."""
         constants = self.expressions.constants
         length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
         counts = {x.numel() for s, x in data.items() if s not in constants}
@@ -117,7 +117,7 @@ class Samples:
         Args:
             inputs: values to use instead of the samples.
             perturbed: maps a symbol to the factors that multiply its elements.
-            stored: symbols that have their value in `values` instead of being recomputed.
+            stored: symbols whose values are read from `values` instead of being recomputed.
         """
         inputs, perturbed = self.inputs if inputs is None else inputs, perturbed or {}
         values = {s: x * perturbed[s] if s in perturbed else x for s, x in inputs.items()}
@@ -132,9 +132,9 @@ class Samples:
     def errors(
         self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
     ) -> dict[Symbol, float]:
-        """Return the relative RMS change of every symbol if symbols are rounded.
+        """Return the relative RMS change of every symbol if the symbols in `noise` are rounded.
 
-        `noise` maps the rounded symbols to their relative RMS errors.
+        `noise` maps each rounded symbol to the relative RMS error of its rounding.
         """
         perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
         changed = self.run(None, perturbed, stored)
@@ -142,7 +142,7 @@ class Samples:
 
 
 def _compute(definition: Definition, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """Compute a symbol. A statistic is estimated, as the samples contain a part of its elements."""
+    """Compute a symbol. Statistics are estimates, because the samples have fewer elements."""
     result = evaluate(definition.value, values)
     if isinstance(definition, Pointwise):
         return result

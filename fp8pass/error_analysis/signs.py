@@ -1,11 +1,11 @@
 """Infer which values of a graph have no positive, or no negative, elements.
 
-A cumulative decay, the sum of the decays of many steps, may be of any size. But its exponential is
-at most 1 if all terms of the sum are nonpositive, such as -exp(a) · softplus(b) in Mamba and in
-gated delta rules, or a `logsigmoid`. One pass over the nodes infers the sign of each result from
-the signs of its operands. PyTorch's interval analysis (`torch.utils._sympy.value_ranges`) cannot
-infer these signs, because it has no rules for views, reductions, scans and padding, which are most
-of the rules below.
+A cumulative decay is the sum of the decays of many steps, and may have any magnitude. But its
+exponential is at most 1 if all terms of the sum are nonpositive, such as -exp(a) · softplus(b) in
+Mamba and in gated delta rules, or a `logsigmoid`. One pass over the nodes infers the sign of each
+result from the signs of its operands. PyTorch's interval analysis
+(`torch.utils._sympy.value_ranges`) cannot infer these signs, because it has no rules for views,
+reductions, scans and padding, which are most of the rules below.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _subtract(node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = POSI
 
 
 def _is_rest_of_scan(difference: fx.Node) -> bool:
-    """Whether a node is `c[..., -1:] - c` for a cumulative sum c, the sum of the later terms."""
+    """Whether a node is `c[..., -1:] - c` for a cumulative sum c, i.e. the sum of later terms."""
     last, scan = difference.args[:2]
     if not (isinstance(last, fx.Node) and isinstance(scan, fx.Node)) or difference.kwargs:
         return False

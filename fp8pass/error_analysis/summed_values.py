@@ -1,4 +1,4 @@
-"""Find values whose products with gradients are summed: in scans, and for small parameters.
+"""Find values whose products with gradients are summed in scans, or for small parameters.
 
 *Scans*. A recurrence that is written with `cumsum` (gated linear attention, HGRN, minGRU)
 multiplies values by exp(c), sums the products, and multiplies the sum by exp(-c). The smallest
@@ -12,10 +12,10 @@ stay small, and formats with a wide range are allowed.
     out = sum(weights(scale)[..., None] * streams, -2)     hyper-connections, gates of whole layers
     grad scale = sum over tokens of f(token) * <grad out, streams>
 
-In hyper-connections these sums were 7 to 21% of the norm of their terms, so an error of 12% of each
-term changed the sign of gradients. Adam divides by the size of the gradient, so a wrong small
-gradient changes the parameter as much as a large one. The gradient of a matrix consists of
-thousands of sums, and in few of these the terms cancel.
+In hyper-connections, the terms nearly cancel: these sums were 7 to 21% of the norm of their terms.
+An error of 12% of each term therefore changed the sign of gradients. Adam divides by the size of
+the gradient, so a wrong small gradient changes the parameter as much as a large one. The gradient
+of a matrix consists of thousands of sums, and the terms cancel in only few of these sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCANNED = "its gradients are summed over positions, and the smallest may determi
 
 SMALL = 32  # parameters with fewer elements are small
 WIDE = 16  # rows with fewer elements are not stored in groups that share a scale
-CANCELLATION = 10.0  # assumed norm of the terms / their sum; one in twelve random sums has more
+CANCELLATION = 10.0  # assumed norm of the terms / their sum; it is larger in 1 of 12 random sums
 
 
 def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list[set[Region]]:
@@ -57,7 +57,7 @@ def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list
 
 
 def _reach(scan: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Return the nodes that `step` reaches from a scan through views, movement and additions."""
+    """Follow `step` from a scan until it leaves views, movement and additions; return all nodes."""
     found, waiting = set[fx.Node](), [scan]
     while waiting:
         for node in step(waiting.pop()):
@@ -106,7 +106,7 @@ def _is_small(gradient: fx.Node) -> bool:
 def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
     """Whether the search for factors continues from `user` to its operand `node`.
 
-    The search ends if the rows of both are wide, or if the value of `node` is not a single tensor.
+    It ends if the rows of both nodes are wide, or if the value of `node` is not a single tensor.
     """
     is_tensor = isinstance(graph.value(node), torch.Tensor)
     return is_tensor and not (_is_wide(node) and _is_wide(user))

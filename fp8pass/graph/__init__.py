@@ -5,7 +5,7 @@ tags.py            the keys that fp8pass sets in `node.meta`
 names.py           names of modules, values and operators; patterns that match them
 patterns.py        skip views, casts and transposes; match slices, fills and residual additions
 order.py           ancestors and dependences; topological order
-joint.py           facts about a joint graph that are known before any pass
+joint.py           which inputs of a joint graph are parameters, and other facts about inputs
 symbols.py         the sympy functions that pointwise formulas use
 pointwise.py       pointwise operators: one row for each, in sympy and in Triton
 classify.py        the kind of an operator: GEMM, view, reduction, ...
@@ -16,8 +16,8 @@ output_heads.py    layers that compute logits; MoE routers
 linear_layers.py   the GEMMs of linear layers, forward and backward
 chunks.py          subgraphs that run on chunks of rows
 row_graph.py       the graph that computes a chunk of rows, and its inputs
-row_writer.py      writes the graph of a chunk, operator by operator
-multiples.py       gradients that are multiples of the incoming gradient
+row_writer.py      translates operators of the original graph into the graph of a chunk
+multiples.py       check that a gradient is linear in the incoming gradient
 flops.py           floating-point operations
 spec.py            check that a graph is well formed
 

@@ -1,11 +1,12 @@
-"""Subgraphs that run on one chunk of rows at a time, to save memory: no value has all rows.
+"""Subgraphs that run on one chunk of rows at a time, so that large tensors never have all rows.
 
     losses, dx, dw = in_chunks(body, 4, rows=[x, y, g], shared=[w], sums=1)
 
-The submodule `body` takes a chunk of each tensor in `rows`, and every tensor in `shared` as a
-whole. The last `sums` results are sums over the rows of a chunk; `in_chunks` adds them up over the
-chunks. It concatenates the other results along the rows. The last chunk also has the remaining
-rows. Passes see one operator, which `unroll_chunks` expands before Inductor compiles the graph.
+This calls the submodule `body` 4 times. Each call gets a chunk of every tensor in `rows`, and every
+tensor in `shared` as a whole. The last `sums` results of `body` (here `dw`) are sums over the rows
+of a chunk, and `in_chunks` adds them up. It concatenates the other results along the rows. If the
+rows cannot be divided evenly, the last chunk is longer. Passes see a single operator. Before
+Inductor compiles the graph, `unroll_chunks` replaces the operator by the calls.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def in_chunks(
 
 
 def chunk_bounds(rows: Any, count: int) -> Iterator[tuple[Any, Any]]:
-    """Yield the index of the first row of each chunk, and the index after the last row."""
+    """Yield `(start, end)` for each chunk, which has the rows `start:end`."""
     length = rows // count
     for i in range(count):
         yield i * length, (rows if i == count - 1 else (i + 1) * length)
@@ -79,12 +80,12 @@ class Chunks:
         return self.node.args[4]  # type: ignore[return-value]
 
     def inputs(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield each input of the body, with the operand that the call passes to the input."""
+        """Yield each placeholder of the body, and the operand that is passed to it."""
         placeholders = [n for n in self.body.graph.nodes if n.op == "placeholder"]
         return zip(placeholders, [*self.rows, *self.shared], strict=True)
 
     def facts(self, facts: JointFacts) -> JointFacts:
-        """Return the facts about the body's inputs. `facts` describes the graph of `node`."""
+        """Return which inputs of the body are parameters. `facts` is about the graph of `node`."""
         pairs = ((n, graph.skip_views_and_casts(operand)) for n, operand in self.inputs())
         return facts.map_to_subgraph(pairs)
 

@@ -38,7 +38,7 @@ class Kind(Enum):
     OTHER = "other"
 
 
-# Views that contain only a part of their operand's elements, or one of several parts.
+# Views that drop some of their operand's elements, or split the operand into parts.
 PARTIAL_VIEWS = {
     aten.slice.Tensor,
     aten.select.int,
@@ -51,7 +51,7 @@ PARTIAL_VIEWS = {
     aten.unfold.default,
 }
 
-# Listed by hand: `OpOverload.is_view` is also true for `view.dtype` and views of complex numbers.
+# This is not `OpOverload.is_view`, which includes `view.dtype` and views of complex numbers.
 VIEWS = (
     graph.RESHAPES
     | PARTIAL_VIEWS
@@ -66,8 +66,8 @@ VIEWS = (
     }
 )
 
-# GEMMs that multiply each group of rows by a different matrix. In a weight gradient the groups
-# divide the contraction, and each group has a separate result.
+# GEMMs that multiply each group of rows by a different matrix. The GEMM of a weight gradient sums
+# over the rows of each group, and so computes one matrix for each group.
 GROUPED_GEMMS = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 
 # GEMMs of a batch of matrices.
@@ -156,7 +156,7 @@ CREATIONS = {
 
 
 def kind(node: fx.Node) -> Kind:
-    """Return the kind of a node's operator; for a getitem, the kind of the operator it reads."""
+    """Return the kind of a node's operator. A getitem has the kind of the operator it reads."""
     if compat.is_sym_node(node):
         return Kind.SYMBOL
     if node.op in ("placeholder", "get_attr"):
@@ -193,7 +193,7 @@ _KINDS: tuple[tuple[Set[Any], Kind], ...] = (
     (REDUCTIONS, Kind.REDUCTION),
     (MOVEMENTS, Kind.MOVEMENT),
     (CREATIONS, Kind.CREATION),
-    (POINTWISE.keys(), Kind.POINTWISE),  # `kind` also accepts PyTorch's tag
+    (POINTWISE.keys(), Kind.POINTWISE),  # `kind` also checks for `torch.Tag.pointwise`
 )
 
 
@@ -206,7 +206,7 @@ def is_attention_mask(node: fx.Node) -> bool:
 
 
 def attention_output(backward: fx.Node) -> fx.Node | None:
-    """Return the output of the forward that an attention backward reads.
+    """Return the attention output of the forward, if `backward` is an attention backward.
 
     The output has the shape [batch, heads, tokens, head dim]. Return None for other operators, and
     for variable-length attention, whose outputs have different layouts.
@@ -218,7 +218,7 @@ def attention_output(backward: fx.Node) -> fx.Node | None:
 
 
 def _argument(node: fx.Node, name: str, missing: Any = None) -> Any:
-    """Return the argument `name`; None if the call omits it, `missing` if the schema lacks it."""
+    """Return an argument, None if omitted, or `missing` if the schema has no such argument."""
     for position, argument in enumerate(compat.schema_of(node.target).arguments):
         if argument.name == name:
             positional = node.args[position] if position < len(node.args) else None

@@ -30,8 +30,9 @@ class Gather:
 
     Attributes:
         node: the collective.
-        wait: the result of `node`, the shards of all ranks concatenated along the first dimension.
-        whole: the node of the unsharded tensor; equal to `wait` if `dim` is 0.
+        wait: the node that waits for the collective. Its value is the shards of all ranks,
+            concatenated along the first dimension.
+        whole: the node of the unsharded tensor. It is `wait` if `dim` is 0.
         dim: the dimension along which the tensor was sharded.
     """
 
@@ -64,14 +65,13 @@ def starts_communication(node: fx.Node) -> bool:
 def remove_unused(g: fx.Graph) -> None:
     """Remove unused nodes, including collectives, which FX keeps because they have side effects.
 
-    No rank then waits for a removed collective: all ranks have the same graph, and remove the same
-    collectives.
+    All ranks have the same graph and remove the same collectives, so no rank waits in vain.
     """
     g.eliminate_dead_code(lambda node: node.is_impure() and not is_collective(node))
 
 
 def find_gathers(g: fx.Graph) -> Iterator[Gather]:
-    """Yield the all-gathers of a graph whose only user waits for the result, in graph order."""
+    """Yield a graph's all-gathers in order. Skip all-gathers that several nodes read."""
     for node in g.nodes:
         if graph.is_call(node, ALL_GATHER) and len(node.users) == 1:
             (wait,) = node.users
@@ -102,5 +102,4 @@ def _concatenation_of(split: fx.Node, ranks: Any) -> fx.Node | None:
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:
-    """Return an argument by position or name; the default is 0."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, 0)

@@ -71,11 +71,8 @@ def flops(node: fx.Node) -> float:
 
 
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Count the operations of a grouped GEMM.
-
-    If `a` is 3-D and `b` is 2-D, each expert's matrix multiplies only the columns of `b` that
-    belong to this expert.
-    """
+    # If `a` is 3-D and `b` is 2-D, each expert's matrix multiplies only the columns of `b` that
+    # belong to this expert.
     groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1
     return 2.0 * graph.numel(a) * compat.size_hint(b.shape[-1]) / groups
 
@@ -93,8 +90,8 @@ def _as_traced(values: Any) -> Any:
 def _attention_flops(operands: list[torch.Tensor], *, backward: bool) -> float:
     """Count the operations of two GEMMs in the forward, or five GEMMs in the backward.
 
-    Elements of the scores that a mask removes are counted, too. `operands` begin with query and
-    key, [..., heads, length, dim].
+    Scores that a mask removes are counted, too. The first two `operands` are query and key, of
+    shape [..., heads, length, dim].
     """
     query, key, *_ = operands
     *batch, queries, dim = (compat.size_hint(s) for s in query.shape)

@@ -1,4 +1,4 @@
-"""Facts about a joint graph (forward and backward in one graph) that are known before any pass."""
+"""Facts about the inputs of a joint graph (a graph of forward and backward)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class JointFacts:
-    """Which inputs of a joint graph stay alive after the forward, and how many outputs it returns.
+    """Which inputs of a joint graph stay alive, and how many outputs the forward has.
 
     Attributes:
         parameters: parameters and buffers, which stay alive throughout the step.
         weights: the nodes of `parameters` that are an `nn.Parameter`, trained or frozen.
         leaves: leaf tensors that require a gradient and are not parameters. Autograd keeps leaves
             alive.
-        activations: inputs that require a gradient and are not leaves. Other graphs compute them.
+        activations: inputs that require a gradient and are not leaves. Another graph computed
+            them, e.g. before a graph break.
         overwritten: inputs that the forward writes to, such as running statistics. The backward
             cannot read their old values.
         num_fwd_outputs: the number of outputs of the forward. These are the first outputs.
@@ -34,7 +35,7 @@ class JointFacts:
     num_fwd_outputs: int = 0
 
     def is_free(self, node: fx.Node) -> bool:
-        """Whether the input `node` stays alive anyway. The backward then reads it at no cost."""
+        """Whether saving the input `node` for backward is free, because it stays alive anyway."""
         is_alive = node in self.parameters or node in self.leaves
         return is_alive and node not in self.overwritten
 
@@ -48,7 +49,7 @@ class JointFacts:
         return replace(self, **sets)
 
     def map_to_subgraph(self, inputs: Iterable[tuple[fx.Node, fx.Node]]) -> JointFacts:
-        """Return the facts about a subgraph. `inputs` are pairs of an input and its argument."""
+        """Return which inputs of a subgraph are parameters, given (placeholder, argument) pairs."""
         pairs = list(inputs)
         return JointFacts(
             parameters=frozenset(n for n, value in pairs if value in self.parameters),
@@ -69,5 +70,5 @@ def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
 
 
 def select_inputs(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
-    """Return those of `nodes` that are the inputs of the Dynamo graph with these indices."""
+    """Return the `nodes` that are inputs of the Dynamo graph and have an index in `indices`."""
     return frozenset(n for n in nodes if compat.input_index(n) in indices)

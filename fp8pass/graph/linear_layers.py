@@ -9,14 +9,17 @@ A linear layer multiplies an activation by a weight:
   except parameters and buffers.
 
 The experts of an MoE layer are many linear layers in one GEMM. Each expert multiplies different
-rows of the input. The experts' numbers of rows may differ in a grouped GEMM (`_grouped_mm`), and
-are equal in a batched GEMM (`bmm`). A `bmm` with a single weight, which `einsum` emits, is an
-ordinary linear layer.
+rows of the input. In a grouped GEMM (`_grouped_mm`), some experts may have more rows than others.
+In a batched GEMM (`bmm`), all experts have the same number of rows. A `bmm` with a single weight,
+which `einsum` emits, is an ordinary linear layer.
 
-Three kinds of GEMMs are listed as layers with a `flaw` and stay in high precision. Either the
-weight is a product of parameters (low-rank, orthogonal), or the weight is a buffer or a constant (a
-Fourier or mel matrix, a graph's Laplacian, a rotation), or both operands are parameters (an
-orthogonality penalty, learned queries). Other GEMMs are not listed.
+Some GEMMs of the forward resemble linear layers, but stay in high precision. They are listed as
+layers with a `flaw`. Other GEMMs are not listed. The flaws are:
+
+- The weight is a product of parameters (low-rank, orthogonal), or it has more elements than the
+  parameters that it is computed from.
+- The weight is a buffer or a constant (a Fourier or mel matrix, a Laplacian, a rotation).
+- Both operands are parameters (an orthogonality penalty, learned queries).
 
 A GEMM of the backward belongs to the layer whose forward GEMM reads the same operand and has the
 same autograd step (`seq_nr`, if known). If several layers match, the first layer with the GEMM's
@@ -52,7 +55,7 @@ from fp8pass.graph.output_heads import (
 from fp8pass.graph.tags import ADDED_BY_PASS
 from fp8pass.plan import Linear
 
-# Not a routine reason (`Reason.routine`): the user can register the weight as a parameter instead.
+# This flaw is worth a warning, because the user can register the weight as a parameter instead.
 NOT_A_PARAMETER = "its weight is a buffer or constant: only parameters run in FP8"
 # A weight is narrow if its smaller size is at most MAX_NARROW_SIDE, and its larger size is at least
 # MIN_NARROW_RATIO times the smaller size.
@@ -68,8 +71,9 @@ class Reason:
     Attributes:
         text: the reason; '' if nothing prevents FP8.
         chosen: whether an option requires high precision, or the layer is an output head or a
-            router. Then the layer's saved input stays in high precision, too.
-        routine: whether the user cannot remove the reason, or would gain nothing by removing it.
+            router. In these cases, the layer's saved input stays in high precision, too.
+        routine: whether no warning is needed, because the user cannot change the reason, or would
+            gain nothing by changing it.
     """
 
     text: str = ""
@@ -79,16 +83,17 @@ class Reason:
 
 @dataclass
 class Layer:
-    """The GEMMs of one call of a linear layer, or of a product with a `flaw`.
+    """One call of a linear layer with its GEMMs, or a GEMM that only resembles one (see `flaw`).
 
     Attributes:
         weight: a parameter, a node that computes a weight from parameters, or a buffer.
         input: the operand of the forward GEMM that is not the weight.
         forward: the GEMM of the forward.
         in_features, out_features: the sizes of the weight; symbolic with dynamic shapes.
-        rows: the sizes of the input without the contraction; their product is the number of rows.
+        rows: the sizes of the input, except the dimension that the GEMM sums over, e.g. (batch,
+            tokens). Their product is the number of rows.
         flaw: why the forward GEMM is not activation × weight; '' for a linear layer.
-        experts: the number of experts, each with a weight for its own rows; 0 for a single weight.
+        experts: the number of experts; 0 for a layer with a single weight.
         is_head: whether the layer computes logits (`output_heads.py`).
         is_router: whether the layer chooses experts (`output_heads.py`).
         dgrad, wgrad: the GEMMs of the backward that compute the gradients of `input` and `weight`.
@@ -114,7 +119,7 @@ class Layer:
 
     @property
     def why_not_linear(self) -> Reason:
-        """The flaw as a reason; an empty reason for a linear layer."""
+        """The flaw as a `Reason`. For a linear layer, the reason is empty."""
         return Reason(self.flaw, routine=self.flaw not in ("", NOT_A_PARAMETER))
 
     def gemms(self) -> Iterator[tuple[str, fx.Node]]:
@@ -134,7 +139,8 @@ class Layer:
     ) -> Linear:
         """Return the layer's entry in the plan.
 
-        `fp8`, `simulated` and `fast` list the roles of the GEMMs that were rewritten in this way.
+        `fp8`, `simulated` and `fast` list the roles (e.g. `dgrad`) of the GEMMs that run in FP8,
+        that simulate a format, and that use fast accumulation.
         """
         return Linear(
             self.module,
@@ -158,8 +164,8 @@ class GraphPart:
     Attributes:
         gm: the graph or subgraph.
         layers: the linear layers of `gm`, and its GEMMs with a `flaw`.
-        times: what the plan writes before the number of rows: `count × ` for a subgraph that runs
-            `count` times, '' for a whole graph.
+        times: a prefix for the number of rows in the plan. It is e.g. `4 × ` for a subgraph that
+            runs on 4 chunks, and '' for a whole graph.
     """
 
     gm: fx.GraphModule
@@ -170,7 +176,7 @@ class GraphPart:
 def parts_with_layers(
     gm: fx.GraphModule, facts: JointFacts, skip: tuple[Pattern, ...]
 ) -> list[GraphPart]:
-    """Return a graph and its chunk subgraphs. Warn about patterns of `skip` without a match."""
+    """Find the layers of a graph and its chunk subgraphs. Warn if a `skip` pattern matches none."""
     parts = [GraphPart(gm, find_layers(gm.graph, facts))]
     for chunks in chunks_of(gm.graph):
         layers = find_layers(chunks.body.graph, chunks.facts(facts))
@@ -183,10 +189,10 @@ def parts_with_layers(
 
 
 def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[tuple[str, Layer]]:
-    """Yield the layers of the graphs that operators such as `torch.cond` call in the forward.
+    """Yield `(operator name, layer)` for each layer in a graph that e.g. a `torch.cond` calls.
 
-    Each layer comes with the operator's name: `torch.cond`, `scan`, `while_loop` or `map`. The
-    passes do not rewrite the called graphs.
+    The search covers `torch.cond`, `scan`, `while_loop` and `map` in the forward. Passes do not
+    rewrite the graphs that these operators call.
     """
     backward = graph.tangent_dependent(gm.graph)
     for call in gm.graph.nodes:
@@ -204,7 +210,7 @@ def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[t
 
 
 def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
-    """Return the layers of a graph, including those with a `flaw`, with their backward GEMMs."""
+    """Find the layers of a graph, including layers with a `flaw`, and each layer's GEMMs."""
     backward, origins = graph.tangent_dependent(g), Origins.of(g, facts)
     head_gemms, router_gemms = find_logit_gemms(g) | fused_gradients(g).gemms, find_router_gemms(g)
     layers: list[Layer] = []
@@ -324,8 +330,8 @@ def gemm_operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
 def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
     """Emit a node that prepares an operand of the GEMM `like`, in the GEMM's checkpoint region.
 
-    A checkpoint policy that saves the GEMM does not save the new node. If `target` is not an
-    operator of the dialect, the node is tagged as a view or copy that a pass added.
+    If the user's checkpoint policy saves the GEMM's result, the new node is not saved with it.
+    Unless `target` is an operator of the dialect, the node is tagged as added by a pass.
     """
     node = graph.emit(like.graph, target, *args, like=like, **kwargs)
     if target not in OPERATORS:
@@ -336,7 +342,7 @@ def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs
 
 
 def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
-    """Return the matrix before zeros were appended along `dim`; `matrix` for other padding."""
+    """Undo zero padding at the end of dimension `dim`. Return matrices with other padding as is."""
     fill = [*matrix.args[2:], *matrix.kwargs.values()]
     if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(fill):
         return matrix
@@ -356,7 +362,7 @@ def _is_head(layer: Layer, head_gemms: set[fx.Node]) -> bool:
 
 
 def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
-    """Return the operand from the forward and the operand that is a gradient, or (None, None)."""
+    """Return (forward value, gradient), or (None, None) if both operands are of the same kind."""
     a, b = gemm_operands(gemm)
     if (a in backward) == (b in backward):
         return None, None
@@ -364,7 +370,7 @@ def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | No
 
 
 def _elements(matrix: fx.Node) -> fx.Node:
-    """Return the tensor behind transposes, appended zeros and reshapes of an operand."""
+    """Skip transposes, zero padding and reshapes of an operand; return the tensor before them."""
     is_batch = tensor(matrix).ndim == 3
     skip = graph.skip_batched_transposes if is_batch else graph.skip_transposes
     return graph.skip_reshapes(_unpadded(skip(matrix)[0], dim=0))
@@ -378,13 +384,12 @@ def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
 
 
 def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
-    """Return the first layer with the module path of the backward GEMM, else the first layer."""
     path = graph.module_path(gemm)
     return next((y for y in layers if y.module == path), layers[0])
 
 
 def why_unsuitable_size(out_features: Any, in_features: Any) -> str:
-    """Return why a weight of these sizes is not multiplied in FP8; '' if the sizes are suitable."""
+    """Return why a weight of these sizes stays in high precision, or '' if it can run in FP8."""
     weight = f"weight {out_features}×{in_features}"
     if not (is_multiple_of_16(out_features) and is_multiple_of_16(in_features)):
         return f"{weight}: both sizes must be multiples of 16"

@@ -1,8 +1,8 @@
-"""Decide which values of a backward scale with the incoming gradient ("multiples" of it).
+"""Decide which values of a backward are multiples of the incoming gradient.
 
-Most backwards are linear in the incoming gradient. Some are not: a hook may clamp gradients, and
-an `autograd.Function` may add any tensor (DeepSeek's auxiliary loss). A value is a multiple only if
-every operator between the gradient and the value is known to be linear.
+A multiple doubles if the incoming gradient doubles. Most values of a backward are multiples, but a
+hook may clamp gradients, and an `autograd.Function` may add any tensor (DeepSeek's auxiliary loss).
+A value is a multiple only if every operator between the gradient and the value is linear.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ JOINTLY_LINEAR: dict[Any, tuple[int, ...]] = {
 
 
 def is_multiple_of_gradient(node: fx.Node, depends: Callable[[Any], bool]) -> bool:
-    """Whether a node is a multiple of a gradient, if its operands that depend on it are multiples.
+    """Whether `node` computes a multiple of a gradient from multiples of the gradient.
 
     Args:
         node: a node that depends on the gradient.
-        depends: whether an operand depends on the gradient.
+        depends: whether an operand depends on the gradient. Such operands must be multiples.
     """
     target, args = node.target, node.args
     depending = {i for i, arg in enumerate(args) if depends(arg)}

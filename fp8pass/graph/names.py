@@ -33,7 +33,8 @@ _WRAPPERS = ("_orig_mod", "_modules", "_checkpoint_wrapped_module", "_fsdp_wrapp
 def matching_pattern(path: str, patterns: tuple[Pattern, ...]) -> str | None:
     """Return the text of the first pattern that matches a module path, or None.
 
-    A string matches the whole path, consecutive parts of the path, or, with wildcards, such parts.
+    A string matches if it equals consecutive parts of the path. E.g. `1.mlp` and `layers.*.mlp`
+    match `layers.1.mlp.up`.
     """
     return next((pattern_text(p) for p in patterns if _matches(path, p)), None)
 
@@ -59,9 +60,10 @@ def _matches(path: str, pattern: Pattern) -> bool:
 def warn_about_idle_patterns(
     option: str, patterns: tuple[Pattern, ...], what: str, names: list[str]
 ) -> None:
-    """Warn about patterns of an option that match none of `names`, the names of kind `what`.
+    """Warn about each pattern of an option that matches none of `names`.
 
-    Functions cause no warning: one function may serve many models, and need not match in each.
+    `what` is the kind of the names, e.g. "linear layer". Functions cause no warning, because one
+    function may be used for many models, and need not match in every model.
     """
     for pattern in patterns if names else ():
         if isinstance(pattern, str) and not any(_matches(name, pattern) for name in names):
@@ -76,7 +78,7 @@ def warn_about_idle_patterns(
 
 
 def first_reasons(reasons: Mapping[str, str], between: str) -> Iterator[str]:
-    """Yield the first `MAX_LISTED` names, each with its reason, then the number of other names."""
+    """Yield e.g. `layers.0.mlp: too narrow` for the first `MAX_LISTED` names, then `and 5 more`."""
     for name, why in itertools.islice(reasons.items(), MAX_LISTED):
         yield f"{name}{between}{why}"
     if len(reasons) > MAX_LISTED:
@@ -84,10 +86,7 @@ def first_reasons(reasons: Mapping[str, str], between: str) -> Iterator[str]:
 
 
 def common_reasons(reasons: Mapping[str, str]) -> Iterator[str]:
-    """Yield the first `MAX_LISTED` different reasons.
-
-    Before each reason are the first name with this reason and the number of other such names.
-    """
+    """Yield e.g. `layers.0.mlp and 5 more: too narrow` for the first `MAX_LISTED` reasons."""
     names_of: dict[str, list[str]] = {}
     for name, why in reasons.items():
         names_of.setdefault(why, []).append(name)
@@ -101,10 +100,10 @@ def _last_parts(names: list[str]) -> list[str]:
 
 
 def value_names(g: fx.Graph) -> dict[fx.Node, str]:
-    """Return the names of all tensors: module path, operator and a number.
+    """Name each tensor by its module path, its operator and a number, e.g. `mlp:add.Tensor:0`.
 
-    The names depend neither on the traced batch, nor on dynamic shapes, nor on which layers run in
-    FP8. A view that a pass added has the name of the tensor that it views.
+    The names do not change with the batch, dynamic shapes, or the choice of layers that run in FP8.
+    A view that a pass added has the name of the tensor that it views.
     """
     counts: dict[str, int] = {}
     names: dict[fx.Node, str] = {}

@@ -15,7 +15,7 @@ from fp8pass import compat
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# The metadata that a new node inherits: where the code comes from, and the user's checkpointing.
+# The metadata that a new node inherits: its place in the user's code, and its checkpoint region.
 _INHERITED_META = (
     "nn_module_stack",
     "fwd_nn_module_stack",
@@ -65,7 +65,7 @@ def tensor(node: fx.Node) -> torch.Tensor:
 
 
 def is_non_tensor(node: fx.Node) -> bool:
-    """Whether a value is a size or an object; to save such a value for backward needs no memory."""
+    """Whether a value is a size or an object. Saving it for the backward takes no GPU memory."""
     return compat.is_sym_node(node) or compat.is_opaque(node)
 
 
@@ -133,7 +133,7 @@ def copy_module(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None
 
     Args:
         gm: the module.
-        copies: a dictionary that is filled: it maps each node of `gm` to its copy.
+        copies: a dictionary that the function fills. It then maps each node of `gm` to its copy.
     """
     copy = fx.Graph()
     output = copy.output(copy.graph_copy(gm.graph, {} if copies is None else copies))

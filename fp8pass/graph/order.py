@@ -29,9 +29,10 @@ def ancestors(
 
 
 def insertion_point_after(node: fx.Node) -> fx.Node:
-    """Return the node before which to insert users of `node`.
+    """Return the node before which users of `node` can be inserted.
 
-    It is the next node that is neither an input nor a getitem of the operator that `node` reads.
+    It comes after all inputs. If `node` is a getitem, it also comes after the operator's other
+    getitems.
     """
     following = node.next
     while following.op == "placeholder" or (

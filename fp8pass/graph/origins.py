@@ -38,7 +38,7 @@ class Origins:
         for node in g.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            # Sizes are left out: to expand a table reads an activation's size, but no elements.
+            # Sizes do not count: a table expanded to an activation's size is not an activation.
             operands = {n for n in node.all_input_nodes if not compat.is_sym_node(n)}
             from_parameters = operands & (computed | products)
             if operands - from_parameters - constants - noise:
@@ -57,10 +57,10 @@ class Origins:
         return not (node in self.computed or node in self.products or node in self.constants)
 
     def has_elements_of_parameters(self, node: fx.Node) -> bool:
-        """Whether a matrix has at most as many elements as the parameters that compute it.
+        """Whether a matrix has at most as many elements as the parameters that it is computed from.
 
-        False for a buffer times a learned factor, because a factor has fewer elements. Parameters
-        that only enter a product of matrices are not counted.
+        This is false for a buffer times a learned factor, which is not a weight. Parameters behind
+        a product of matrices do not count.
         """
         found = graph.ancestors([node], passes=lambda n: not _multiplies_matrices(n))
         elements = sum(graph.numel(graph.tensor(n)) for n in found & self.weights)

@@ -1,9 +1,9 @@
 """Find output heads, the layers that compute logits, and MoE routers.
 
-A layer is an output head if one of three conditions holds: the layer has a head's name, it shares
-its weight with an embedding, or a log-softmax depends on its result through pointwise operators,
-views, reductions and copies alone. A custom operator or Triton kernel that computes a loss from
-logits and labels is treated like a log-softmax.
+A layer is an output head if one of three conditions holds. Its module has a head's name, e.g.
+`lm_head`; or it shares its weight with an embedding; or only pointwise operators, views, reductions
+and copies lie between its result and a log-softmax. A custom operator or Triton kernel that
+computes a loss from logits and labels is treated like a log-softmax.
 
 The search from the log-softmax to the layer stops at additions to a residual stream. The last layer
 of a branch therefore is not a head, even if a log-softmax reads the stream.
@@ -11,7 +11,7 @@ of a branch therefore is not a head, even if a log-softmax reads the stream.
 Fused linear cross entropies compute the gradients of a head in the forward. The GEMMs of these
 gradients belong to the head, and stay in high precision like the head.
 
-A layer is a router if a top-k or argmax depends on its result through the same kinds of operators.
+A layer is a router if only operators of these kinds lie between its result and a top-k or argmax.
 Routers stay in high precision, because small errors would change the choice of experts.
 """
 
@@ -54,7 +54,7 @@ def stays_in_high_precision(
 ) -> bool:
     """Whether a layer of an untraced model matches `skip` or looks like an output head.
 
-    A head has a head's name, or its size (out_features, in_features) equals `logits`.
+    It looks like a head if it has a head's name, or if its (out_features, in_features) is `logits`.
     """
     is_head = has_head_name(path) or (layer.out_features, layer.in_features) == logits
     return is_head or matching_pattern(path, skip) is not None
@@ -72,12 +72,12 @@ def is_tied_to_embedding(weight: fx.Node) -> bool:
 
 
 def find_logit_gemms(g: fx.Graph) -> set[fx.Node]:
-    """Return the GEMMs whose results the log-softmaxes and loss kernels of the forward use."""
+    """Return the GEMMs that compute logits, the inputs of log-softmaxes and loss kernels."""
     return _gemms_before(g, lambda n: n.target in LOG_SOFTMAX or _is_loss_kernel(n))
 
 
 def find_router_gemms(g: fx.Graph) -> set[fx.Node]:
-    """Return the GEMMs whose results the top-k and argmax operators of the forward use."""
+    """Return the GEMMs that compute the inputs of the forward's top-k and argmax operators."""
     return _gemms_before(g, lambda n: n.target in ROUTER_CHOICES)
 
 
@@ -117,7 +117,7 @@ def _is_loss_kernel(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class FusedGradients:
-    """Gradients of output heads that the forward computes, as fused linear cross entropies do.
+    """Gradients of output heads in a forward that uses a fused linear cross entropy.
 
     Attributes:
         gemms: the GEMMs that multiply a gradient of logits by the weight or the input of the head.
@@ -150,7 +150,7 @@ def fused_gradients(g: fx.Graph) -> FusedGradients:
 
 
 def _whole(operand: fx.Node) -> fx.Node:
-    """Return the tensor that an operand is a part of, as in a head that runs on chunks of rows."""
+    """Return the whole tensor of a sliced operand. A head that runs on chunks reads slices."""
     node = skip_views_and_casts(operand)
     while node.target in PARTIAL_VIEWS or graph.is_getitem(node):
         node = skip_views_and_casts(node.all_input_nodes[0])
@@ -172,7 +172,7 @@ def _joins_stream(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the terms of the sum `node`, and all values that the layers before `node` depend on.
+    """Return the terms of the sum `node`, and all values that are read by layers before `node`.
 
     A term has as many elements as the sum, and no layer lies between the term and the sum.
     """

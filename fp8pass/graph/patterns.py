@@ -14,7 +14,8 @@ from fp8pass.graph.nodes import aten, is_call, operator_of, prims, shape_text, t
 
 fp8 = torch.ops.fp8pass
 
-# Views that keep the order of the elements: two such views of a tensor with equal shapes are equal.
+# Views that keep the order of the elements. Two such views of a tensor are equal if their shapes
+# are equal.
 RESHAPES = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -41,7 +42,7 @@ def is_quantized_operand(node: fx.Node) -> bool:
 
 
 def is_quantized_saved_value(node: fx.Node) -> bool:
-    """Whether a node quantizes a saved value, or one plane of a value in a packed format."""
+    """Whether a node quantizes a saved value, or a plane (some of the bits) of a saved value."""
     return is_call(node, fp8.quantize.default) and not quantization_of(node).is_for_operands
 
 
@@ -56,12 +57,12 @@ def skip_reshapes(node: fx.Node) -> fx.Node:
 
 
 def skip_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return the matrix behind transposes, and whether `node` is the transpose of this matrix."""
+    """Skip transposes. Return the matrix, and whether `node` is the transpose of this matrix."""
     return _skip(node, _is_transpose)
 
 
 def skip_batched_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return the batch of matrices behind transposes, and whether `node` transposes them."""
+    """Skip transposes. Return the batch of matrices, and whether `node` transposes the matrices."""
     return _skip(node, is_batched_transpose)
 
 
@@ -157,8 +158,8 @@ def _first_column_of_split(node: fx.Node, last: int, sizes: Any, dim: Any = 0) -
     return sum(before) if known else None
 
 
-# Functions that return the index of the whole tensor's column at which a view starts. They return
-# None if the view cuts another dimension than the last, or if a size is symbolic.
+# For each operator, a function that returns the tensor's column at which a view starts. It returns
+# None if the view does not cut the last dimension, or if a size is symbolic.
 _FIRST_COLUMNS: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _first_column_of_slice,
     aten.split.Tensor: _first_column_of_split,
@@ -171,7 +172,7 @@ ONES = (aten.ones.default, aten.ones_like.default)
 
 
 def filled_with(node: fx.Node) -> float | None:
-    """Return the constant that all elements equal, or None if the graph does not contain one."""
+    """Return the constant that `node` fills a tensor with, or None for other operators."""
     while node.target in RESHAPES or node.target in CASTS:
         node = node.all_input_nodes[0]
     if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):
@@ -187,7 +188,7 @@ ADDITIONS = {aten.add.Tensor, aten.sub.Tensor}
 
 
 def is_residual_sum(node: fx.Node) -> bool:
-    """Whether at least two nodes read the sum `node`, and one of the readers is another sum.
+    """Whether `node` is a sum on the residual stream: the next sum and other nodes read it.
 
     Both operands must have the shape of the sum. This excludes a softmax, which subtracts a
     maximum of a smaller shape.

@@ -1,4 +1,4 @@
-"""A table of pointwise operators, with formulas of each operator in sympy and in Triton.
+"""A table of pointwise operators. It has each operator's formula in sympy and in Triton.
 
 Operators without a sympy formula have no error rule. Operators without Triton code are not fused
 into kernels. `classify.py` treats all operators of the table as pointwise, even if PyTorch does
@@ -36,7 +36,7 @@ from fp8pass.graph.symbols import (
 
 @dataclass(frozen=True)
 class PointwiseOp:
-    """The result of one operator, in sympy and in Triton.
+    """How to compute one operator in sympy and in Triton.
 
     Attributes:
         formula: the sympy formula of an element, for error rules; None if not supported.
@@ -159,8 +159,8 @@ TRITON_TEMPLATES: dict[str, str] = {
 def triton_template(target: str, arguments: Sequence[Any]) -> str | None:
     """Return the Triton code of a call to an operator, or None if kernels cannot compute the call.
 
-    The call must have as many arguments as the template. No argument may be a NaN constant: a
-    result would be NaN everywhere, and CUDA 13 packs half of a matrix of equal elements wrongly.
+    The call must have as many arguments as the template. No argument may be a NaN constant, because
+    it may fill a matrix with NaN, and CUDA 13 packs a matrix of equal elements wrongly.
     """
     if any(x != x for x in arguments):
         return None

@@ -1,8 +1,8 @@
 """Inline the regions that `torch.compiler.nested_compile_region` marks in a Dynamo graph.
 
-Dynamo traces equal regions once, and calls the traced graph with the parameters of each region. In
-the traced graph, passes could not tell which inputs are parameters, and all module paths belong to
-the first region.
+Dynamo traces equal regions once, and calls this one graph with the parameters of each region. In
+the shared graph, passes could not tell which inputs are parameters, and all module paths are those
+of the first region.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def inline_regions(gm: fx.GraphModule) -> None:
 
 
 def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]) -> Renaming:
-    """Return the renaming for the call with `operands`; `first` are the first call's operands."""
+    """Return the renaming for the call with `operands`. `first` are the first call's operands."""
     if operands is first:
         return Renaming()
     pairs = []
@@ -89,7 +89,7 @@ def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.No
 
 
 def _module_of_source(node: fx.Node) -> list[str]:
-    """Return the path of a parameter's module, split at its dots; [] if `node` is no parameter."""
+    """Return the module path of a parameter, split at dots, or [] if `node` is not a parameter."""
     path, _, name = compat.source_of(node).rpartition("._parameters[")
     return clean_path(path).split(".") if name else []
 
@@ -105,7 +105,7 @@ def _inline(
     operands: list[fx.Node],
     renaming: Renaming,
 ) -> None:
-    """Copy the nodes of a region before its call, and replace the call's results by the copies."""
+    """Copy the nodes of a region before its call, and replace the results of the call by copies."""
     copies: dict[fx.Node, fx.Node] = {}
     for placeholder, operand in zip(_placeholders(region), operands, strict=True):
         copies[placeholder] = operand
@@ -129,7 +129,6 @@ def _inline(
 
 
 def _add_attribute(gm: fx.GraphModule, value: Any) -> str:
-    """Store a value in a new attribute of a graph module, and return the attribute's name."""
     names = (f"_of_region_{number}" for number in itertools.count())
     name = next(name for name in names if not hasattr(gm, name))
     setattr(gm, name, value)

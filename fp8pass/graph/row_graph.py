@@ -1,4 +1,4 @@
-"""A graph that computes a chunk of rows, and its inputs. `row_writer.py` adds the operators.
+"""Build a graph that computes a chunk of rows. `row_writer.py` adds the operators.
 
 A value of the original graph *has rows* if the product of its leading dimensions is the number of
 rows, or the number of rows that remain after a shift (`Shift`). The chunk's graph flattens these
@@ -36,7 +36,7 @@ def describe(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Shift:
-    """A slice along a leading dimension, which drops rows at the start and at the end.
+    """A slice along a leading dimension, such as `x[:, :-1]`, which drops rows at its ends.
 
     Attributes:
         lead: the sizes of the leading dimensions of the unsliced value.
@@ -67,7 +67,7 @@ class RowLayout:
 
     Attributes:
         dims: the number of leading dimensions whose product is the number of rows.
-        shifted: whether the value only has the rows that remain after the shift.
+        shifted: whether the value has only the rows that remain after the shift.
     """
 
     dims: int
@@ -75,14 +75,14 @@ class RowLayout:
 
 
 class RowGraph:
-    """A graph `body` that computes a subgraph for any number of rows, and the inputs of `body`.
+    """The graph `body`, which computes a subgraph for any number of rows, and its inputs.
 
     Args:
         rows: the total number of rows.
         example: the number of rows that fake values in the body have.
-        outside: returns the node to pass to the body in place of a value that the subgraph reads.
+        outside: maps a value that the subgraph reads to the node that is passed to the body.
         emit_outside: adds a node outside the body, which prepares an input.
-        as_arguments: turns the sizes of a shape into arguments of a node outside the body.
+        as_arguments: converts a shape, which may be symbolic, to arguments of such a node.
 
     Attributes:
         body: the graph.
@@ -108,12 +108,12 @@ class RowGraph:
         self.shift: Shift | None = None
         self._part: set[fx.Node] = set()
         self._written: dict[fx.Node, fx.Node] = {}
-        self._sums: dict[fx.Node, fx.Node] = {}  # sums, which no node of the subgraph may read
+        self._sums: dict[fx.Node, fx.Node] = {}  # no other node of the body may read a sum
         self._shared: set[fx.Node] = set()  # nodes of the body without a dimension for rows
         self._prepared: dict[tuple[Any, ...], fx.Node] = {}
 
     def __getitem__(self, node: fx.Node) -> fx.Node:
-        """Return the body's node for a node of the subgraph. Sums cover the chunk's rows only."""
+        """Return the body's node for a node of the subgraph. Sums are over the rows of a chunk."""
         return self._sums.get(node) or self._written[node]
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -125,7 +125,7 @@ class RowGraph:
         return list(rows), list(shared)
 
     def restore(self, node: fx.Node, result: fx.Node) -> fx.Node:
-        """Reshape `result`, [T, ...] for all rows, to the shape of `node`, which it replaces."""
+        """Reshape `result`, [T, ...], to the shape of `node`. Drop the rows that `node` lacks."""
         if self.layout(node).shifted:
             assert self.shift is not None
             shift, (*_, rest) = self.shift, self._split(node)
@@ -158,7 +158,7 @@ class RowGraph:
         return layout, shape[: layout.dims], rest
 
     def _row_dim(self, x: Any, dim: Any) -> int:
-        """Return the index in the body of dimension `dim` of `x`, which must not contain rows."""
+        """Convert a dimension's index in `x` to its index in the body. Refuse row dimensions."""
         layout = self.layout(x)
         dim = dim % tensor(x).ndim
         if dim < layout.dims:
@@ -174,7 +174,6 @@ class RowGraph:
     # Operands.
 
     def _row_operand(self, operand: Any) -> fx.Node:
-        """Return the body's node for an operand that has rows."""
         if operand in self._written:
             written = self._written[operand]
             if written in self._shared:
@@ -227,7 +226,7 @@ class RowGraph:
     def _row_input(
         self, operand: fx.Node, layout: RowLayout, lead: Sequence[Any], rest: Sequence[Any]
     ) -> fx.Node:
-        """Return the input for an operand that is expanded to the shape (*lead, *rest).
+        """Expand an operand to the shape (*lead, *rest), and return the body's input for it.
 
         If a shift has dropped rows of the operand, zeros are inserted for these rows.
         """
@@ -241,7 +240,7 @@ class RowGraph:
         return self._placeholder_of_rows(self._prepared[key], rest)
 
     def _shift_mask(self, node: fx.Node, ndim: int) -> fx.Node:
-        """Return an input, [c, 1, ...], that is True in the rows that remain after the shift."""
+        """Return a mask [c, 1, ...] that is True in the rows that remain after the shift."""
         assert self.shift is not None
         rest = [1] * (ndim - 1)
         key = ("shift", ndim)
@@ -256,7 +255,7 @@ class RowGraph:
         return self._placeholder_of_rows(self._prepared[key], rest)
 
     def _pad_shifted(self, x: fx.Node, rest: Sequence[Any]) -> fx.Node:
-        """Insert zeros into a shifted value in place of the rows that the shift dropped."""
+        """Insert zeros for the rows that the shift dropped, so that `x` has all rows again."""
         shift = self.shift
         assert shift is not None
         x = self._reshape_outside(x, (*shift.remaining, *rest))
@@ -298,7 +297,6 @@ class RowGraph:
         return node
 
     def _view_rows(self, x: fx.Node, rest: tuple[int, ...], node: fx.Node) -> fx.Node:
-        """Reshape each row of `x` to the sizes `rest`."""
         if tuple(tensor(x).shape[1:]) == rest:
             return x
         return self._emit(aten.view.default, x, [-1, *rest], like=node)

@@ -9,8 +9,8 @@ shape `[c, ...]`:
     after    x [c, V];     m = amax(x, [1], True);  y = sub(x, m);  g = mm(t(y), h)
 
 A result either has rows, or is a sum over rows, like `g`. The shift of a language model's loss,
-`x[:, :-1]`, drops rows. The chunks nevertheless compute these rows, from zeros where an input lacks
-the rows. `RowGraph.restore` slices the results afterwards.
+`x[:, :-1]`, drops rows. The chunks compute these rows anyway, with zeros for inputs that lack them.
+`RowGraph.restore` drops them from the results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp8pass.graph.row_graph import NotRowwise, RowGraph, describe
 
 log = logging.getLogger("fp8pass")
 
-# Sums over a chunk's rows can be added up over the chunks. Other reductions over rows cannot.
+# Sums over the rows of each chunk can be added up. Other reductions over rows are not supported.
 SUM_OPERATORS = {aten.sum.default, aten.sum.dim_IntList}
 # Reductions that take the reduced dimensions as the second argument.
 ROW_REDUCTIONS = SUM_OPERATORS | {
@@ -56,7 +56,7 @@ class ChunkWriter(RowGraph):
     """A `RowGraph` whose body is written operator by operator."""
 
     def write(self, node: fx.Node, part: set[fx.Node]) -> None:
-        """Add a node of the subgraph `part` to the body. The node's operands must be added before.
+        """Add a node of the subgraph `part` to the body, which must contain the node's operands.
 
         Raises:
             NotRowwise: the operator mixes rows, or has no implementation for chunks.
@@ -73,7 +73,7 @@ class ChunkWriter(RowGraph):
             written = write(self, node)
         except NotRowwise:
             raise
-        except Exception as error:  # a bug here fails the tests, not a user's compilation
+        except Exception as error:  # a bug here must fail the tests, but not a user's compilation
             if checks_are_on():
                 raise
             log.debug("computing %s in chunks failed:", node.name, exc_info=True)
@@ -131,7 +131,7 @@ class ChunkWriter(RowGraph):
         return self._view_rows(self._row_operand(x), rest, node)
 
     def _slice_scatter(self, node: fx.Node) -> fx.Node:
-        """Write `source` to the rows that remain after the shift; other rows are from `base`."""
+        """Select `source` in the rows that remain after the shift, and `base` in other rows."""
         base, source = node.args[:2]
         dim = node.args[2] if len(node.args) > 2 else 0
         lead = tuple(tensor(node).shape[: self.layout(node).dims])

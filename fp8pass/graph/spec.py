@@ -130,7 +130,7 @@ FORMAT: Constraint = (lambda name: name in FORMATS, "is an unknown format")
 QUANTIZATION: Constraint = (lambda text: bool(parse(str(text))), "")
 SIMULATED_FORMAT: Constraint = (lambda text: bool(simulated_format(str(text))), "")
 
-# The constraints of every operator of the dialect, in the order of its arguments.
+# For every operator of the dialect, the constraints of its arguments in order.
 OPERANDS: dict[Any, tuple[Constraint, ...]] = {
     fp8.amax.default: (FLOATS,),
     fp8.scale.default: (ANY, QUANTIZATION),
@@ -150,7 +150,7 @@ OPERANDS: dict[Any, tuple[Constraint, ...]] = {
 }
 
 
-# Checks that the operands of one operator are consistent. Each check yields the problems it finds.
+# Each function checks the operands of one operator, and yields a message for each problem.
 
 
 def _check_amax(node: fx.Node, x: fx.Node, block: Any) -> Iterator[str]:
@@ -346,7 +346,6 @@ CHECKS: dict[Any, Callable[..., Iterator[str]]] = {
 
 
 def _skip_host_copies(node: fx.Node) -> fx.Node:
-    """Return the tensor that was copied to host memory and back, if this graph does the copies."""
     while node.target in _HOST_COPIES:
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -368,7 +367,7 @@ def _skip_gather(node: fx.Node) -> fx.Node:
 
 
 def _is_visible(data: fx.Node) -> bool:
-    """Whether an operator of this graph computes `data`, rather than another graph or a kernel."""
+    """Whether an operator of this graph computes `data`. Otherwise `data` cannot be checked."""
     return data.op == "call_function" and not graph.is_getitem(data)
 
 
@@ -394,7 +393,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _agree(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether shapes may be equal. Symbolic sizes are skipped: to compare them would add guards."""
+    """Whether shapes may be equal. Skip symbolic sizes, because comparing them would add guards."""
     static = (pair for pair in zip(a, b, strict=False) if all(isinstance(x, int) for x in pair))
     return len(a) == len(b) and all(x == y for x, y in static)
 

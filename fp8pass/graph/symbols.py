@@ -26,7 +26,7 @@ class Underivable(Exception):
 
 
 class UnitStep(sympy.Function):
-    """1 for positive arguments, else 0. Relative perturbations do not change the result."""
+    """1 for positive arguments, else 0. Relative perturbations do not change an argument's sign."""
 
     nargs = 1
     is_real = True
@@ -43,7 +43,7 @@ class Where(sympy.Function):
     is_real = True
 
     def fdiff(self, argindex: int = 1) -> Expr:
-        """Differentiate by an argument. By the condition the derivative is 0 between its jumps."""
+        """Differentiate by an argument. The derivative by the condition is 0 except at jumps."""
         condition = self.args[0]
         return {1: sympy.Integer(0), 2: condition, 3: 1 - condition}[argindex]
 
@@ -65,7 +65,7 @@ class Sign(sympy.Function):
 
 
 class Magnitude(sympy.Function):
-    """The absolute value, with a derivative that sympy can simplify: `Sign`."""
+    """The absolute value. Its derivative is `Sign`, which is simpler than that of `sympy.Abs`."""
 
     nargs = 1
     is_real = True
@@ -123,9 +123,9 @@ def to_sympy(x: Operand | float | int) -> Expr:
 
 
 def elementwise(function: Callable[..., Expr]) -> Formula:
-    """Return the formula that applies `function` to its arguments as sympy expressions.
+    """Return a formula that converts its arguments to sympy and calls `function` with them.
 
-    The keyword argument `alpha` of sums and differences is a factor of the second operand.
+    The keyword argument `alpha` multiplies the second operand, as in `torch.add`.
     """
 
     def formula(*args: Any, **kwargs: Any) -> Expr:

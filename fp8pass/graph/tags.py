@@ -13,8 +13,8 @@ ADDED_BY_PASS = "fp8pass_added_by_pass"
 # On `scaled_mm`: the name of the GEMM that it replaced.
 REPLACED_GEMM = "fp8pass_replaced_gemm"
 
-# On `scaled_mm`: whether the result is the transpose of the replaced GEMM's result. In a batch,
-# each matrix is transposed.
+# On `scaled_mm`: whether the result is the transpose of the replaced GEMM's result. In a batched
+# GEMM, each matrix is transposed.
 IS_TRANSPOSED = "fp8pass_is_transposed"
 
 # On the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.

@@ -3,11 +3,10 @@
     import fp8pass.integrations.accelerate
 
 `torch.compile` finds fp8pass by its entry point, but accelerate has an enum of allowed names. This
-import adds `fp8pass` to the enum. The import may come before or after the import of accelerate. The
-name then works in
+import adds `fp8pass` to the enum, before or after accelerate is imported. The name then works in
 `Accelerator(dynamo_backend=...)`, `TorchDynamoPlugin`, `ACCELERATE_DYNAMO_BACKEND`, and the
-`torch_compile_backend` of transformers' and TRL's Trainers. A script that does not contain this
-import can be run through this module, by `accelerate launch`, `torchrun` or `python`:
+`torch_compile_backend` of transformers' and TRL's Trainers. If a script does not contain this
+import, run the script through this module, with `accelerate launch`, `torchrun` or `python`:
 
     accelerate launch -m fp8pass.integrations.accelerate train.py --its arguments
 
@@ -32,7 +31,7 @@ USAGE = "usage: python -m fp8pass.integrations.accelerate (SCRIPT | -m MODULE) [
 
 
 def register() -> None:
-    """Add `fp8pass` to accelerate's backends, in any case. Repeated calls do nothing."""
+    """Add `fp8pass` to accelerate's backends, in upper or lower case. Repeated calls do nothing."""
     if NAME in DynamoBackend:
         return
     member = str.__new__(DynamoBackend, NAME)

@@ -91,7 +91,7 @@ def _check_pretrained(model: nn.Module) -> PreTrainedModel:
 
 
 def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
-    """Whether a linear layer that is not an output head is exported in FP8."""
+    """Return whether a linear layer is exported in FP8. The layer must not be an output head."""
     fits = not why_unsuitable_size(layer.out_features, layer.in_features)
     return fits and matching_pattern(path, config.skip_patterns) is None
 

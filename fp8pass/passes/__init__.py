@@ -1,11 +1,15 @@
 """The pipeline: the passes over joint, forward, backward and inference graphs, in order.
 
 A pass is one function `pass_(gm, ctx) -> None` in a file of the same name. A pass rewrites
-`gm.graph` in place or adds results to `ctx` (`context.py`). It does nothing if it does not apply to
-the graph. Passes over joint graphs are in `joint/`, passes over forward and backward graphs in
-`lowering/`. `runner.py` runs a list of passes: it records, times and checks each pass, and skips
-the passes that `FP8PASS_DISABLE_PASSES` names. `added.py` inserts the user's passes. `quantizer.py`
-quantizes the operands of GEMMs for several passes.
+`gm.graph` in place, or adds results to `ctx`. If a graph does not contain what the pass rewrites,
+the pass does nothing.
+
+joint/         passes over joint graphs
+lowering/      passes over forward and backward graphs
+context.py     `ctx`, which passes read and write
+runner.py      runs a list of passes, without those that `FP8PASS_DISABLE_PASSES` names
+added.py       inserts the user's passes
+quantizer.py   quantizes the operands of GEMMs, for several passes
 """
 
 from __future__ import annotations
@@ -69,12 +73,12 @@ _JOINT = (
     Entry(quantize_linears, in_inference=True),
     # _grouped_mm, bmm of a parameter -> quantize + scaled_grouped_mm
     Entry(quantize_experts, in_inference=True),
-    # With Config.simulate, instead of the two passes above: mm, addmm of a parameter -> mask_format
-    # of operands and result
+    # With Config.simulate, this pass replaces the two passes above:
+    # mm, addmm of a parameter -> the same GEMM, with mask_format of its operands and result
     Entry(simulate_format, in_inference=True),
     # all_gather + quantize -> quantize + all_gather
     Entry(gather_quantized, in_inference=True),
-    # Gathers of parameters and FP8 data -> marked for recomputation
+    # Marks gathers of parameters, and gathers of FP8 data, for recomputation
     Entry(repeat_gathers),
     # Decides which forward values are saved, and in which format
     Entry(plan_saved_values),
@@ -84,7 +88,7 @@ _JOINT = (
     Entry(merge_dgrads),
     # Saved tensors that the plan offloads -> copies to the host and back
     Entry(offload_saved),
-    # Adds collectives, and the work of FP8 GEMMs and casts, to the plan
+    # Adds to the plan: the collectives, and the work of FP8 GEMMs and casts
     Entry(describe_graph, in_inference=True),
 )
 
@@ -125,8 +129,8 @@ LOWERING_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _LOWERING)
 ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *LOWERING_PASSES)
 ENTRIES: dict[Pass, Entry] = {entry.run: entry for entry in (*_JOINT, *_LOWERING)}
 
-# For each list of passes, the check of a graph after the whole list. Only FP8PASS_CHECK=1 runs
-# checks.
+# For each list of passes, the function that checks a graph after the last pass. It is called only
+# with FP8PASS_CHECK=1.
 CONTRACTS: dict[tuple[Pass, ...], Callable[[fx.Graph], None]] = {
     JOINT_PASSES: spec.verify_no_kernels,
     INFERENCE_PASSES: spec.verify_no_kernels,

@@ -44,9 +44,8 @@ def cache_keys(added: Sequence[AddedPass]) -> tuple[tuple[str, str, str], ...]:
 def cache_key(function: Pass) -> str:
     """Return the name of a function with a hash of the file that defines it.
 
-    A closure depends on more than its file, and a function from a notebook has no file. Such
-    functions get a new key in each process, so that graphs compiled with them are never read from a
-    cache.
+    What a closure does depends on more than its file, and a function from a notebook has no file.
+    Such functions get a new key in each process, so that no cached graph is used for them.
     """
     plain = inspect.isfunction(function) and function.__closure__ is None
     file = inspect.getsourcefile(function) if plain else None

@@ -14,7 +14,7 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Requests:
-    """Which optional contents of the plan to compute. Computing takes time; `explain` shows them.
+    """The optional parts of the plan to compute. They take time, so only reports request them.
 
     Attributes:
         frontier: the costs of the plans for other memory budgets.
@@ -34,7 +34,7 @@ class Context:
     Attributes:
         config: the user's choices.
         facts: facts about the graph before any pass; empty for the lowering passes.
-        requests: which optional contents of the plan to compute.
+        requests: the optional parts of the plan to compute.
         plan: the decisions so far, which `explain` shows.
         decisions: how the backward gets each forward value: saved, in which format, or recomputed;
             set by `plan_saved_values`.

@@ -1,4 +1,4 @@
-"""Code that `quantize_linears` and `quantize_experts` share: quantize the operands of GEMMs."""
+"""Quantize the operands of GEMMs, for `quantize_linears` and `quantize_experts`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
 
-# The reason if formats are exact: nothing is rounded, so a rewrite would change nothing. Unlike a
-# skipped layer, such a layer may save its input in low bits if the error rules allow it.
+# The reason if the configured formats are exact. FP8 GEMMs would round nothing, so the layer stays
+# as it is. Unlike for a skipped layer, its input may still be saved in a low-bit format.
 EXACT_FORMATS = Reason("formats are exact, so the layer is not rewritten", chosen=True)
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
-    """Return why a layer stays in high precision, by checks that apply to experts, too."""
+    """Return why a linear layer, or a layer of experts, stays in high precision."""
     pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
@@ -63,8 +63,8 @@ def why_not_these_rows(layer: Layer) -> Reason:
 def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = "") -> Linear:
     """Tag the GEMMs of a layer with their roles, and return the layer's entry in the plan.
 
-    With an empty `reason` the layer runs in FP8. The entry lists a role as fast if all GEMMs of the
-    role use fast accumulation.
+    If `reason` is empty, the layer runs in FP8. The entry lists a role as `fast` if all GEMMs with
+    this role use fast accumulation.
     """
     for role, gemm in layer.gemms():
         gemm.meta[ROLE] = role
@@ -82,9 +82,9 @@ def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = ""
 
 
 def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
-    """Return, for each node, the number of linear layers up to the node in the graph.
+    """Return, for each node, how many forward GEMMs of linear layers the graph has up to this node.
 
-    A layer counts once its forward GEMM is tagged with its role.
+    A GEMM is counted only if it is already tagged with its role.
     """
     forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
     return dict(zip(g.nodes, accumulate(forward), strict=True))
@@ -93,8 +93,8 @@ def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
 def gemms_in_order(g: fx.Graph, layers: Iterable[Layer]) -> list[tuple[fx.Node, Layer]]:
     """Return pairs of a GEMM and its layer, for all GEMMs of `layers`, in the order of the graph.
 
-    GEMMs must be rewritten in this order: the first GEMM that reads an operand quantizes the
-    operand for all later GEMMs.
+    GEMMs must be rewritten in this order, because the first GEMM that reads an operand quantizes it
+    for all later GEMMs.
     """
     found = {gemm: layer for layer in layers for _, gemm in layer.gemms()}
     return [(node, found[node]) for node in g.nodes if node in found]
@@ -124,21 +124,21 @@ class Quantizer:
         self.config = config
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, Quantization], tuple[fx.Node, fx.Node]] = {}
-        # The nodes with the amaxes of a matrix, by the matrix (`identity_of`) and the block.
+        # The `amax` node for each matrix and block. `identity_of` returns the key of a matrix.
         self._amaxes: dict[tuple[fx.Node, str, Block], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
 
     def quantize(
         self, matrix: fx.Node, quantization: Quantization, *, contract_rows: bool
     ) -> tuple[fx.Node, fx.Node]:
-        """Return FP8 data and scales of an operand. The last dimension of the data is contracted.
+        """Return FP8 data and scales of an operand. The GEMM contracts the data's last dimension.
 
-        With `contract_rows` the GEMM contracts `matrix` over its first dimension.
+        `contract_rows` is true if the original GEMM contracts the first dimension of `matrix`.
         """
         base, is_flipped = graph.skip_transposes(matrix)
         is_transposed = contract_rows != is_flipped
-        # Tensor cores need contractions with a multiple of 16. `transpose` pads other lengths with
-        # zeros.
+        # Tensor cores need contractions in multiples of 16. For other lengths, `base` is transposed
+        # before it is quantized. `fp8.transpose` pads with zeros when it transposes the data back.
         needs_padding = not is_transposed and not is_multiple_of_16(tensor(base).shape[-1])
         if needs_padding or (is_transposed and not quantization.survives_transpose):
             base, is_transposed = self._permute(base), not is_transposed
@@ -152,7 +152,7 @@ class Quantizer:
             return data, scale
         if data not in self._transposed:
             self._transposed[data] = self.emit(fp8.transpose.default, data)
-        if quantization.is_in_groups:  # block scales form a matrix, too
+        if quantization.is_in_groups:  # one scale for each block: the scales form a matrix, too
             scale = self._permute(scale)
         return self._transposed[data], scale
 
@@ -167,7 +167,7 @@ class Quantizer:
         return self.emit(fp8.quantize.default, base, scale, text), scale
 
     def amax(self, matrix: fx.Node, block: Block) -> fx.Node:
-        """Emit the amax of each block. If row amaxes exist, the tensor's amax is their maximum."""
+        """Emit the amax of each block. The tensor's amax is computed from row amaxes, if any."""
         rows = self._amaxes.get((*identity_of(matrix), ROW))
         if block == TENSOR and rows is not None:
             return self.emit(fp8.amax.default, rows, "tensor")
@@ -189,7 +189,7 @@ class Quantizer:
         return self._transposed[base]
 
     def derive(self, x: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit `target(x, ...)`, which is in the backward if `x` is in the backward."""
+        """Emit `target(x, ...)`. If `x` is in the backward, the new node is, too."""
         node = self.emit(target, x, *args, **kwargs)
         if x in self.backward:
             self.backward.add(node)
@@ -211,9 +211,9 @@ def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
 def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quantization] | None:
     """Return the data, scales and quantization from which a matrix was dequantized.
 
-    The result is None if the matrix was not dequantized, or not from `format`. BF16 represents
-    dequantized values exactly, so quantizing them again would give the same data, or the same
-    values with half the scale.
+    The result is None if the matrix was not dequantized, or not from `format`. Quantizing a
+    dequantized matrix again would give the same data, or the same values with half the scale,
+    because BF16 represents dequantized values exactly. So its data can be reused.
     """
     while matrix.target in graph.CASTS:
         (matrix,) = matrix.all_input_nodes
@@ -229,7 +229,7 @@ def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Qua
 
 
 def replace_gemm(gemm: fx.Node, product: fx.Node, result: fx.Node) -> None:
-    """Replace a GEMM by `result`, and record on the new GEMM `product` which GEMM it replaces."""
+    """Replace a GEMM by `result`. Record on the new GEMM `product` which GEMM it replaces."""
     product.meta[REPLACED_GEMM] = graph.original_name(gemm)
     name = gemm.target.__name__  # type: ignore[union-attr]
     product.meta[graph.ORIGINAL_OPERATOR] = gemm.meta.get(graph.ORIGINAL_OPERATOR, name)

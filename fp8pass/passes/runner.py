@@ -32,7 +32,7 @@ from fp8pass.passes.added import insert_passes
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
 
-# Prefix of a comment in a graph's code. The comment names the module of the lines below.
+# Prefix of the comments that `_code` writes. Such a comment names the module of the lines below.
 MODULE_COMMENT = "# module "
 
 
@@ -123,7 +123,6 @@ def run_passes(
 
 
 def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None) -> float:
-    """Run one pass and return the seconds that it took."""
     if watcher:
         watcher.before(pass_, gm, ctx)
     start = time.perf_counter()
@@ -136,7 +135,7 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 @cache
 def warn_about_checkpointing() -> None:
-    """Warn once per process that fp8pass saves no tensors of checkpointed regions in low bits."""
+    """Warn once per process that checkpointed regions save no tensors in low-bit formats."""
     log.warning(
         "torch.utils.checkpoint is on (gradient_checkpointing of Trainers), so fp8pass saves no "
         "tensors of the checkpointed regions in low bits. To save memory in less time, turn "
@@ -168,8 +167,8 @@ def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[
 def _code(gm: fx.GraphModule) -> str:
     """Return a graph as Python, with a comment at the first line of each module.
 
-    FX writes `x = None` after the last use of each value. These statements are left out, because
-    one would move in the diff whenever a value gets a later use.
+    FX writes `x = None` after the last use of each value. These statements are left out: if a pass
+    adds a later use, the statement moves, which would clutter the diff.
     """
     nodes = {n.name: n for n in gm.graph.nodes}
     lines, current = [], ""

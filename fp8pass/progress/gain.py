@@ -12,8 +12,8 @@ and as measured with three recipes:
     a layer of 4096, H200         11.3    13.2    11.9
 
 For GPT-2 the estimate is 8% of the time that linear layers take in BF16, but the measured gain is
-about zero. For the layer of size 2048 the estimate is 28%, and the whole layer runs more than a
-quarter faster.
+about zero. For the layer of size 2048 the estimate is 28% of that time, and the whole layer runs
+more than a quarter faster.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from fp8pass.hardware import Gpu, Work, known_gpu
 from fp8pass.plan import Linear, Plan
 
-# If the estimate is a smaller share of the GEMMs' BF16 time, FP8 may be slower. The limit is
-# between the 8% and 28% in the module's docstring.
+# If FP8 is estimated to save a smaller share of the GEMMs' BF16 time, it may be slower than BF16.
+# The limit is between the 8% and 28% in the module's docstring.
 CLEAR_SHARE = 0.15
 
 

@@ -22,7 +22,7 @@ from fp8pass.progress.stored import StoredMessages
 
 log = logging.getLogger("fp8pass")
 
-# A warning is logged if a larger share of a graph's weights unexpectedly stays in high precision.
+# If more than this share of a graph's weights unexpectedly stays in high precision, log a warning.
 ROUTINE_SHARE = 0.05
 # The kind of the line that summarizes a graph. All other kinds of messages are warnings.
 SUMMARY = "summary"
@@ -39,7 +39,7 @@ class CompileLog(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that stores a new graph's messages, or logs a cached graph's."""
+        """Return a function that logs a cached graph's stored messages, or stores new messages."""
         stored = StoredMessages.find(gm, config)
 
         def finish(program: Program, compiled: CompiledGraph | None) -> Program:
@@ -130,7 +130,7 @@ def _warn_once(kind: str, text: str) -> None:
 
 
 def _inform(line: str) -> None:
-    """Log a line. If logging is not set up, it shows only warnings; then print to stderr."""
+    """Log a line, or print it to stderr if logging is not set up and so would not show it."""
     if log.hasHandlers() or log.level != logging.NOTSET:
         log.info("%s", line)
     else:

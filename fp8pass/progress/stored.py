@@ -1,4 +1,4 @@
-"""Files with the messages about each graph, in the folder of Inductor's caches.
+"""Store the messages about each graph in files, in the folder of Inductor's caches.
 
 When PyTorch takes a graph from its caches, fp8pass's passes do not run, and there is no plan to
 report. Therefore the messages of the original compilation are stored.

@@ -1,7 +1,7 @@
 """Pinned host memory, for copies that run concurrently with work on the GPU and the CPU.
 
-Pinning takes half a second per GiB, and PyTorch rounds the size of a block up to a power of two. An
-`Arena` divides blocks among tensors, so that no large part of a block is unused. `Buffers` reuses
+PyTorch rounds the size of pinned memory up to a power of two. An `Arena` divides large blocks among
+many tensors, so that little memory is wasted. Pinning takes half a second per GiB. `Buffers` reuses
 memory in every step, so that the memory is pinned only once.
 """
 
@@ -23,15 +23,15 @@ log = logging.getLogger("fp8pass")
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 20, 1 << 30
 PINNED_ALIGNMENT = 512  # bytes, the alignment of tensors on a GPU
 # Sizes of buffers are rounded up to multiples of 1/8 of a power of two, so that tensors of similar
-# size can reuse them. The rounding wastes at most a ninth of the memory.
+# size can use the same buffer. The rounding wastes at most a ninth of the memory.
 SIZE_STEPS = 8
 
 
 class Arena:
     """Host memory for tensors that are copied to and from `device`.
 
-    The memory is pinned if `device` is a GPU. The arena does not reuse the memory of single
-    tensors. A block contains tensors of only one dtype, because `torch.save` refuses tensors of
+    The memory is pinned if `device` is a GPU. If a tensor is freed, the arena does not reuse its
+    memory. A block contains tensors of only one dtype, because `torch.save` refuses tensors of
     several dtypes in one storage.
     """
 
@@ -57,10 +57,7 @@ class Arena:
         return self.empty(x.shape, x.dtype).copy_(x)
 
     def _allocate(self, least: int) -> Tensor:
-        """Allocate a block as large as all earlier blocks together, within limits.
-
-        `least` is its minimum size in bytes.
-        """
+        """Allocate a block of at least `least` bytes. Within limits, a block doubles the arena."""
         size = max(least, min(max(self._total, SMALLEST_BLOCK), LARGEST_BLOCK))
         size = 1 << (size - 1).bit_length()
         self._total += size
@@ -83,7 +80,7 @@ class Buffers:
 
     A buffer belongs to a tensor, not to a graph, because several forwards may run before their
     backwards, and a graph may have two backwards or none. The buffer can be reused when the last
-    reference to the tensor is gone. Usually autograd has this reference.
+    reference to the tensor is gone. Usually autograd holds the last reference.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Measures the bandwidth between a device and host memory."""
+"""Measure the bandwidth between a device and host memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 4
 
 @cache
 def bandwidth(device: torch.device) -> float:
-    """Measure both directions. Return the bytes per second of the slower one, rounded down."""
+    """Return the bytes per second of copies in the slower direction, rounded down."""
     if device.type != "cuda":
         return H200
     on_device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)
@@ -37,7 +37,7 @@ def round_down(rate: float) -> float:
 
 
 def _time(source: Tensor, target: Tensor, device: torch.device) -> float:
-    """Return the seconds of the fastest of several copies. Other processes may slow some down."""
+    """Return the seconds of the fastest of several copies; other processes may slow copies down."""
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
         target.copy_(source, non_blocking=True)

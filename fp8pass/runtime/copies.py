@@ -5,12 +5,12 @@
     z = settled(y, copy)            wait for the copy: `y`, which now has the values of `copy`
 
 The copies of a device run in order on one side stream. Each copy starts after all work that was
-launched before the copy. `settled` makes the device wait, not the CPU. Until `settled` runs, the
-module keeps the source and the copy alive, even if the graph is freed, and nothing may read the
-copy. On a CPU, the operators copy within CPU memory.
+launched before the copy. `settled` makes the device wait, not the CPU. Nothing may read the copy
+before `settled`. Until then, this module holds references to the source and the copy, so that
+neither is freed together with the graph. On a CPU, the operators copy within CPU memory.
 
-`from_host` does not read its argument `after`. The argument is a data dependency for compilers: the
-copy starts after `after` has been computed.
+`from_host` has an argument `after`, which it does not read. A compiler sees a data dependency on
+this tensor, and therefore starts the copy after computing the tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ library.define("settled(Tensor(a) copy, Tensor source) -> Tensor(a)")
 class _Lane(NamedTuple):
     """The host buffers and the copy stream of a device.
 
-    Both directions share one stream, so that a reused buffer is read before it is written.
+    Both directions share one stream, so that a buffer is read before another tensor reuses it.
     """
 
     buffers: Buffers
@@ -48,7 +48,7 @@ class _Unsettled(NamedTuple):
     source: Tensor
 
 
-# The copies that were started, by address of the copy. For finished copies, the value is None.
+# The copies that were started, by their address. The value of a finished copy is None.
 _unsettled: dict[int, _Unsettled | None] = {}
 
 

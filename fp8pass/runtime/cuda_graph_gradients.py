@@ -2,9 +2,9 @@
 
 Autograd assigns the first gradient of a parameter to its `.grad`, without a copy. If the backward
 runs in a CUDA graph, the next micro-batch overwrites this memory with its own gradients before
-autograd adds them. PyTorch then raises an error while it records graphs. In replays, it adds the
-new gradients to themselves (pytorch/pytorch#169545). Therefore `.grad` is copied before a forward
-starts, if it is in the memory of a CUDA graph.
+autograd adds them. While PyTorch records graphs, it raises an error in this case. In replays, it
+silently adds the new gradients to themselves (pytorch/pytorch#169545). Therefore, if `.grad` is in
+the memory of a CUDA graph, it is copied before a forward starts.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def compile_for_moving(
     Args:
         gm: the graph, which Inductor changes.
         inputs: example inputs.
-        moving: the indices of those inputs of the Dynamo graph that change their address.
+        moving: the indices of those inputs of the Dynamo graph whose address changes.
         kwargs: options of Inductor's inner compile.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -57,7 +57,7 @@ def compile_for_moving(
 
 
 def pass_inputs(compiled: Callable[..., Any], pairs: Sequence[tuple[int, int]]) -> Any:
-    """Wrap a compiled graph. For each (result, input) index pair, the result is the input."""
+    """Wrap a compiled graph: for each index pair (i, j), make it return input j as result i."""
 
     def run(arguments: list[Any]) -> list[Any]:
         given = [arguments[i] for _, i in pairs]  # `compiled` empties the list

@@ -1,4 +1,4 @@
-"""Launches a Triton kernel repeatedly with little CPU time."""
+"""Launch a Triton kernel repeatedly with little CPU time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Launcher:
     ) -> None:
         """Launch the kernel on the current stream, with tensors, then numbers, then constants.
 
-        Triton specializes kernels on the alignment of tensors and on some numbers, so the cache
-        key contains both.
+        Triton compiles separate versions for aligned tensors and for some numbers, such as 1. So
+        the alignment and the numbers are a part of the cache key.
         """
         layout = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
         device = tensors[0].device

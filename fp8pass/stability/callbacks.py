@@ -16,7 +16,7 @@ class StepObserver(ABC):
     """
 
     def hugging_face(self) -> Any:
-        """Return a callback for `transformers.Trainer`. Do not call `step()` then.
+        """Return a callback for `transformers.Trainer`. Do not call `step()` yourself.
 
         A Guard receives the loss and gradient norm only when the Trainer logs them: set
         `logging_steps` to 1 or a few. Checkpoints contain the Guard's state, which is restored with
@@ -28,7 +28,7 @@ class StepObserver(ABC):
         return make_trainer_callback(self)
 
     def lightning(self) -> Any:
-        """Return a callback for Lightning's `Trainer`. Do not call `step()` then.
+        """Return a callback for Lightning's `Trainer`. Do not call `step()` yourself.
 
         Lightning's checkpoints contain the state of a Guard.
 

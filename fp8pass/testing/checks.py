@@ -64,21 +64,23 @@ def assert_close(
     """Assert that outputs and gradients are as close to an fp64 step as the formats allow.
 
     With `cosine`, `norm` or `sqnr`, only gradients are checked, against these bounds. Without
-    bounds the accepted error is measured (formula in `closeness.py`): the same step runs in eager
-    PyTorch, while an independent model of the formats (`noise.py`) rounds GEMM operands and saved
-    tensors. For a tensor after an argmax that may flip, only finiteness and size are checked. FP8
-    GEMMs accumulate like Hopper's tensor cores, on every device.
+    bounds, the accepted error is measured (formula in `closeness.py`): the same step runs in eager
+    PyTorch, and simulated noise (`noise.py`) rounds its GEMM operands and saved tensors. If noise
+    flips an argmax, only finiteness and norm of the tensors after it are checked. FP8 GEMMs
+    accumulate like Hopper's tensor cores, on every device.
 
     Args:
         module: a float32 or bfloat16 module on any device. It is copied, and not changed.
         args: arguments of the module.
         config: the tested configuration, by default `Config()`.
         cosine: smallest accepted cosine similarity of a gradient and the exact gradient.
-        norm: largest accepted relative difference of the norms of these two gradients.
-        sqnr: smallest accepted ratio of the exact gradient's norm to the error's norm, in dB.
+        norm: largest accepted difference of the norms of a gradient and the exact gradient, as a
+            share of the norm of the exact gradient.
+        sqnr: smallest accepted ratio of the norm of the exact gradient to the norm of the error, in
+            dB.
 
     Raises:
-        AssertionError: lists the tensors with too large errors, and these errors.
+        AssertionError: lists the tensors whose errors are too large, with their errors.
     """
     config = replace(checked_config(config), compiler="eager")
     with hardware_accumulation():

@@ -2,25 +2,25 @@
 
 The exact step runs the model in eager PyTorch and fp64. The error of a tensor is the norm of its
 difference from the exact tensor, divided by the norm of the exact tensor. For gradients the divisor
-is at least a thousandth of the largest gradient's norm, because some gradients are only noise (for
-example of a bias before a normalization). The accepted error is
+is at least a thousandth of the largest gradient's norm, because some gradients are only noise, e.g.
+the gradient of a bias before a normalization. The accepted error is
 
     2 · √(n² + s²) + 5 · p + r
 
-    n: largest error of the fake-quantized model over all seeds (noise.py). Some seeds run in the
-       model's own dtype, because rounding to this dtype and to the formats may interact.
-    s: for gradients, the larger of two errors; 0 for other tensors. The first is the rounding error
-       of the format of saved tensors: where autograd saves x, a plan may save a factor of the
-       gradient, for example gelu'(x). The second is the largest gradient error that the plan
-       predicts for one saved value: autograd saves x² and x³, but a plan may recompute them from x.
+    n: largest error of the model with simulated rounding (noise.py), over all seeds. Some seeds run
+       in the model's own dtype, because rounding to this dtype and to the formats may interact.
+    s: for gradients, the larger of two errors; 0 for other tensors. They cover plans that save
+       other tensors than autograd. The first is the rounding error of the format of saved tensors,
+       because a plan may save gelu'(x) instead of x. The second is the largest gradient error that
+       the plan predicts for one saved value, e.g. for x if x² and x³ are recomputed from it.
     p: error of the unmodified model in its own dtype.
     r: 1e-4, or one ulp of a coarser dtype, because p may be too small by chance.
 
-A gradient with cosine c has an error of at least √(1 - c²), which is 0.95 for c = 0.3. A zero
-gradient has the error 1, and a gradient multiplied by k has the error |k - 1|. NaN is never
-accepted. All these faults are found if the accepted error is at most `JUDGED`. If it is larger, the
-model is chaotic at this tensor (an argmax flips, a normalization divides by almost zero). Such a
-tensor is unjudged: it only has to be finite, nonzero and at most 10 times too large.
+A gradient whose cosine to the exact gradient is 0.3 has an error of at least √(1 - 0.3²) = 0.95. A
+zero gradient has the error 1, and a gradient multiplied by k has the error |k - 1|. Such faults are
+found if the accepted error is at most `JUDGED`. If it is larger, the model is chaotic at this
+tensor, e.g. because an argmax flips or a normalization divides by almost zero. Such a tensor is
+unjudged: it only has to be finite, nonzero and at most 10 times too large.
 
 Noise is random. Before a complaint is raised, the noise is measured again with more seeds.
 """
@@ -49,7 +49,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass
 class Verdict:
-    """Complaints, and the number of tensors that were judged.
+    """The result of judging all tensors of some steps.
 
     Attributes:
         complaints: one line for each fault of a tensor, such as too large an error.
@@ -113,13 +113,13 @@ class Verdict:
 
 @dataclass
 class Reference:
-    """The exact and the plain steps of a model, and noisy steps, which are computed on demand.
+    """Steps to compare with: exact, plain (the model as it is), and noisy (computed on demand).
 
     Attributes:
         model: the model in its own dtype. Every run copies the model.
         batches: returns new tensors in each call, because a step may write to its batch.
         formats: the formats to which a recipe rounds.
-        run: wraps the model for steps in its own dtype, for example with autocast.
+        run: wraps the model (e.g. with autocast) for the steps that run in the model's own dtype.
         wide: dtype of exact steps and of most noisy steps.
         between: `between(model, i)` changes the model before step `i`.
         noisy: the noisy steps of each seed so far.
@@ -196,9 +196,9 @@ def error(x: Tensor, want: Tensor, least: float = 0.0) -> float:
 
 
 def _align(steps: Sequence[TrainingStep]) -> Iterator[tuple[str, list[Tensor | None]]]:
-    """Yield each result of a step: its name, and its tensors in all `steps`.
+    """For each output, gradient and buffer, yield its name and its tensors in all `steps`.
 
-    The second step must be the exact step. The concatenation of all gradients is one more result.
+    The second step must be the exact step. The first item is the concatenation of all gradients.
     """
     exact = steps[1]
     names = [name for name, want in exact.gradients.items() if want is not None]

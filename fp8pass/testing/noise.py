@@ -1,9 +1,8 @@
-"""The effect of rounding to FP8 and to low-bit saved tensors on gradients, in eager PyTorch.
+"""Simulate in eager PyTorch how rounding to FP8 and to low-bit formats changes gradients.
 
-This model of the formats is independent of the package's quantization. Each GEMM with a parameter
-gets rounded operands and a rounded gradient, and all tensors that autograd saves are rounded. A
-random factor shifts the grid of the format, so that each seed has different errors of the same
-size.
+The simulation does not use the package's quantization. It rounds the operands of each GEMM with a
+parameter, the gradient of the GEMM's result, and all tensors that autograd saves. A random factor
+shifts the grid of a format, so that each seed has different errors of the same magnitude.
 """
 
 from __future__ import annotations
@@ -68,15 +67,15 @@ class Formats:
     def truncated_share(self, length: int) -> float:
         """Return the largest share of a sum of `length` products that fast accumulation loses.
 
-        The loss is largest if all products have the same sign. Each product then loses on average
-        half a unit of the running sum's 14 bits, which is a quarter to a third of 2^-14 of the
+        The loss is largest if all products have the same sign. Then each product loses on average
+        half of the last of the running sum's 14 bits. This is a quarter to a third of 2^-14 of the
         final sum.
         """
         return length * 2.0**-14 / 3 if length <= self.longest_fast else 0.0
 
     @property
     def saved_error(self) -> float:
-        """Relative root mean square error of a saved value with uniformly distributed rounding."""
+        """Relative root mean square error of a saved value, if rounding errors are uniform."""
         return 0.0 if self.saved is None else 0.42 * 2.0 ** -(GRIDS[self.saved].mantissa + 1)
 
     @classmethod
@@ -84,8 +83,8 @@ class Formats:
         """Return the formats of a `Config`, for a model in `dtype`.
 
         For a BF16 model without FP8 the formats are BF16, because fusion changes where values are
-        rounded to BF16. This may change which of two equal maxima is the first, and whether a ReLU
-        is open.
+        rounded to BF16. This may change which element is the maximum, and whether a ReLU passes
+        its input.
         """
         if not config.quantizes_linears:
             own = "bfloat16" if dtype is torch.bfloat16 else None
@@ -97,9 +96,9 @@ class Formats:
 
 
 class Noise(TorchFunctionMode):
-    """Mode that rounds operands and gradients of GEMMs with parameters.
+    """Mode in which a GEMM with a parameter rounds its operands and the gradient of its result.
 
-    `enter` also rounds saved tensors.
+    The context `enter` also rounds saved tensors.
     """
 
     def __init__(self, formats: Formats, seed: int) -> None:
@@ -143,7 +142,7 @@ class Noise(TorchFunctionMode):
         return (grid.round(wide / scale) * scale).to(x.dtype)
 
     def truncate(self, sums: Tensor, *lengths: int) -> Tensor:
-        """Reduce sums of products by a random part of the share that fast accumulation loses."""
+        """Reduce sums of products at random, by at most the share that fast accumulation loses."""
         share = max(map(self.formats.truncated_share, lengths))
         if not share:
             return sums
@@ -170,7 +169,7 @@ class Noise(TorchFunctionMode):
 
 
 class _RoundValue(torch.autograd.Function):
-    """Rounds an operand in the forward, and passes the gradient."""
+    """Rounds an operand in the forward. Its gradient is not changed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, noise: Noise) -> Tensor:
@@ -182,8 +181,6 @@ class _RoundValue(torch.autograd.Function):
 
 
 class _RoundGradient(torch.autograd.Function):
-    """Rounds the gradient of a GEMM's result."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, noise: Noise) -> Tensor:
         ctx.noise = noise
@@ -197,7 +194,7 @@ class _RoundGradient(torch.autograd.Function):
         return noise.truncate(rounded, columns, gradient.numel() // max(columns, 1)), None
 
 
-_COMPUTED = "computed_from_parameters"  # an attribute of tensors
+_COMPUTED = "computed_from_parameters"  # attribute that marks a tensor
 GEMMS = frozenset(
     (
         F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,

@@ -37,7 +37,7 @@ def leaves(value: Any) -> list[Tensor]:
 def step(
     run: Callable[..., Any], model: nn.Module | None, args: Sequence[Any], *, seed: int = 7
 ) -> TrainingStep:
-    """Run a forward and a backward with fixed random numbers, and return new gradients.
+    """Run a forward and a backward with fixed random numbers. Do not accumulate gradients.
 
     Args:
         run: the model, compiled or not.

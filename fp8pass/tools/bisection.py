@@ -27,7 +27,7 @@ from fp8pass.tools.culprit_search import CulpritSearch
 from fp8pass.tools.folding import format_paths
 from fp8pass.tools.output import Result, make_name, make_table
 
-# For each kind of unit, the option that makes such units exact.
+# The compiler option that makes a unit of this kind exact.
 OPTIONS = {"linear": "skip", "saved": "keep_exact"}
 
 
@@ -36,7 +36,8 @@ class Unit:
     """A part of a model that can be made exact on its own.
 
     Attributes:
-        kind: `linear` for all uses of a layer, `saved` for a tensor saved for the backward.
+        kind: `linear` for a linear layer with all its uses, `saved` for a tensor saved for the
+            backward.
         name: path of the layer, or name of the saved value.
         module: path of the layer, or of the module that computes the saved value.
     """
@@ -56,8 +57,8 @@ class Culprit(Unit):
     """A linear layer or saved tensor that causes much of the error by itself.
 
     Attributes:
-        error_before: error of the gradients if only the culprits found earlier are exact.
-        error_after: error of the gradients if this culprit is exact, too.
+        error_before: error of the gradients if only the earlier culprits are exact.
+        error_after: error of the gradients if the earlier culprits and this culprit are exact.
     """
 
     error_before: float
@@ -76,11 +77,13 @@ class Bisection(Result):
         config: the configuration that was examined.
         error: error of the gradients with this configuration.
         culprits: the units that cause most of the error, in the order found.
-        units: number of linear layers and saved tensors that the configuration puts in low bits.
-        probes: number of compilations that the search took.
-        spread: whether no other unit stands out, because many units cause the remaining error.
-        parts: paths of the compiled parts, () for the whole model. Names of units are relative to
-            these paths.
+        units: number of linear layers and saved tensors that the configuration puts in low-bit
+            formats.
+        probes: number of compilations during the search.
+        spread: True if the search stopped early: many units cause the remaining error, and no
+            single unit stands out.
+        parts: paths of the compiled parts, or () if the whole model is compiled. Names of units are
+            relative to these paths.
     """
 
     config: Config
@@ -93,12 +96,12 @@ class Bisection(Result):
 
     @property
     def remaining(self) -> float:
-        """The error if all culprits are exact."""
+        """The error of the gradients if all culprits are exact."""
         return self.culprits[-1].error_after if self.culprits else self.error
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """`skip` and `keep_exact`: the entries of `config`, and an entry for each culprit."""
+        """The options `skip` and `keep_exact` of `config`, with an entry added for each culprit."""
         return make_options(self.culprits, self.config)
 
     def _summary(self) -> str:
@@ -163,12 +166,13 @@ def bisect(
     """Find the linear layers and saved tensors that cause a large gradient error.
 
     Compiles `model` about log2(n) times for each culprit, where n is the number of linear layers
-    and saved tensors. Each compilation makes some of these exact, and runs one forward and
-    backward, op by op. If only parts of the model are compiled, only these parts run in low bits.
-    `bisect` examines the error that gradients have in training. In contrast, `diagnose` measures
-    the error that each layer adds to exact gradients. A `memory_budget` in bytes must be large
-    enough for the tensors that become exact. Parameters, gradients, buffers and random number
-    generators are restored.
+    and saved tensors. Each time, some layers and tensors are exact, and the model runs one forward
+    and backward, op by op. If only parts of the model are compiled, only these parts run in low-bit
+    formats. A `memory_budget` in bytes must be large enough for the tensors that become exact.
+    Parameters, gradients, buffers and random number generators are restored.
+
+    `bisect` examines the total error of the gradients, as training sees it. In contrast, `diagnose`
+    measures the error that each layer adds to exact gradients.
 
     Args:
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
@@ -215,7 +219,7 @@ def bisect(
 def _show_progress() -> Iterator[Callable[[int], None]]:
     """Show a progress bar if stderr is a terminal.
 
-    Yields a function that advances the bar by one step, given the expected number of steps.
+    Yields `advance(total)`, which advances the bar by one of about `total` steps.
     """
     console = Console(stderr=True)
     columns = TextColumn("bisecting"), BarColumn(bar_width=24), MofNCompleteColumn()
@@ -232,7 +236,7 @@ def _show_progress() -> Iterator[Callable[[int], None]]:
 
 
 def find_units(plans: Iterable[Plan]) -> list[Unit]:
-    """Return the linear layers and saved tensors that are in low bits, in forward order."""
+    """Return the linear layers and saved tensors in low-bit formats, in forward order."""
     found: dict[Unit, None] = {}
     for plan in plans:
         placed: list[tuple[int, Unit]] = [
@@ -251,7 +255,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
 
 
 def make_options(units: Iterable[Unit], config: Config) -> dict[str, Any]:
-    """Return `skip` and `keep_exact`: the entries of `config`, and an entry for each of `units`."""
+    """Return the options `skip` and `keep_exact` of `config`, with an entry added for each unit."""
     options: dict[str, Any] = {}
     for unit in units:
         name = OPTIONS[unit.kind]
@@ -260,10 +264,12 @@ def make_options(units: Iterable[Unit], config: Config) -> dict[str, Any]:
 
 
 class Trials:
-    """Runs one step of a model with some of its units exact, always from the same state.
+    """Measures the error of the gradients if some units of a model are exact.
+
+    Each measurement compiles the model again, and runs one step from the same state.
 
     Attributes:
-        units: the units in low bits, in the order of the forward.
+        units: the units in low-bit formats, in forward order.
         compilations: number of compilations so far.
 
     Raises:
@@ -312,7 +318,6 @@ class Trials:
         return measure_relative_error(found, self.exact)
 
     def _compute_gradients(self, backend: Backend) -> list[Tensor | None]:
-        """Return the gradients of the parameters and of tensors in the batch."""
         self.compilations += 1
         with (
             running.isolate_gradients(self.module, self.batch) as leaves,

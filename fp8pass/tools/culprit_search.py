@@ -1,17 +1,17 @@
-"""Search for the units that cause an error, with few measurements of the error.
+"""Search for the units that cause a large gradient error, with few measurements of the error.
 
-Let u1 ... un be the units in low bits in the order of the forward, and E(i) the error of all
-gradients if the first i units are exact. Squares of independent errors add up, so the units i + 1
-to j cause the squared error E²(i) - E²(j). Repeatedly halving the range that causes the most error
-leads to the largest single cause in log2(n) compilations. The search does not halve ranges that
-cause too little error to contain a culprit, so few measurements suffice if no unit is a culprit. If
-making a range exact turns an infinite error into a finite error, the range contains the unit that
-overflows.
+Let u1 ... un be the units in low-bit formats, in forward order. Let E(i) be the error of all
+gradients if u1 ... ui are exact. Squares of independent errors add up, so the units i + 1 to j
+cause the squared error E²(i) - E²(j). The search repeatedly takes the range of units that causes
+the most error, and halves it. It reaches the unit that causes the most error in about log2(n)
+compilations. It does not halve ranges that cause too little error to contain a culprit, so it ends
+early if no unit is a culprit. If an infinite error becomes finite when a range is exact, this range
+contains the unit that overflows.
 
-Squares of large errors do not add up: if all gradients are wrong anyway, the unit that becomes
-exact last seems to cause the whole error. The error may decrease only if several units are exact
-together. So while the search looks for the next culprit, all culprits found so far are exact. In
-the end, the search drops each culprit that causes little error if all other culprits are exact.
+Squares of large errors do not add up. If all gradients are wrong anyway, the unit that becomes
+exact last seems to cause the whole error. Or the error decreases only if several units are exact
+together. So while the search looks for the next culprit, all earlier culprits are exact. At the
+end, the search drops each culprit that causes little error if all other culprits are exact.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CulpritSearch:
         return found
 
     def _compute_threshold(self, exact: frozenset[int]) -> float:
-        """Return the squared error that a culprit must cause while units in `exact` are exact."""
+        """Return the squared error that makes a unit a culprit if units in `exact` are exact."""
         others = self.units - len(exact) - 1
         return max(CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)) * self.error(exact) ** 2
 
@@ -78,9 +78,9 @@ class CulpritSearch:
                 heapq.heappush(ranges, (-caused(*half), *half))
 
     def _compute_decrease(self, before: frozenset[int], after: frozenset[int]) -> float:
-        """Return the decrease of the squared error from `before` to `after`, sets of exact units.
+        """Return how much the squared error falls if `after` is exact instead of `before`.
 
-        The decrease is 0 if both errors are infinite.
+        Both arguments are sets of units. The result is 0 if both errors are infinite.
         """
         a, b = self.error(before), self.error(after)
         return 0.0 if a == b else a**2 - b**2

@@ -28,11 +28,11 @@ from fp8pass.tools.running import check_configuration
 
 LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 
-# The table marks measured errors that exceed this many times the predicted error.
+# The table marks measured errors that exceed the predicted error by this factor.
 FAR_ABOVE = 3.0
 
-# Smaller predicted errors are replaced by this one before the comparison, because BF16 rounding and
-# correlations of gradients with values cause errors up to this size.
+# Predicted errors below this bound are raised to it before the comparison, because BF16 rounding
+# and correlations between gradients and values cause errors up to this size.
 NEGLIGIBLE = 0.01
 
 
@@ -42,8 +42,8 @@ class LayerError:
 
     Attributes:
         module: path of the module in the model.
-        entry: the entry of `skip` that matches the layer: the layer's path in the compiled part.
-            Layers of identical parts have the same entry.
+        entry: the layer's path in the compiled part, as an entry for the option `skip`. Layers of
+            identical parts have the same entry.
         gradient: the tensor that the gradient belongs to: `weight`, `input`, or `attention q`, `k`,
             `v`.
         shape: shape of the gradient, as text.
@@ -174,7 +174,7 @@ def diagnose(
 
 
 def measure_errors(record: Record) -> Iterable[LayerError]:
-    """Yield measured and predicted errors of one graph's gradients, except exact gradients."""
+    """Yield the measured and predicted errors of one graph's gradients. Skip exact gradients."""
     exact = record.exact_values()
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
     predictor = Predictor(rules, record.decisions, record.planned_values(exact))
@@ -203,7 +203,7 @@ def measure_errors(record: Record) -> Iterable[LayerError]:
 
 
 def _describe(node: fx.Node, record: Record) -> str:
-    """Return the kind of tensor that a gradient belongs to."""
+    """Return the name of the tensor that a gradient belongs to, e.g. `weight` or `attention q`."""
     if kind(node) is Kind.ATTENTION:  # fused operators return all gradients as a tuple
         position = int(node.args[1]) if graph.is_getitem(node) else 3  # type: ignore[arg-type]
         return f"attention {'qkv'[position] if position < 3 else 'operand'}"
@@ -219,10 +219,10 @@ class LocalErrorInterpreter(fx.Interpreter):
     Args:
         gm: the rewritten graph.
         exact: the exact value of each node, by name.
-        ends: names of the gradients at the ends of layers.
-        regions: index of each node's non-linear region, by the node's name. If a gradient goes from
-            one node to another in the same region, for example to the sum that computes a bias's
-            gradient, this gradient is not replaced by the exact value.
+        ends: names of the gradients that layers compute. Their errors are measured.
+        regions: index of each node's non-linear region, by the node's name. A gradient that stays
+            within a region, e.g. on its way to the sum that computes a bias's gradient, is not
+            replaced by the exact value.
     """
 
     def __init__(

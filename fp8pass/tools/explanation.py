@@ -108,7 +108,6 @@ class Explanation(ExplanationData):
 def _measure_in_eager(
     explanation: Explanation, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Measure the bytes that an eager forward saves, and record the linear layers that run."""
     try:  # the stance also applies to functions that the model itself compiles
         with torch.compiler.set_stance("force_eager"), running.record_linears(module) as linears:
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)

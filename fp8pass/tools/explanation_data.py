@@ -124,11 +124,11 @@ class ExplanationData(Result):
 
 
 def describe_operands(compiled: CompiledGraph) -> list[SavedTensor]:
-    """Return the saved tensors of a graph, with FP8 operands of GEMMs listed as saved in low bits.
+    """Return the saved tensors of a graph, with the format FP8 for saved operands of FP8 GEMMs.
 
-    The plan lists such an operand as `exact`, because the graph saves the FP8 data unchanged. In
-    the result, the operand's format is FP8, and `bytes_exact` is the size of the value that was
-    quantized, because that value would be saved without fp8pass.
+    The plan lists such an operand as `exact`, because the graph saves its FP8 data unchanged. In
+    the result, `bytes_exact` of the operand is the size of the value before quantization, because
+    this value would be saved without fp8pass.
     """
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     return [_describe_operand(s, nodes[s.name]) for s in compiled.plan.saved]

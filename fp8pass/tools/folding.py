@@ -1,4 +1,4 @@
-"""Fold rows of a plan that differ only in the layer's number into one row with a count."""
+"""If rows of a plan differ only in the number of the layer, fold them into one row with a count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8pass.plan import Collective, HostCopy, Linear, RuleSummary, SavedTensor
 
 
 class FoldedRow(NamedTuple):
-    """An item of a plan that is equal in `count` modules.
+    """A row that represents `count` equal items of a plan, which are in different modules.
 
     Attributes:
         module: pattern of the modules' paths, such as `layers.*.mlp`.
@@ -68,7 +68,7 @@ def fold_collectives(sent: Iterable[Collective]) -> list[FoldedRow]:
 
 
 def fold_copies(copies: Iterable[HostCopy]) -> list[FoldedRow]:
-    """Fold equal layers' copies to the host. A row has the copy times of the first layer."""
+    """Fold the host copies of equal layers. A row has the copy times of the first layer."""
     return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 
@@ -79,7 +79,8 @@ def fold_saved(
 
     Args:
         saved: saved tensors.
-        sources: source line of each tensor, by name. Only tensors with equal lines are folded.
+        sources: source line of each tensor, by name. Only tensors with equal source lines are
+            folded.
     """
     lines = sources or {}
 

@@ -1,8 +1,8 @@
-"""Predict the error of every gradient in a planned backward with the error rules.
+"""Use the error rules to predict the error of every gradient in a planned backward.
 
 Errors are local, as `diagnose` measures them: the error that one non-linear region, GEMM or
 attention adds to exact incoming gradients. Values come from a real batch. Rounding is idealized
-(`samples.rounding`): values of any size have the relative error of the format's normal range.
+(`samples.rounding`): even tiny values have the relative error of the format's normal range.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Predictor:
         rules: error rules of the graph.
         decisions: how each forward value reaches the backward.
         values: exact values of the nodes on a batch.
-        forward: predicted errors of forward values when the backward reads the values.
+        forward: predicted error of each forward value that the backward reads.
         backward: predicted errors of gradients, by the node's name in the graph before any pass.
             An error is None if no rule could be derived.
     """
@@ -60,7 +60,7 @@ class Predictor:
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:
-        """Predict the errors of all nodes in order, and of each region after its last input."""
+        """Predict the errors of all nodes in graph order. A region follows its last input."""
         members = {n for region in self.rules.regions for n in region.nodes}
         ready = self.rules.by_last_input()
         for node in g.nodes:
@@ -132,7 +132,8 @@ class Predictor:
     def _predict_experts(self, gemm: fx.Node) -> float:
         """Return the error of an expert GEMM, assuming that its operands' errors are independent.
 
-        The sizes of the expert groups are dynamic, so no sample of the product can be drawn.
+        Unlike `_predict_scaled_mm`, this cannot compute a part of the product, because the sizes of
+        the expert groups are known only at run time.
         """
         operands = [_find_quantize(gemm.args[0]), _find_quantize(gemm.args[2])]
         formats = map(_find_format, operands)
@@ -149,7 +150,7 @@ class Predictor:
     def _find_experts_matrix(self, node: fx.Node) -> Tensor:
         """Return the matrix that `node` quantized, with the contracted dimension last.
 
-        If the GEMM sums over tokens, the result has as many tokens as an average expert.
+        If the GEMM sums over tokens, the matrix is cut to the tokens of an average expert.
         """
         matrix = self.values[node.args[0]]  # type: ignore[index]
         if node.target is fp8.quantize.default:
@@ -165,7 +166,7 @@ class Predictor:
         if graph.is_call(node, fp8.transpose.default):
             matrix, error = self._find_operand(node.args[0])  # type: ignore[arg-type]
             return matrix.t(), error
-        if graph.is_call(node, fp8.as_codes.default):  # gathered from an exact shard
+        if graph.is_call(node, fp8.as_codes.default):  # FP8 data from a gather
             return self.values[node], FORMATS[str(node.args[1])].relative_error
         source, format = node.args[0], _find_format(node)
         inherited = self.forward.get(source, 0.0)  # type: ignore[arg-type]
@@ -234,7 +235,6 @@ def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
 
 
 def _find_format(quantized: fx.Node) -> Format:
-    """Return the format of an operand that `quantize` or `transpose_segments` returns."""
     if quantized.target is fp8.quantize.default:
         return quantization_of(quantized).format
     return FORMATS[str(quantized.args[3])]

@@ -1,4 +1,4 @@
-"""Record the joint graphs that a step of a model runs, before and after the passes, with inputs."""
+"""Record the joint graphs of one training step, before and after the passes, with their inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fp8pass.tools import running
 def record_step(
     model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, config: Config
 ) -> list[Record]:
-    """Run `loss_fn(model, batch).backward()`, and record each graph run that has a backward.
+    """Run `loss_fn(model, batch).backward()`, and record each run of a graph that has a backward.
 
     If only parts of the model are compiled, only these parts are recorded. Parameters, buffers,
     gradients and random number generators are restored.
@@ -123,7 +123,6 @@ def arrange_as(node: fx.Node, value: Any) -> Any:
 
 
 def _moves_data(node: fx.Node) -> bool:
-    """Check whether an operator is a view or a copy."""
     return node.op == "call_function" and (
         kind(node) in (Kind.VIEW, Kind.MOVEMENT) or node.target is aten.clone.default
     )
@@ -152,7 +151,7 @@ class Recorder:
             self._planned = planned, replace(ctx, facts=ctx.facts.map_to_copy(copies)), decisions
 
     def after(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """Make the record after `materialize_plan`, before a pass merges the GEMMs of layers."""
+        """Make the record after `materialize_plan`, before a later pass merges GEMMs of layers."""
         if pass_ is materialize_plan and self._planned and self._exact:
             rewritten = graph.copy_module(gm)
             for module in (self._exact, rewritten):
@@ -165,7 +164,7 @@ class Runs:
     """The runs of one graph. Collects the inputs of each forward and of its backward.
 
     Args:
-        records: list that a record of each run is added to, in the order of the forwards.
+        records: list to which `forward` appends a record of each run.
         copies: whether to copy the inputs. This is necessary if their memory is freed after a run.
     """
 
@@ -183,9 +182,10 @@ class Runs:
     def backward(self, inputs: dict[str, Any]) -> None:
         """Add the inputs of a backward to the record of its forward.
 
-        This is the last waiting forward for which the inputs that both graphs read are equal.
-        Autograd runs backwards in the reverse order of forwards. So later forwards that still wait
-        have no backward: their results are not used, or `torch.utils.checkpoint` ran them again.
+        Autograd runs backwards in the reverse order of forwards, so this searches the forwards
+        without a backward from the last to the first. The right forward has read the same tensors
+        and numbers as the backward. Later forwards will not get a backward: their results are not
+        used, or `torch.utils.checkpoint` ran them again.
         """
         while self._waiting:
             run = self._waiting.pop()
@@ -201,7 +201,6 @@ class Runs:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Check whether two inputs are tensors in the same memory, or equal numbers."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.data_ptr() == b.data_ptr()
     return bool(a == b)

@@ -171,10 +171,10 @@ def find_owners(model: nn.Module) -> dict[int, str]:
 
 @contextmanager
 def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Collect the paths of the `nn.Linear`s that run, by the ids of their parameters at that time.
+    """Collect the paths of the `nn.Linear`s that run, by the ids of the parameters they run with.
 
-    With FSDP2, these are gathered parameters instead of the model's own. Layers that compute their
-    weight, and so have no parameter `weight`, are left out.
+    With FSDP2, these are the gathered parameters. Layers that compute their weight, and so have no
+    parameter `weight`, are left out.
     """
     found: dict[int, str] = {}
 
@@ -204,7 +204,7 @@ def count_convolutions(model: nn.Module) -> tuple[int, float]:
 
 
 def name_projections(model: nn.Module, plan: Plan) -> None:
-    """Name the projections of each `nn.MultiheadAttention`, because they have the same path.
+    """Name the projections of each `nn.MultiheadAttention`, because they share a path in the plan.
 
     In each run, one to three GEMMs project queries, keys and values. The next GEMM is the output
     projection, which has a third as many output features as these GEMMs together.
@@ -225,8 +225,8 @@ def name_projections(model: nn.Module, plan: Plan) -> None:
 def find_module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
     """Return the path of the module that ran a graph; '' is the model itself.
 
-    The path of a weight's module in the model ends in the path of the same module in the graph. The
-    result is the path in the model without this ending.
+    Paths in the graph are relative to this module. For example, if a weight is in `layers.3.mlp` of
+    the model, and in `mlp` of the graph, the result is `layers.3`.
 
     Args:
         weights: parameters that the graph ran with, by the paths of their modules in the graph.
@@ -243,7 +243,6 @@ def find_module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str])
 
 
 def _read_configuration(module: nn.Module) -> Config | None:
-    """Return the configuration that fp8pass compiled a module with, or None."""
     compiled_with, options = compat.backend_of(module)
     if compiled_with is not fp8pass and not isinstance(compiled_with, Backend):
         return None
@@ -302,9 +301,9 @@ def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
 
     The leaf tensors are the parameters, and the leaf tensors of the batch that require a gradient.
     The values of the gradients are restored, too, because DistributedDataParallel writes to their
-    memory. Inside the context, FSDP2 reduces all gradients. Earlier sums that FSDP2 has not reduced
-    yet are restored on exit. Hooks on accumulated gradients do not run, because an optimizer in
-    such a hook would train the model.
+    memory. Inside the context, FSDP2 reduces all gradients. Gradient sums of earlier micro-batches
+    that FSDP2 has not reduced yet are restored on exit. Hooks on accumulated gradients do not run,
+    because an optimizer in such a hook would train the model.
 
     Raises:
         ValueError: inference mode is on.

@@ -16,7 +16,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
 
     Parameters, buffers and leaves that require a gradient are not counted, because the caller holds
     them anyway. Tensors that share a storage count once. Saved tensors are freed immediately. So
-    their total size may exceed the memory, and the backward of this forward cannot run.
+    their total size may exceed the device's memory, but the backward of this forward cannot run.
 
     Raises:
         RuntimeError: the forward computes derivatives itself.

@@ -9,8 +9,8 @@ The model runs once. SciPy's L-BFGS-B searches for the maximum from z = 0, with 
 in FP64.
 
 Cross-entropy is monotonic in each logit, so its maximum over the box is in the corner that the
-gradient at y points to. `search=False` evaluates the loss only at y and in this corner, with one
-gradient, on the model's device. Losses that are not monotonic within the box need the search.
+gradient at y points to. `search=False` skips the search, and evaluates the loss only at y and in
+this corner, on the model's device. Losses that are not monotonic within the box need the search.
 """
 
 from __future__ import annotations
@@ -155,7 +155,6 @@ class Landscape:
 
 
 def _search_box(landscape: Landscape, half_widths: Tensor) -> float:
-    """Return the largest loss that L-BFGS-B finds in the box."""
     center = landscape.logits
     # L-BFGS-B's tolerances are made for the loss of one sequence, so the mean is scaled to a sum.
     count = math.prod(center.shape[:-1])
@@ -177,7 +176,6 @@ def _search_box(landscape: Landscape, half_widths: Tensor) -> float:
 
 
 def _compute_corner(landscape: Landscape, half_widths: Tensor) -> float:
-    """Return the loss in the corner of the box that the gradient points to."""
     _, gradient = landscape.loss_and_gradient(landscape.logits)
     return landscape.loss(landscape.logits + half_widths * gradient.sign())
 
@@ -203,7 +201,6 @@ def find_logits(output: Any) -> Tensor:
 
 
 def _replace_logits(output: Any, logits: Tensor) -> Any:
-    """Return a copy of a model's output with the given logits."""
     if isinstance(output, Tensor):
         return logits
     if isinstance(output, (tuple, list)) and not hasattr(output, "logits"):

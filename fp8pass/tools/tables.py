@@ -64,7 +64,6 @@ def make_saved_table(title: str, plan: Plan) -> Table:
 
 
 def _make_host_table(title: str, offload: Offload) -> Table:
-    """Make the table of offloaded tensors, with predicted times."""
     columns = "×", "MiB", "computed at ms", "used after ms", "copy ms"
     table = make_table(f"{title}: saved in host memory", "module and tensor", *columns)
     for path, count, c, _ in folding.fold_copies(offload.copies):
@@ -77,7 +76,6 @@ def _make_host_table(title: str, offload: Offload) -> Table:
 
 
 def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
-    """Make the table of collectives, the largest first, with the reasons for high precision."""
     columns = "×", "graph", "collective", "MiB"
     table = make_table(f"{title}: sent to other ranks", "module, tensor and reason", *columns)
     for path, count, c, _ in folding.fold_collectives(collectives):
@@ -103,7 +101,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Make the table of plans for several memory budgets, with shares of the largest budget.
+    """Make the table of the plans for several memory budgets.
 
     Saved bytes are rounded up, because a user may pass a number from the table as `memory_budget`.
     """
@@ -242,7 +240,6 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
 
 
 def _describe_heads(plans: Sequence[Plan]) -> str:
-    """Describe each output head that is in the same graph as its loss, with one line each."""
     lines = dict.fromkeys(
         f"\nLogits of {head.module or 'the output head'}, {head.shape}: computed "
         + (f"in {head.chunks} chunks of tokens" if head.chunks > 1 else "for all tokens at once")

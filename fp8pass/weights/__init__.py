@@ -5,6 +5,6 @@ quantization_kernel.py  the Triton kernel that quantizes weights by row
 choice.py               chooses the linear layers that can have quantized weights
 quantize_frozen.py      `quantize_frozen`: replaces frozen weights by FP8 data
 
-Two other modules create quantized weights: `distributed/weight_gather.py` makes FSDP2 gather them,
-and `optim/offload.py` stores exact weights in host memory and their FP8 data on the device.
+Two other modules create quantized weights: `distributed/weight_gather.py`, so that FSDP2 gathers
+FP8 data, and `optim/offload.py`, which moves the exact weights from the device to host memory.
 """

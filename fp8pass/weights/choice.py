@@ -19,7 +19,7 @@ class Choice:
 
     Attributes:
         layers: for each weight to quantize, the layers that use the weight.
-        reasons: for each layer that cannot be quantized, by path, the reason.
+        reasons: by path of a layer, why its weight cannot be quantized.
     """
 
     layers: dict[Tensor, list[nn.Linear]] = field(default_factory=dict)
@@ -36,10 +36,10 @@ def choose_layers(
 
     Args:
         model: the model.
-        skip: paths of layers, or parts of them with *, to leave out.
+        skip: shell-style patterns of layer paths. Matching layers are not quantized.
         why_not: returns why the caller cannot quantize a weight, or ''.
-        considers: returns whether a weight is a candidate. Layers with other weights are neither in
-            `layers` nor in `reasons` of the result.
+        considers: returns whether a weight is a candidate. Layers whose weight is not a candidate
+            are left out of the result.
 
     Raises:
         ConfigError: the model is not a module.

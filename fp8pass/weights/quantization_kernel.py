@@ -1,6 +1,6 @@
-"""The Triton kernel that `quantized_parameter.quantize_rows` launches once for several matrices.
+"""Quantize the rows of several matrices with one launch of a Triton kernel.
 
-Each Triton program quantizes one row of one matrix. With a launch for each matrix, the launches
+Each Triton program quantizes one row of one matrix. If each matrix had its own launch, the launches
 would take more time on the CPU than the kernels on the GPU.
 """
 
@@ -65,9 +65,9 @@ def quantize_rows(
 ) -> None:
     """Round matrices [M, K] to `dtype`, quantize each row, and write E4M3 data and fp32 scales.
 
-    All matrices are contiguous and have the same dtype. The results of all matrices are
-    concatenated: `data` has an element for each element of the matrices, and `scales` has one for
-    each row.
+    All matrices must be contiguous and have the same dtype. Their results are concatenated: `data`
+    has as many elements as all matrices together, and `scales` has an element for each of their
+    rows.
     """
     first = matrices[0]
     addresses = tuple(x.data_ptr() for x in matrices)
@@ -95,7 +95,7 @@ def _arguments(
         table.append((row, length, element, address))
         row, element = row + rows, element + rows * length
     # The largest power of two, up to 16, that divides all row lengths, indices in `data`, and
-    # addresses. All are counted in elements.
+    # addresses, in elements. Triton can then load and store several elements at once.
     offsets = (n for _, k, e, x in table for n in (k, e, x // source_dtype.itemsize))
     aligned = math.gcd(16, *offsets)
     block = min(triton.next_power_of_2(max(k for _, k in shapes)), ROW_BLOCK)

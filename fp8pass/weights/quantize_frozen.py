@@ -5,8 +5,8 @@
 The forward's GEMM reads the FP8 data directly, so training steps do not quantize the weight. dgrad
 contracts the output features (the rows of the weight), so the scales of its operand must not vary
 from row to row. The backward therefore requantizes the data with one scale for the whole weight.
-Requantization reads and writes one byte per element. Storing the requantized data instead would
-need as much memory again as the FP8 weight.
+This is cheap, because it reads and writes one byte per element. Storing the result instead would
+double the memory of the weight.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
     computed with the rounded weights. In all other layers, each use dequantizes the weight.
 
     The model can be moved, copied and saved as before. Call `quantize_frozen` again after freezing
-    more layers. `state_dict` contains the rounded weights in their original dtype. These are in
-    host memory, because the GPU may not have enough memory for them. `load_state_dict` quantizes
-    the loaded weights; with `assign=True` it replaces the quantized weights. Nothing else can
-    change a quantized weight, so merge adapters into the weights before you quantize them.
+    more layers. `state_dict` contains the rounded weights in their original dtype, in host memory,
+    because the GPU may not have enough memory for them. `load_state_dict` quantizes the loaded
+    weights; with `assign=True`, the loaded weights stay unquantized. Nothing else can change a
+    quantized weight, so merge adapters into the weights before you quantize them.
 
     Args:
         model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`). Its
             frozen linear layers have weights in BF16, or in FP32 for autocast. FP32 weights are
             rounded to BF16, as autocast does. Quantize before DistributedDataParallel wraps the
             model.
-        skip: paths of linear layers, or parts of them with *, that stay unquantized. Output heads
-            and layers that cannot run in FP8 always stay unquantized.
+        skip: shell-style patterns of layer paths. Matching layers are not quantized. Output heads
+            and layers that cannot run in FP8 are never quantized.
 
     Returns:
         The model.

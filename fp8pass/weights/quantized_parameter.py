@@ -1,16 +1,17 @@
-"""Weights that are already quantized when they enter a graph: E4M3 data, a scale for each row.
+"""Weights that are already quantized to E4M3, with a scale for each row, when a graph reads them.
 
-In compiled code, the forward's GEMM reads the FP8 data, which have the same bits as if the graph
-quantized a BF16 weight by row (section 3.2 of the LLMQ paper). The backward dequantizes the data.
+In compiled code, the forward's GEMM reads the FP8 data. They have the same bits as if the graph
+quantized a BF16 weight by row (section 3.2 of the LLMQ paper).
 
-Modules handle quantized weights like other weights: they can be moved to another device, converted
-to another dtype, copied and pickled.
+Quantized weights can be moved to another device, converted to another dtype, copied and pickled.
+There are three kinds:
 
-A weight with a `source` is exact: the source contains the exact values, and the FP8 data are a
-cache. Outside of compiled graphs, operators read the source. If an operator writes to the weight,
-it writes to the source, and the source is quantized again before the FP8 data are used. If the FP8
-data are the only copy of a weight (`is_only_copy`), the weight can only be replaced as a whole, and
-the new values are quantized. Quantized weights that FSDP2 gathered cannot be changed.
+- A weight with a `source` is exact. The source contains the exact values, and the FP8 data are a
+  cache. Operators outside of compiled graphs read the source. Writing to the weight changes the
+  source, which is quantized again before the FP8 data are used.
+- If the FP8 data are the only copy of the values (`is_only_copy`), the weight can only be replaced
+  as a whole. The new values are quantized.
+- A weight that FSDP2 gathered cannot be changed. Its shards can be changed instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ fp8 = torch.ops.fp8pass
 class QuantizedWeight(Tensor):
     """A matrix [M, K] as E4M3 data and a scale for each row.
 
-    Operators outside of compiled graphs compute with the source, or else with dequantized data.
+    Operators outside of compiled graphs read the source; without a source, the dequantized data.
 
     Attributes:
         source: the exact matrix [M, K] in host memory, or None. Optimizers may write to the source.
@@ -139,7 +140,7 @@ class QuantizedWeight(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Quantize a changed source before pickling, because pickles do not contain versions."""
+        """Quantize a changed source first: a pickle does not record that the source changed."""
         self._follow_source()
         return super().__reduce_ex__(protocol)
 
@@ -166,7 +167,7 @@ class QuantizedWeight(Tensor):
             values = values.exact() if isinstance(values, QuantizedWeight) else values
             self.wait_for_source()
             self.source.copy_(values)
-            self.requantize()  # writes inside __torch_dispatch__ do not increment versions
+            self.requantize()  # a write inside __torch_dispatch__ does not change the version
         elif not self.is_only_copy:
             raise RuntimeError(_explain_refusal(aten.copy_.default, self))
         elif isinstance(values, QuantizedWeight):
@@ -178,7 +179,7 @@ class QuantizedWeight(Tensor):
             self.requantize(0, rows.expand(self.shape))
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
-        """Quantize the source, or only `rows` [R, K], which replace rows from index `first`."""
+        """Quantize the source, or only `rows` [R, K]: the new values of the rows from `first`."""
         if rows is None:
             assert self.source is not None
             self.wait_for_source()
@@ -227,7 +228,7 @@ class QuantizedWeight(Tensor):
 class WeightView(Tensor):
     """A read-only view of a `QuantizedWeight`, or of another `WeightView`.
 
-    A view contains a copy of the values, so writing to the view would not change the weight.
+    A view contains a copy of the values. A write would not change the weight, so it is an error.
     """
 
     @staticmethod
@@ -241,7 +242,7 @@ class WeightView(Tensor):
         return repr(self.values_of_weight)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a plain tensor, because scatter collectives read memory without dispatch."""
+        """Return a plain tensor: scatter collectives read its memory without calling operators."""
         return self.values_of_weight.contiguous(*args, **kwargs)
 
     @classmethod
@@ -271,7 +272,7 @@ def _protect_views(func: Any, found: Any) -> Any:
 def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]) -> Any:
     """Run an operator that writes to weights.
 
-    The operator writes to copies of the exact values. Then the weights are changed to the copies.
+    The operator writes to copies of the exact values. Then the copies replace the weights.
 
     Raises:
         RuntimeError: a weight cannot be changed, or this operator cannot change it.
@@ -304,7 +305,7 @@ def _move(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
-    **_: Any,  # arguments for layouts have no effect, because FP8 matrices have only one
+    **_: Any,  # such as `memory_format`; the layout of FP8 matrices is fixed
 ) -> QuantizedWeight | None:
     """Return a copy of a weight with this dtype and device, or None if the dtype is not a float."""
     dtype = dtype or weight.dtype
@@ -335,7 +336,6 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: 
 
 
 def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
-    """Return the error message for an operator that cannot change a weight."""
     if weight.source is not None:
         return (
             f"{func} cannot change a quantized weight in place, because its exact values are in "

@@ -95,10 +95,9 @@ _ASSEMBLY = """tl.inline_asm_elementwise(
 class Instructions:
     """An elementwise Triton function in inline assembly.
 
-    Triton's own functions handle denormals, call a library, or unpack registers twice. They execute
-    two to twenty instructions instead of one. Kernels would then be limited by instructions instead
-    of memory.
-    The hardware's approximations have a relative error of 2^-22.
+    Triton's own functions handle denormals, call a library, or unpack registers twice, so they
+    execute two to twenty instructions instead of one. Then instructions, not memory, would limit
+    the speed of kernels. The hardware's approximations have a relative error of 2^-22.
 
     Attributes:
         instructions: the PTX code.

@@ -1,7 +1,7 @@
 """The Triton kernel of `transpose_segments`: quantize, transpose and pad the tokens of experts.
 
     codes[k, place] = x[rows[token], k] / scale[e]
-                                            token = place - padded start of e + start of e
+    token = start of e + (place - padded start of e)
 
 Here `place` is the index of a column of the result, and `e` is the expert of this column. A Triton
 program processes a tile of places and loops over the columns of `x`. The GPU computes the expert of

@@ -1,8 +1,8 @@
-"""Kernels as operators: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
+"""Operators that run kernels: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
 
-In eager mode, an operator runs generated Triton kernels on a GPU, and the programs' references on a
-CPU. In compiled graphs, Inductor allocates the results and launches the kernels, as it does for its
-own kernels. Programs are passed as a string, because graphs with string arguments can be cached.
+In eager mode, an operator runs Triton kernels on a GPU, and the reference implementation of its
+programs on a CPU. In compiled graphs, Inductor allocates the results and launches the kernels, as
+for its own kernels. Programs are a string, because graphs with string arguments can be cached.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fp8pass.codegen.program.program_batch import Batch
 # symbolic.
 Prepare = Callable[[Program, Any, int], LaunchPart]
 
-# For the operator of each kernel, the function that prepares its programs.
+# The function that prepares the programs of each operator.
 KERNELS: dict[Any, Prepare] = {}
 
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
-    """Define and return the operator `name`. `prepare` prepares its programs for launches."""
+    """Define and return the operator `name`, whose programs `prepare` prepares for launches."""
 
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
         batch = Batch.parse(programs)
@@ -59,7 +59,7 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
 
 
 def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
-    """Run the kernels of a batch. The kernels write their output to the tensors `results`."""
+    """Run the kernels of a batch, which write to the tensors `results`."""
     operands = [x.contiguous() for x in inputs]
     parts = prepare_batch(prepare, batch, [x.shape for x in operands])
     for launch in plan_launches(part for part in parts if part.grid):

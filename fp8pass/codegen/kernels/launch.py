@@ -163,7 +163,7 @@ class Call:
     constants: tuple[tuple[str, Any], ...]
 
     def source(self, name: str, number: int, index: str) -> str:
-        """Return the source that calls function `name` for part `number`, program id `index`."""
+        """Return the call for part `number`, whose function is called `name` in the source."""
         sizes = [f"{size}={size}_{number}" for size in self.function.sizes]
         constants = [f"{constant}={value!r}" for constant, value in self.constants]
         return f"{name}({', '.join((index, *self.pointers, *sizes, *constants))})"
@@ -183,7 +183,6 @@ def _name_kernel(calls: Sequence[Call]) -> str:
 
 
 def _write_kernel(name: str, calls: Sequence[Call], parameters: Sequence[str]) -> str:
-    """Return the source of the Triton module that defines the kernel `name`."""
     functions = list(dict.fromkeys(call.function for call in calls))
     names = {function: f"part_{i}" for i, function in enumerate(functions)}
     lines = []
@@ -202,7 +201,7 @@ def _write_kernel(name: str, calls: Sequence[Call], parameters: Sequence[str]) -
 
 
 def _write_condition(number: int, count: int) -> str:
-    """Return the condition of a call: whether the program id lies in part `number` of `count`."""
+    """Return the `if` before a call: whether the program id lies in part `number` of `count`."""
     if count == 1:
         return ""
     if number == count - 1:

@@ -14,12 +14,12 @@ from fp8pass.dialect.formats import FORMATS
 
 
 def locate_byte(column: str, size: int, width: int) -> str:
-    """Return the expression for the index, in a row of a plane, of the byte of a column's element.
+    """Return the expression for the position of an element's byte in a row of a plane.
 
     Args:
-        column: expression for the column.
-        size: elements of a group.
-        width: bits of an element in the plane.
+        column: expression for the column of the element.
+        size: number of elements in a group.
+        width: number of bits of each element that the plane contains.
     """
     count = size * width // 8
     return f"{column} // {size} * {count} + {column} % {count}"
@@ -61,7 +61,7 @@ def encode_values(values: str, format: str) -> str:
 
 
 def split_planes(elements: str, format: str) -> Iterator[tuple[str, int]]:
-    """Yield, for each plane, the expression for its bits of the elements, and its width in bits."""
+    """Yield, for each plane, the expression for the bits that it stores, and their number."""
     offset = 0
     for width in FORMATS[format].planes:
         field = f"({elements} >> {offset})" if offset else elements

@@ -29,7 +29,6 @@ HELD = 44
 HELD_SUMMED = 32
 # Number of elements in a chunk if the row is read in a loop.
 CHUNK = 4096
-# Minimum number of elements in a chunk.
 SMALLEST_CHUNK = 128
 
 
@@ -70,7 +69,7 @@ def _check(program: Program, columns: int) -> None:
 
 
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
-    """Return how a row is cut into chunks of whole groups, and the number of warps."""
+    """Return how a row is cut into chunks, and the number of warps. Chunks contain whole groups."""
     if columns > LONGEST_HELD:
         return Shape(columns, CHUNK, held=False), 4
     held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)

@@ -100,7 +100,7 @@ class Shape:
 
     @property
     def chunks(self) -> range:
-        """Indices of the chunks with separate code: all of a held row, or one for the loop."""
+        """Indices of the chunks that have their own code. A loop has code for only one chunk."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     def is_full(self, i: int) -> bool:
@@ -238,7 +238,7 @@ class RowWriter:
                 self.lines.append(f"tl.store({pointer} + row, {value}.to(tl.{store.dtype}))")
 
     def _row_values(self, names: list[str]) -> list[str]:
-        """Return the row values that `names` need. They are computed before the chunks."""
+        """Return the values that `names` depend on and that are the same for the whole row."""
         found: list[str] = []
         seen, pending = set(self.known), list(reversed(names))
         while pending:
@@ -297,7 +297,7 @@ class RowWriter:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
 
     def name(self, value: str, i: int) -> str:
-        """Return a value's name in chunk `i`. A row value has the same name in all chunks."""
+        """Return a value's name in chunk `i`. Values that vary along a row have several."""
         return f"{value}_{i}" if value in self.varying else value
 
     def _along(self, value: str, i: int) -> str:
@@ -307,7 +307,7 @@ class RowWriter:
         return name if varies else f"tl.full(({self.shape.chunk},), {name}, tl.float32)"
 
     def define(self, value: str, i: int) -> str:
-        """Return a value's name in chunk `i`. Write the lines that compute it, unless present."""
+        """Write the lines that compute a value in chunk `i`, unless present. Return its name."""
         name = self.name(value, i)
         if name in self.known:
             return name
@@ -350,7 +350,7 @@ class RowWriter:
             self.lines += [line.format(scales=where[-1], **names) for line in _GROUP_SCALES]
 
     def _read_planes(self, load: Load, name: str, i: int) -> None:
-        """Write the loads of the bytes with chunk i's elements, one load for each plane."""
+        """Write, for each plane, the load of the bytes that contain the elements of chunk `i`."""
         for plane, width in enumerate(FORMATS[load.format].planes):
             byte = locate_byte(f"column_{i}", load.group_size, width)
             place = f"row * {self.shape.columns * width // 8} + {byte}"
@@ -441,7 +441,7 @@ STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
 
 
 def _first(load: Load) -> str:
-    """Return the expression for the offset, in elements, of the row's first element in memory."""
+    """Return the expression for the index of the row's first element in the loaded tensor."""
     return f"row * {load.width} + {load.offset}" if load.width else "first"
 
 

@@ -17,8 +17,8 @@ from fp8pass.graph.patterns import is_batched_transpose, quantization_of, skip_r
 
 fp8 = torch.ops.fp8pass
 
-# If computing a matrix reads at most this many times the bytes of the matrix, the kernel computes
-# the matrix. Otherwise the kernel reads the matrix from memory.
+# A kernel that quantizes a matrix can also compute the matrix. It does so if the operands have at
+# most this many times the bytes of the matrix. Otherwise it reads the matrix from memory.
 LARGEST_INPUTS = 2.0
 
 
@@ -52,7 +52,7 @@ def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]])
 
 
 def why_no_rows(data: fx.Node) -> str | None:
-    """Return why the row kernel cannot compute quantized `data`, or None. Ignores its inputs."""
+    """Return why the row kernel cannot compute quantized `data`, or None. Ignores its operands."""
     block = quantization_of(data).block
     if block != ROW:
         return "one scale for the whole matrix" if block == TENSOR else "scales vary along rows"
@@ -62,13 +62,13 @@ def why_no_rows(data: fx.Node) -> str | None:
 
 
 def _has_columns_for_rows(x: fx.Node) -> bool:
-    """Whether a matrix is a batch of transposed matrices. The row kernel would have to copy it."""
+    """Whether `x` is a batch of transposed matrices, which the row kernel would have to copy."""
     copy = skip_reshapes(x)
     return is_call(copy, aten.clone.default) and is_batched_transpose(copy.args[0])  # type: ignore[arg-type]
 
 
 def why_no_tiles(data: fx.Node) -> str | None:
-    """Return why the tile kernel cannot compute quantized `data`, or None. Ignores its inputs."""
+    """Return why the tile kernel cannot compute quantized `data`, or None. Ignores its operands."""
     block = quantization_of(data).block
     if block != TENSOR:
         return "one scale for each row" if block == ROW else "scales vary along rows"

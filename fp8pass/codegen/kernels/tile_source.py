@@ -1,8 +1,8 @@
 """The Triton source of tile kernels.
 
 A tile is cut into n slices. Slice i consists of the rows i, i + n, i + 2n, ... of the tile. A word
-of the transposed result contains elements of n consecutive rows, one from each slice, and one
-thread holds all of them.
+of the transposed result contains elements of n consecutive rows, one from each slice. One thread
+has all these elements in its registers, so that it can pack them into the word.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TileWriter:
         )
 
     def _places(self) -> Iterator[str]:
-        """Write the lines that compute the offsets of the tile's elements in matrices."""
+        """Write the lines that compute the tile's rows and columns, and which are in the matrix."""
         yield _TILE.format(slices=self.slices)
         yield _FIRST
         for i in range(self.slices):
@@ -190,14 +190,12 @@ class TileWriter:
 
 
 def _place(load: Load, i: int) -> str:
-    """Return the expression for the offsets of slice i's elements in the loaded matrix."""
     if not load.width:
         return f"first + full_{i}"
     first = f"(row_tile * M_TILE).to(tl.int64) * {load.width} + first_column + {load.offset}"
     return f"{first} + in_tile_{i}[:, None] * {load.width} + in_row[None, :]"
 
 
-# For each layout, the method that writes a store in this layout.
 STORES: dict[str, Callable[[TileWriter, Store, str], Iterator[str]]] = {
     "rows": TileWriter._store_rows,
     "columns": TileWriter._store_columns,

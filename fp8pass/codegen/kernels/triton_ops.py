@@ -9,7 +9,6 @@ from fp8pass.codegen.program.ir import Load, Program, Step
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
 
-# Triton types of FP8 formats.
 TRITON_TYPES = {"e4m3": "tl.float8e4nv"}
 # Formats in which kernels can store groups.
 GROUP_FORMATS = frozenset({*TRITON_TYPES, *(f.name for f in FORMATS.values() if f.packed)})

@@ -1,7 +1,7 @@
 """Programs: descriptions of fused kernels, as data that graphs and caches can contain.
 
 ir.py              loads, steps and stores, the parts of a program
-reader.py          reads FX operators into loads and steps
+reader.py          converts FX nodes to loads and steps
 simplify.py        removes steps from a program
 verify.py          the rules of a well-formed program
 program_batch.py   several programs that one operator runs

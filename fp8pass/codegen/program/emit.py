@@ -25,8 +25,8 @@ Draft = tuple[Iterable[Reader], Iterable[Store]]
 def emit_kernel(target: Any, drafts: Iterable[Draft], *, like: fx.Node) -> list[fx.Node]:
     """Build a program for each draft, and add an operator that runs the programs.
 
-    The operator `target` is inserted before the node `like`. Returns its results in the order of
-    the stores. Stores to the same matrix have the same result.
+    The operator `target` is inserted before the node `like`. Returns the results of the stores, in
+    order. If several stores write parts of one matrix, each of them returns this matrix.
     """
     programs, inputs = zip(
         *(_build_program(readers, stores) for readers, stores in drafts), strict=True
@@ -56,7 +56,6 @@ def emit_batch(
 def _build_program(
     readers: Iterable[Reader], stores: Iterable[Store]
 ) -> tuple[Program, list[fx.Node]]:
-    """Build the program of a draft. Return the program and its input nodes."""
     readers = list(readers)
     loads = {n: x for reader in readers for n, x in reader.loads.items()}
     steps: dict[fx.Node, list[Step]] = {}
@@ -76,7 +75,7 @@ def _build_program(
 def _merge_steps(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """Return the steps of each node in `others`: first those in `steps`, then all new ones."""
+    """Return the steps of each node in `others`, after those that `steps` has for the same node."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])
@@ -87,8 +86,8 @@ def _merge_steps(
 def _store_contiguous(node: fx.Node) -> fx.Node:
     """Return a node with the same value in contiguous memory.
 
-    For a graph input, a scalar or FP8 data, this is `node` itself; otherwise a buffer. All users of
-    `node` then read the buffer, so that the value is computed only once.
+    Graph inputs, scalars and FP8 data are already contiguous. Any other value is stored in a
+    buffer. All users of `node` then read the buffer, so that the value is computed only once.
     """
     val = tensor(node)
     if node.op != "call_function" or val.ndim == 0 or is_fp8(val.dtype):
@@ -102,7 +101,7 @@ def _store_contiguous(node: fx.Node) -> fx.Node:
 
 
 def has_shape(node: fx.Node) -> bool:
-    """Whether a reshape can restore the shape of `node`: at most one size may be symbolic."""
+    """Whether `replace` can restore the shape of `node`. At most one size may be symbolic."""
     return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
 
 

@@ -1,9 +1,9 @@
-"""Programs: loads, steps and stores of a fused kernel that computes an [M, N] matrix.
+"""Programs: descriptions of fused kernels that compute an [M, N] matrix.
 
-A `Program` is plain data, so that graphs and caches can contain the program as a string.
-`reader.py` reads FX nodes into loads and steps, `reference.py` defines the results of programs, and
-`codegen/kernels` writes Triton kernels that compute these results. Values are fp32. As in
-Inductor's kernels, a value is rounded only if it is stored.
+A `Program` lists what a kernel reads (loads), computes (steps) and writes (stores). It is plain
+data, so that graphs and caches can contain it as a string. `reader.py` converts FX nodes to loads
+and steps, `reference.py` runs programs in PyTorch, and `codegen/kernels` generates Triton kernels.
+All values are fp32. As in Inductor's kernels, a value is rounded only if it is stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 # operand is quantized, with a scale for each group of G elements in a row. It has several tensors:
 # data [M, N], or packed planes [M, N w / 8] with w bits of each element, then scales [M, N / G].
 OPERANDS = ("scalar", "column", "row", "full", "groups")
-# Rows and columns of the tiles that the first stage of an amax reduces.
+# The first stage of an amax reduces tiles with this many rows and columns.
 AMAX_TILE = 64, 128
 # Number of partial sums over rows. Partial sum i adds rows i, i + 1024, ... in a fixed order.
 PARTIAL_SUMS = 1024
@@ -82,7 +82,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Store:
-    """Stores the value `name`, in one tensor for each of `layouts`.
+    """Stores the value `name`, once in each of `layouts`.
 
     `rows`     quantized data [M, N]; `scale` has one value, or one for each row
     `columns`  the transposed data [N, M'], where M' is M padded with zeros to a length that GEMMs

@@ -1,6 +1,6 @@
-"""Read FX nodes into the loads and steps of a program.
+"""Convert FX nodes to the loads and steps of a program.
 
-A reader starts at a node and follows its operands until it reaches tensors in memory.
+A reader starts at a node, and follows operands until it reaches tensors in memory.
 """
 
 from __future__ import annotations
@@ -252,7 +252,6 @@ class Reader:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    """Whether a node is a pointwise operator that kernels support."""
     if node.kwargs or not all(isinstance(x, (fx.Node, int, float)) for x in node.args):
         return False
     arguments = tuple(x.name if isinstance(x, fx.Node) else x for x in node.args)
@@ -298,7 +297,7 @@ def _select_columns(load: Load, part: ColumnSlice) -> Load:
 
 
 def _find_groups(x: fx.Node) -> fx.Node | None:
-    """Return the `dequantize` node that `x` reshapes. Return None if their row lengths differ."""
+    """Return the `dequantize` node that `x` reshapes, or None if the reshape changes the rows."""
     source = graph.skip_reshapes(x)
     if not is_dequantized_saved_value(source):
         return None

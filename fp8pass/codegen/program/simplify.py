@@ -63,13 +63,12 @@ def _match_logistic(name: object, steps: dict[str, Step]) -> str | None:
 
 
 def _find_unchanged(step: Step) -> str | None:
-    """Return the operand of a step that returns its operand unchanged, or None for other steps."""
+    """If a step only returns its operand, as x ** 1 does, return the operand; otherwise None."""
     is_first_power = step.target == "aten.pow.Tensor_Scalar" and step.args[1] == 1
     return step.args[0] if is_first_power else None
 
 
 def _remove_unused(steps: dict[str, Step], stored: Iterable[str]) -> list[Step]:
-    """Return the steps that stored values depend on, in order."""
     needed = set(stored)
     for step in reversed(steps.values()):
         if step.name in needed:

@@ -28,7 +28,7 @@ _FIELDS: dict[str, frozenset[str]] = {
     "sums": frozenset(),
     "amax": frozenset(),
 }
-# Optional fields. A store in `columns` has no scale if the values are already divided by theirs.
+# Optional fields. A store in `columns` has no scale if the values are already divided by it.
 _OPTIONAL: dict[str, frozenset[str]] = {"columns": frozenset({"scale"})}
 # Layouts of quantized matrices. One store may have both of these layouts.
 _QUANTIZED = frozenset({"rows", "columns"})
@@ -206,7 +206,7 @@ def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
 
 
 def _verify_width(load: Load, x: Tensor, width: int) -> None:
-    """Check that the tensor `x`, which contains a loaded part, has `width` columns."""
+    """If the load reads a part of tensor `x`, check that `x` has `width` columns."""
     if load.width:
         found = x.shape[-1]
         _require(found == width, load, f"is a part of {width} columns, but its tensor has {found}")

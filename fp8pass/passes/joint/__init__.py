@@ -1,1 +1,1 @@
-"""Passes over joint graphs: forward and backward in one. `JOINT_PASSES` has their order."""
+"""Passes over joint graphs, which contain forward and backward. `JOINT_PASSES` is their order."""

@@ -1,21 +1,21 @@
 """Run the output head and the loss, forward and backward, on one chunk of the tokens at a time.
 
-    before   logits = mm(x, t(W));  loss = sum(nll(logits, y)) / n           tokens × vocabulary,
-             dlogits = d nll(logits, y) * (tangent / n)                      twice
+    before   logits = mm(x, t(W));  loss = sum(nll(logits, y)) / n
+             dlogits = d nll(logits, y) * (tangent / n)
              dx = mm(dlogits, W);  dW = mm(t(dlogits), x)
     after    nll, dx', dW' = in_chunks(body, [x, y, 1 / n], [W])
              loss = sum(nll) / n;  dx = dx' * tangent;  dW = dW' * tangent
 
-See "Chunking" in section 3 of the paper LLMQ. The forward computes all gradients as if the tangent,
-the gradient of the graph's result, were 1. The backward multiplies these gradients by the tangent.
-The pass checks that gradients are multiples of the tangent. Operators between the GEMM and the loss
-must not combine the values of several tokens (`graph/row_writer.py`). Casts, a softcap, label
-smoothing, a z-loss and a shift by one token are supported. The arithmetic of each token does not
-change. Only the weight's gradient changes: it is accumulated over chunks in the weight's dtype, as
-over micro-batches.
+`logits` and `dlogits` have tokens × vocabulary elements. After the pass, only one chunk of them
+exists at once. See "Chunking" in section 3 of the paper LLMQ. The forward computes the gradients,
+too, as if the tangent (the gradient of the loss) were 1. The backward multiplies them by the
+tangent. Operators between the GEMM and the loss must not combine the values of several tokens
+(`graph/row_writer.py`). Casts, a softcap, label smoothing, a z-loss and a shift by one token are
+supported. The arithmetic of each token does not change. Only the weight's gradient changes: it is
+accumulated over chunks in the weight's dtype, as over micro-batches.
 
-The head is not chunked if logits are returned, have users outside of the loss, or have gradients
-that are not multiples of one tangent. The plan reports the reason.
+The head is not chunked if the model returns the logits, if operators outside of the loss read them,
+or if gradients are not multiples of one tangent. The plan reports the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fp8pass.passes.context import Context
 from fp8pass.plan import Head
 
 # Each chunk reads and writes the weight's gradient. With 2048 tokens per chunk this takes 5% of the
-# head's time (docs/results.md). At hidden size 2048 the head takes a fifth of the step.
+# head's time (docs/results.md). At hidden size 2048 that is 1% of the step.
 CHUNK_ROWS = 2048
 LEAST_HIDDEN = 2048
 # Fewer chunks save less memory than the accumulated gradient takes. More chunks round that gradient
@@ -64,8 +64,9 @@ def _chunk_first(
 ) -> dict[fx.Node, Head]:
     """Rewrite the first head if that is possible and saves enough memory.
 
-    Returns the plan's entries for this head, and for other heads that were rewritten with it
-    because their losses share values as large as logits, such as a mask of labels.
+    Return the plan's entry for this head, and for each head that was rewritten together with it.
+    Heads are rewritten together if their losses share a tensor of the size of the logits, such as a
+    mask of labels.
     """
     head = heads[0]
     rows, hidden = tensor(head.args[-2]).shape  # type: ignore[arg-type]
@@ -90,7 +91,6 @@ def _chunk_first(
 
 
 def _describe_whole(head: fx.Node, reason: str, *, can_chunk: bool = False) -> Head:
-    """Return the plan's entry for a head that is not chunked."""
     size = graph.nbytes(head)
     return Head(graph.module_path(head), _shape(head), size, 1, reason, can_chunk)
 
@@ -106,7 +106,9 @@ def choose_chunks(rows: int, hidden: int) -> int:
 
 
 def find_part(head: fx.Node) -> list[fx.Node]:
-    """Return, in graph order, the nodes as large as logits, their users, and nodes between these.
+    """Return the nodes to run in chunks, in graph order.
+
+    These are the tensors of the size of the logits, their users, and the nodes between them.
 
     Raises:
         NotRowwise: the graph returns logits.
@@ -129,14 +131,14 @@ def find_part(head: fx.Node) -> list[fx.Node]:
 
 
 def _wide_operands(node: fx.Node, most: int) -> Iterator[fx.Node]:
-    """Yield the operands that are as large as logits, such as masks, unless the node is a GEMM."""
+    """Yield the operands of the size of the logits, such as masks; none for a GEMM."""
     for operand in node.all_input_nodes if kind(node) is not Kind.GEMM else ():
         if operand.op == "call_function" and _is_wide(operand, most):
             yield operand
 
 
 def _holds_logits(node: fx.Node, most: int) -> bool:
-    """Whether a node of the part has an element for each logit, and is not a weight's gradient."""
+    """Whether a node has an element for each logit, and is not a weight's gradient."""
     return _is_wide(node, most) and kind(node) not in (Kind.CREATION, Kind.GEMM)
 
 
@@ -146,7 +148,7 @@ def _is_wide(node: fx.Node, most: int) -> bool:
 
 
 def _between(g: fx.Graph, part: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes on paths that begin and end at nodes of the part."""
+    """Return the nodes on paths from one node of the part to another."""
     after: set[fx.Node] = set()
     for node in g.nodes:
         is_computed = any(n in after for n in node.all_input_nodes)
@@ -173,8 +175,8 @@ class Chunking:
         """Rewrite the graph.
 
         Raises:
-            NotRowwise: the part cannot be chunked. The graph then computes the same as before: the
-                nodes that were added have no users.
+            NotRowwise: the part cannot be chunked. The graph then still computes the same, because
+                nothing uses the added nodes.
         """
         part = set(self.part)
         for node in self.part:
@@ -216,7 +218,7 @@ class Chunking:
         return call
 
     def _with_unit_tangent(self, node: fx.Node) -> fx.Node:
-        """Return the node that computes the value of `node` as if the tangent were 1."""
+        """Return a node with the value that `node` would have if the tangent were 1."""
         pending = [node] if node in self.backward else []
         while pending:
             current = pending[-1]
@@ -245,7 +247,7 @@ class Chunking:
             raise NotRowwise("float16 gradients may underflow without the loss scale: use bfloat16")
 
     def _emit_unit(self, node: fx.Node) -> fx.Node:
-        """Copy a backward node, with copies of its operands as operands. A tangent's copy is 1."""
+        """Copy a backward node as if the tangent were 1. Copies of its operands already exist."""
         self._require_multiple(node)
         if compat.is_tangent(node):
             val = tensor(node)
@@ -263,7 +265,6 @@ class Chunking:
         return unit
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit a node of the forward before the head."""
         with self.gm.graph.inserting_before(self.head):
             node = emit(self.gm.graph, target, *args, like=self.head, **kwargs)
         if any(n.meta.get(UNIT_TANGENT) for n in node.all_input_nodes):
@@ -271,7 +272,7 @@ class Chunking:
         return node
 
     def _replace_sizes(self) -> None:
-        """Replace sizes of the part by sizes of other nodes, so that the part can be removed."""
+        """Read symbolic sizes from nodes outside of the part, so that the part can be removed."""
         for node in self.part:
             for user in list(node.users):
                 if kind(user) is Kind.SYMBOL:
@@ -291,9 +292,9 @@ class Chunking:
 
 
 def _find_sizes(g: fx.Graph, part: set[fx.Node]) -> dict[str, tuple[Any, ...]]:
-    """Map symbolic sizes to nodes that do not depend on a part.
+    """Map symbolic sizes to nodes that have them and do not depend on a part of the graph.
 
-    An entry is a node with the size, or a tensor and the dimension that has the size.
+    A value is `(node,)` if the node is the size, or `(node, dim)` if the node is a tensor.
     """
     found: dict[str, tuple[Any, ...]] = {}
     after: set[fx.Node] = set()
@@ -322,7 +323,6 @@ def _require_narrow(results: list[fx.Node], most: int) -> None:
 
 
 def _add_submodule(gm: fx.GraphModule, body: fx.GraphModule) -> str:
-    """Add a graph module as a submodule, and return its name."""
     name = next(f"head_{i}" for i in itertools.count() if not hasattr(gm, f"head_{i}"))
     gm.add_submodule(name, body)
     return name

@@ -19,7 +19,8 @@ from fp8pass.plan import Collective
 
 fp8 = torch.ops.fp8pass
 
-# Operators that only FP8 GEMMs need. `_is_cast` checks `amax` and `quantize` by their arguments.
+# Operators that only prepare operands of FP8 GEMMs. `amax` and `quantize` also serve saved tensors,
+# so `_is_cast` checks their arguments.
 CASTS = (
     fp8.segment_amax.default,
     fp8.transpose.default,
@@ -29,13 +30,13 @@ CASTS = (
 
 
 def describe_graph(gm: fx.GraphModule, ctx: Context) -> None:
-    """Add all collectives, in graph order, to the plan; in training also the work of FP8 GEMMs."""
+    """Add all collectives, in graph order, to the plan. In training, add the work of FP8 GEMMs."""
     backward = graph.tangent_dependent(gm.graph)
     ctx.plan.collectives += [
         _describe(node, backward) for node in gm.graph.nodes if starts_communication(node)
     ]
     products = [n for n in gm.graph.nodes if is_fp8_gemm(n)]
-    in_fp32 = any(tensor(n).dtype is torch.float32 for n in products)  # FP32 is slower than FP8
+    in_fp32 = any(tensor(n).dtype is torch.float32 for n in products)  # FP8 is always faster
     if backward and not in_fp32:
         ctx.plan.fp8_work = fp8_work(gm.graph)
 
@@ -56,7 +57,7 @@ def _describe(collective: fx.Node, backward: set[fx.Node]) -> Collective:
 
 
 def fp8_work(g: fx.Graph) -> Work:
-    """Return the FLOPs of FP8 GEMMs, and the bytes that their operands' casts read and write.
+    """Return the FLOPs of FP8 GEMMs, and the bytes that the casts of operands read and write.
 
     Each cast counts as a separate kernel.
     """
@@ -72,7 +73,7 @@ def fp8_work(g: fx.Graph) -> Work:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether an operator prepares operands for FP8 GEMMs only."""
+    """Whether an operator prepares an operand of FP8 GEMMs, and serves nothing else."""
     if graph.is_call(node, fp8.amax.default):
         return not parse_block(str(node.args[1]))[1]
     return node.target in CASTS or is_quantized_operand(node)

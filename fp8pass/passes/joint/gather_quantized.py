@@ -14,13 +14,14 @@ With one scale for the tensor:
     after    s  = scale(amax(all_gather(amax(shard))));  p = quantize(shard, s)
              q  = as_codes(all_gather(as_bytes(p)))
 
-`q` is bit-identical before and after. With a scale for each row, no row is split over ranks, and
-each row's amax is gathered with the data. A tensor scale is computed from the amaxes of all ranks,
-one number per rank. These amaxes are gathered instead of reduced, because gloo's maximum drops NaN.
+`q` is bit-identical before and after. For row scales, each row must lie on one rank; the amax of
+each row is gathered together with the data. A tensor scale is computed from the amaxes of all
+ranks, one number per rank. These amaxes are gathered instead of reduced, because gloo's maximum
+drops NaN.
 
-Views and permutations between the gather and the matrix are applied to the gathered bytes, and
-casts are applied to the shard. The pass covers activations of sequence parallel models, the
-gradients of these activations, and weights in SimpleFSDP.
+The pass covers activations of sequence parallel models, the gradients of these activations, and
+weights in SimpleFSDP. If views and permutations lie between the gather and the matrix, they are
+applied to the gathered bytes. Casts are applied to the shard, before it is quantized.
 
 A gather stays in high precision if another operator, such as the sum for a bias's gradient, reads
 the gathered tensor: gathering the tensor and its FP8 data would send more bytes. `explain` reports
@@ -55,7 +56,7 @@ MOVES = RESHAPES | {aten.permute.default, aten.clone.default}
 
 @dataclass
 class GatheredMatrix:
-    """A gathered tensor, viewed as a matrix, and the operators that quantize it.
+    """A matrix that is a view of a gathered tensor, and the operators that quantize the matrix.
 
     Attributes:
         node: the matrix.
@@ -79,7 +80,7 @@ class GatheredMatrix:
 
 
 def gather_quantized(gm: fx.GraphModule, ctx: Context) -> None:
-    """Gather FP8 data instead of tensors that are only quantized after the gather."""
+    """Gather FP8 data instead of each tensor that is only quantized after its gather."""
     changed = False
     for gather in list(find_gathers(gm.graph)):
         matrices, others = find_readers(gather.whole)
@@ -248,7 +249,7 @@ class Sender:
         return whole
 
     def _sizes_after(self, move: fx.Node, width: int) -> list[int]:
-        """Return the sizes after `move`, for FP8 data or for row amaxes, which have one column."""
+        """Return the sizes after `move`. Row amaxes have one column, unlike the FP8 data."""
         *leading, last = tensor(move).shape
         return [*leading, width if self._row_amax is not None and width == 1 else last]
 
@@ -266,7 +267,7 @@ class Sender:
         return self._emit(WAIT_TENSOR, self._emit(ALL_GATHER, shard, *self.gather.group))
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit a node with the metadata of the gather, but the checkpointing tag of the reader."""
+        """Emit a node with the gather's metadata, except for the reader's checkpointing tag."""
         node = emit(self.graph, target, *args, like=self.gather.node, **kwargs)
         compat.copy_region(self.reader, node)
         return node

@@ -1,12 +1,12 @@
 """Carry out the plan: quantize saved values, and recompute other values in the backward.
 
-Afterwards the backward reads no forward nodes but `ctx.saved`:
+Afterwards the only forward nodes that the backward reads are the nodes in `ctx.saved`:
 
     before   h = silu(g) * u           dg = mul(dh, u) ...   (the backward reads g and u)
     after    s = scale(amax(g)); q = quantize(g, s)   forward, q and s are saved
              g' = dequantize([q], s)                  backward, used instead of g
 
-The forward does not use the rounded values: saving in low bits changes gradients only.
+The forward itself uses `g`, which is not rounded. So low-bit formats change only gradients.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Carrier:
 
     Attributes:
         crossing: the forward nodes whose results the backward reads, in order.
-        at: the backward node before which recomputation is placed, so that it runs as late as
-            possible.
+        at: the backward node that needs the next value. Recomputation is placed right before it,
+            as late as possible.
     """
 
     def __init__(self, g: fx.Graph, ctx: Context) -> None:
@@ -137,7 +137,7 @@ class Carrier:
         return copy
 
     def _quantize_difference(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """Save a value as its mean over tokens, in its own dtype, and the quantized difference."""
+        """Save two tensors: the exact mean over tokens, and the quantized difference from it."""
         dtype = tensor(node).dtype
         with self.graph.inserting_before(graph.insertion_point_after(node)):
             mean = emit(self.graph, aten.mean.dim, node, [-2], True, like=node)
@@ -154,7 +154,7 @@ class Carrier:
     def _quantize(
         self, node: fx.Node, x: fx.Node, decision: Decision, dtype: torch.dtype, *means: fx.Node
     ) -> fx.Node:
-        """Save `node` as the quantized `x` and `means`, and return `x` dequantized to `dtype`."""
+        """Save the quantized `x` and `means` for `node`; return `x`, dequantized to `dtype`."""
         assert decision.format is not None
         quantization = Quantization(decision.format, group(decision.group_size))
         text, add = str(quantization), partial(emit, self.graph, like=x)
@@ -172,7 +172,7 @@ class Carrier:
             return self._restore_layout(node, back) if decision.format.packed else back
 
     def _restore_layout(self, node: fx.Node, back: fx.Node) -> fx.Node:
-        """Give a contiguous unpacked value the strides of `node`, which views of `node` require."""
+        """Give `back`, which is contiguous, the strides that views of `node` require."""
         order = graph.stride_order(tensor(node))
         if order == sorted(order):
             return back
@@ -189,7 +189,7 @@ class Carrier:
         *tensors: fx.Node,
         on_device: tuple[fx.Node, ...] = (),
     ) -> None:
-        """Save `node` as `tensors` and `on_device`. Only `tensors` may go to host memory."""
+        """Save `tensors` and `on_device` for `node`. Only `tensors` may go to host memory."""
         for x in tensors:
             x.meta[IS_OFFLOADED] = decision.on_host
         crossing = (*tensors, *on_device)
@@ -201,7 +201,6 @@ class Carrier:
     def _describe(
         self, node: fx.Node, decision: Decision, crossing: tuple[fx.Node, ...]
     ) -> SavedTensor:
-        """Return the plan's entry for a saved value."""
         val = tensor(node)
         tensors = tuple(
             CrossingTensor(

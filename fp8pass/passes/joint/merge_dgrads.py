@@ -6,14 +6,14 @@
     after    c  = max(s₁·t₁, s₂·t₂)
              dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
 
-The merged GEMM adds the terms in FP32, so no term is written to memory and read again. All terms
-must have the same product `c` of the gradient's and the weight's scale. Gradients keep their scales
-and FP8 data, because gradients have a wide range. Instead, each weight is requantized, with a
-larger scale if the gradient of its term is small. The added error is small compared with the
-largest entries of the sum, which are as exact as before.
+The merged GEMM adds the terms in FP32, so no term is written to memory and read again. It has one
+scale `c` for all terms, so gradient scale times weight scale must be `c` in each term. The
+gradients keep their scales and FP8 data, because gradients have a wide range. Instead, each weight
+is requantized with the scale that makes the product `c`, which is large if the gradient is small.
+The added error is small compared with the largest entries of the sum, which are as exact as before.
 
-This pass runs after `materialize_plan`, so that `diagnose`, which compares single layers, sees the
-graph before GEMMs are merged.
+The pass runs after `materialize_plan`. `diagnose`, which compares single layers, uses the graph
+before GEMMs are merged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Term:
 
     Attributes:
         gemm: the GEMM.
-        top: the operand of the sum: the GEMM, or a view of the GEMM's result.
+        top: the operand of the sum, which is the GEMM or a view of its result.
         total: the node that computes the sum of all terms.
     """
 
@@ -64,7 +64,7 @@ class Term:
 
     @property
     def operand(self) -> fx.Node:
-        """The weight as an operand of the GEMM: quantized, and transposed or not."""
+        """The operand that contains the weight: its FP8 data, or the transpose of the data."""
         return self.gemm.args[2]  # type: ignore[return-value]
 
     @property
@@ -74,7 +74,7 @@ class Term:
 
     @property
     def weight(self) -> fx.Node:
-        """The quantized weight."""
+        """The `quantize` node of the weight."""
         return self.operand.args[0] if self.is_transposed else self.operand  # type: ignore
 
     def remove(self) -> None:
@@ -87,8 +87,8 @@ class Term:
 def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
     """Merge FP8 dgrad GEMMs whose results are only added to one another.
 
-    A GEMM is not merged if its FP8 weight is saved for the backward, since merging requantizes the
-    weight.
+    A GEMM is not merged if the backward uses the FP8 weight that the forward saved, since merging
+    requantizes the weight.
     """
     sums: dict[fx.Node, list[Term]] = {}
     for node in gm.graph.nodes:
@@ -157,7 +157,7 @@ def _same_shape_and_dtype(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _group_terms(terms: Iterable[Term]) -> list[list[Term]]:
-    """Return the terms of each merged GEMM: two or more successive terms that fit in one GEMM."""
+    """Group terms that follow one another and fit in one GEMM. Terms without a partner drop out."""
     groups: list[list[Term]] = []
     for term in terms:
         if groups and _fits(groups[-1], term):
@@ -168,10 +168,9 @@ def _group_terms(terms: Iterable[Term]) -> list[list[Term]]:
 
 
 def _fits(group: list[Term], term: Term) -> bool:
-    """Whether a term can be in one GEMM with a group of terms."""
     first, other = group[0].gemm, term.gemm
     if any(t.gemm.args[0] is other.args[0] for t in group):
-        return False  # kernels cannot store a shared gradient twice
+        return False  # `joined` would contain the gradient twice, but a kernel stores it once
     return (
         sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
         and _same_shape_and_dtype(first, other)
@@ -204,7 +203,7 @@ def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
 
 
 def _multiply_scales(add: Any, term: Term) -> fx.Node:
-    """Emit the product of a term's scales, or 0 if the gradient contains only zeros."""
+    """Emit the product of a term's scales; 0 if the gradient is zero and so needs no large `c`."""
     _, scale, _, weight_scale = term.gemm.args[:4]
     amax = scale.args[0]  # type: ignore[union-attr]
     product = add(aten.mul.Tensor, scale, weight_scale)

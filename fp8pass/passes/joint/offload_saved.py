@@ -1,17 +1,19 @@
 """Copy saved tensors to host memory as planned, and back before the backward uses them.
 
-    before   q = quantize(x, s)       y = dequantize([q], s)      q crosses
-    after    q = quantize(x, s)       c = from_host(h', device, g)       some GEMMs earlier
-             h = to_host(q)                  ...
-             ...                             q' = settled(c, h')
-             h' = settled(h, q)              y = dequantize([q'], s)     h' crosses
+             forward                  backward
+    before   q = quantize(x, s)       y = dequantize([q], s)             saves q
+    after    q = quantize(x, s)       c = from_host(h', device, g)       (some GEMMs earlier)
+             h = to_host(q)           ...
+             ...                      q' = settled(c, h')
+             h' = settled(h, q)       y = dequantize([q'], s)            saves h'
 
-A copy to the host begins when its tensor is computed. `settled` waits for a copy. This pass places
+A copy to the host begins when its tensor is computed. `settled` waits for a copy. The pass places
 `settled` where a roofline of all operators expects the copy to be done, so that the wait takes no
-time. A copy back begins as late as possible. A tensor takes GPU memory while it is copied.
-Therefore the bytes of copies in flight are limited to the bytes that the link carries in
-`IN_FLIGHT_SECONDS`, or to the bytes of the two largest copies if these are more. A copy back has
-the result of a GEMM (`g`) as operand, so that compilers do not move the copy before the GEMM.
+time. A copy back begins as late as possible. It has the result of a GEMM (`g`) as an operand, so
+that compilers do not move it before the GEMM.
+
+A tensor takes GPU memory while it is copied, so the bytes of copies in flight are limited to what
+the link carries in `IN_FLIGHT_SECONDS`, or to the two largest copies if these have more bytes.
 """
 
 from __future__ import annotations
@@ -109,8 +111,8 @@ class _Copy:
         node: the tensor.
         bytes, seconds: size and duration of one copy.
         first: the first node of the backward that uses the tensor.
-        on_host: the last emitted node whose value is the copy in host memory; None before
-            `emit_sends`.
+        on_host: the node whose value is the copy in host memory: first `to_host`, later `settled`;
+            None before `emit_sends`.
         made, sent: when the tensor is computed, and when its copy to the host ends, in seconds from
             the beginning of the forward.
         fetched, used: when the copy back begins, and when it is first used, in seconds from the
@@ -128,7 +130,6 @@ class _Copy:
     used: float = 0.0
 
     def describe(self) -> HostCopy:
-        """Return the entry for the plan."""
         val = graph.tensor(self.node)
         return HostCopy(
             module=graph.module_path(self.node),
@@ -163,7 +164,7 @@ class _Schedule:
         self.in_flight = 0
 
     def _move_forward_up(self) -> None:
-        """Move forward nodes that come after the first backward node to right after their operands.
+        """Move forward nodes that stand between backward nodes to right after their operands.
 
         For example, FP8 data is then transposed right after it is quantized, and does not stay in
         memory until the forward ends.
@@ -228,7 +229,7 @@ class _Schedule:
         for copy in reversed(copies):
             copy.used = times[copy.first][0]
             latest = copy.fetched = min(copy.used, latest) - MARGIN * copy.seconds
-        places: dict[fx.Node, fx.Node] = {}  # by GEMM, where copies back begin
+        places: dict[fx.Node, fx.Node] = {}  # GEMM -> node before which its copies begin
         for i, copy in enumerate(copies):
             in_flight = self._copies_in_flight(copies[:i], copy)
             done = self.order[copies[i - len(in_flight)].first] if len(in_flight) <= i else -1
@@ -239,7 +240,7 @@ class _Schedule:
             self._fetch(copy, anchor, places)
 
     def _copies_in_flight(self, before: Sequence[_Copy], copy: _Copy) -> list[_Copy]:
-        """Return `copy` and the last copies before it that fit in the limit together."""
+        """Return `copy` and as many of the copies right before it as the limit allows."""
         found = [copy]
         for earlier in reversed(before):
             if _total_bytes(found) + earlier.bytes > self.limit:
@@ -248,7 +249,7 @@ class _Schedule:
         return found
 
     def _fetch(self, copy: _Copy, anchor: fx.Node | None, places: dict[fx.Node, fx.Node]) -> None:
-        """Emit a copy back after the GEMM `anchor`; if None, right before the copy's first use."""
+        """Emit a copy back after the GEMM `anchor`, or before the first use if there is no GEMM."""
         node, on_host = copy.node, copy.on_host
         place = (
             copy.first
@@ -267,7 +268,6 @@ class _Schedule:
             user.replace_input_with(node, fetched)
 
     def describe(self) -> Offload:
-        """Return the entry for the plan."""
         ends = [running_times(self.graph, half) for half in (self.forward, self.backward)]
         forward, backward = (max((end for _, end in each.values()), default=0.0) for each in ends)
         return Offload(

@@ -1,8 +1,8 @@
-"""Decide how forward values reach the backward: saved exactly, saved in low bits, or recomputed.
+"""Decide how forward values reach the backward: exact, in a low-bit format, or recomputed.
 
-The backward needs each forward value that it reads either *exactly* (for attention, for operators
-that amplify errors) or in *any* form. Two minimum cuts, modelled on PyTorch's partitioner, choose
-the values to save:
+The backward needs some forward values *exactly*, for attention and for operators that amplify
+errors, and others in *any* form, exact or rounded. Two minimum cuts, modelled on PyTorch's
+partitioner, choose the values to save:
 
     source --price--> v_in --bytes--> v_out --∞--> u_in   for every user u of v
                                       v_out --∞--> sink   if the backward uses v
@@ -15,12 +15,11 @@ rules allow. A single cut is not possible: each value would have three states (e
 absent), with costs that are not submodular.
 
 Several first cuts may have the same cost. The cut closest to the backward recomputes least, and the
-cut closest to the inputs lets the second cut recompute the most values. Both cuts are tried, and
-the plan with the lower cost is used. Both cuts are also tried with additional exact needs: masks,
-and values of checkpointed regions, that no low-bit format can represent.
+cut closest to the inputs lets the second cut recompute the most values. Both are tried, also with
+more values that are needed exactly, such as masks (`cuts.py`). The cheapest plan is used.
 
-For a value that is never recomputed, it does not matter how its inputs are saved. So results of
-GEMMs and attention split the graph into regions. The cuts of each region are computed separately
+Results of GEMMs and attention are never recomputed here, so it does not matter how their inputs are
+saved. These results therefore split the graph into regions, whose cuts are computed separately
 (with networkx).
 """
 
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
     from fp8pass.activation_memory.planner import Planner
 
 
-# A budget that is a share does not apply to graphs that save fewer bytes than this, such as the few
-# operators between graph breaks.
+# A budget that is a share, e.g. 0.5, does not apply to graphs that save fewer bytes than this, such
+# as the few operators between two graph breaks.
 NEGLIGIBLE = 4096
 
 
@@ -87,7 +86,10 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
 def _within_budget(
     ctx: Context, cuts: Decisions, choices: FormatChoices, planner: Callable[[], Planner]
 ) -> Decisions:
-    """Return `cuts`, changed to meet the budget, or to use the rest of the budget for more bits."""
+    """Return the plan for the configured budget, or `cuts` if there is no budget.
+
+    If `cuts` saves less than the budget allows, formats with more bits fill the rest.
+    """
     most, is_share = saved_bytes(cuts, ctx.facts), isinstance(ctx.config.memory_budget, float)
     if most < NEGLIGIBLE and is_share:
         return cuts
@@ -103,8 +105,8 @@ def _plan_nearest(ctx: Context, budget: float, planner: Planner) -> Decisions:
     """Return the plan whose bytes are nearest to the budget, for a graph without linear layers.
 
     Graph breaks leave graphs without linear layers, for example the loss. Often such a graph cannot
-    meet a share that the rest of the model can meet. No error is raised, because small graphs must
-    not stop the training.
+    meet a share that other graphs of the model can meet. No error is raised, because small graphs
+    must not stop the training.
     """
     least = min(planner.problem.least(), planner.most)
     if least > budget:

@@ -13,7 +13,7 @@ Tokens are sorted by expert. `offsets` contains the end of each expert group. Fo
              q(·) = quantize(·, scale)     qᵀ(·) = transpose_segments(·, scale, offsets)
 
 PyTorch's grouped FP8 GEMM takes a scale for each row of both operands. So each token has a scale,
-and a weight has a scale for each feature of the dimension that the GEMM does not contract. Forward
+and a weight has a scale for each index of the dimension that the GEMM does not contract. Forward
 and dgrad contract different dimensions of a weight. Therefore each weight is quantized twice, the
 second time transposed. Wgrad contracts the tokens of each group, so its scales may vary only
 between expert groups. A group's scale is computed from the largest amax of its tokens, without
@@ -22,8 +22,8 @@ sizes of groups, so `transpose_segments` pads each group with zeros. The padding
 device of the offsets, so that the CPU does not wait for the GPU.
 
 If the tokens are gathered from the rows of another matrix, the pass quantizes that matrix and
-gathers its FP8 data. Gathering FP8 data moves half the bytes. For wgrad, `transpose_segments`
-gathers the rows.
+gathers its FP8 data, which has half the bytes. Matrices that are larger than the gathered tokens
+are excluded. For wgrad, `transpose_segments` gathers the rows.
 
 `bmm` and `baddbmm`, where all experts have the same number of tokens, become the same operators:
 
@@ -98,7 +98,7 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
-    """Return why experts cannot or should not run in FP8; the reason is empty if they do."""
+    """Return why experts cannot or should not run in FP8; an empty reason if they run in FP8."""
     if (reason := why_not_at_all(layer, config)).text:
         return reason
     if not config.quantizes_linears:
@@ -134,13 +134,12 @@ def why_not(layer: Layer, config: Config) -> Reason:
 
 
 def _weights_of(gemm: fx.Node, layer: Layer) -> fx.Node:
-    """Return the factor of a batched forward or dgrad GEMM that is the weights."""
+    """Return the operand of a batched forward or dgrad GEMM that contains the weights."""
     a, b = gemm_operands(gemm)
     return a if graph.skip_views_and_casts(a) is layer.weight else b
 
 
 def _grouped_operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Return both factors of a grouped GEMM, and the offsets of its expert groups."""
     given = dict(zip(("self", "mat2", "offs"), gemm.args, strict=False)) | gemm.kwargs
     return given["self"], given["mat2"], given["offs"]  # type: ignore[return-value]
 
@@ -176,9 +175,9 @@ class ExpertRewriter(Quantizer):
     def _multiply_batch(self) -> tuple[fx.Node, fx.Node]:
         """Emit a batched forward or dgrad; return the FP8 GEMM, and the result in `gemm`'s shape.
 
-        If weights are the first factor, tokens are columns. The tokens are then transposed to rows,
-        and the result is transposed back. The transposed result is copied to row-major memory
-        unless all its users only transpose it again.
+        If the weights are the first factor, the tokens are columns. They are then transposed to
+        rows, and the result is transposed back. The result is copied to row-major memory, unless
+        all its users only transpose it again.
         """
         gemm = self.gemm
         tokens, weights = gemm_operands(gemm)
@@ -259,7 +258,6 @@ class ExpertRewriter(Quantizer):
         return self.emit(fp8.transpose_segments.default, *operands), scale
 
     def _make_row_major(self, x: fx.Node) -> fx.Node:
-        """Return `x`, or a row-major copy if `x` is the transpose of another matrix."""
         return self._copy(x) if graph.skip_transposes(x)[1] else x
 
     def _stack_weights(self, weights: fx.Node) -> fx.Node:
@@ -297,7 +295,7 @@ class ExpertRewriter(Quantizer):
         return self.derive(batch, aten.view.default, [-1, columns], fake=fake)
 
     def _unstack_rows(self, rows: fx.Node, batch: fx.Node) -> fx.Node:
-        """Return rows [E·T, N] as a batch of matrices with the same T as `batch`."""
+        """Reshape rows [E·T, N] to [E, T, N], with T from `batch`."""
         experts, columns = self.layer.experts, tensor(rows).shape[1]
         fake = tensor(rows).new_empty((experts, tensor(batch).shape[1], columns))
         return self.derive(rows, aten.view.default, [experts, -1, columns], fake=fake)
@@ -340,7 +338,7 @@ class ExpertRewriter(Quantizer):
         return found
 
     def remove_unused_rows(self) -> None:
-        """Remove stacked rows that have no users because another view of the rows was quantized."""
+        """Remove stacked rows without users. Their GEMM uses another view, which was quantized."""
         for (kind, *_), node in self._emitted.items():
             if kind == "rows" and not node.users:
                 node.graph.erase_node(node)
@@ -353,7 +351,7 @@ def _is_stacked(batch: torch.Tensor) -> bool:
 
 
 def _shared_matrix(batch: fx.Node) -> fx.Node | None:
-    """Return the matrix that all matrices of a batch are equal to; None if they may differ."""
+    """Return the matrix that a batch repeats for every expert; None if its matrices may differ."""
     repeat, sizes = graph.skip_reshapes(batch), tensor(batch).shape[1:]
     if repeat.target not in (aten.expand.default, aten.repeat.default):
         return None
@@ -368,7 +366,7 @@ def _shared_matrix(batch: fx.Node) -> fx.Node | None:
 
 
 def _gathers_all_rows(node: fx.Node) -> bool:
-    """Whether `node` gathers rows of another matrix that has no more rows than the result."""
+    """Whether `node` gathers rows of a matrix that is not larger than the result."""
     if not graph.is_call(node, aten.index.Tensor):
         return False
     x, indices = node.args

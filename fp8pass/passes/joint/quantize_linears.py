@@ -14,12 +14,12 @@ Scales are computed from the values of the current step (papers COAT, section 5.
 3). Each operand of the backward has one scale for the tensor, because its data is used in two
 layouts, and scales must not vary along the contracted dimension. Operands of the forward are used
 in one layout, so each row of `x` and `W` can have a scale (torchao's rowwise scaling). A kernel
-that holds a whole row then computes the row's scale and quantizes the row in one pass. Every tensor
-is quantized once per layout and quantization, however many GEMMs share it. A tensor that Inductor
+that holds a whole row then computes the row's scale and quantizes the row in one pass. A tensor
+that several GEMMs read is quantized once for each layout and quantization. A tensor that Inductor
 padded for one of the GEMMs counts as a separate tensor.
 
-For a linear layer `einsum` emits a `bmm` with a batch of one. The pass first replaces this `bmm` by
-an `mm`.
+`einsum` computes a linear layer by a `bmm` with a batch of one. The pass first replaces this `bmm`
+by an `mm`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from fp8pass.passes.quantizer import (
 
 fp8 = torch.ops.fp8pass
 
-# If a size of a weight is smaller, padding the weight for an FP8 GEMM gains nothing, as for an
+# Padding a weight for FP8 GEMMs gains nothing if one of its sizes is smaller than this, e.g. for an
 # adapter of rank 8 or a head with 10 classes.
 WORTH_PADDING = 64
 
@@ -91,7 +91,7 @@ def _quantize_layers(part: GraphPart, ctx: Context) -> None:
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
-    """Return why a layer cannot or should not run in FP8; the reason is empty if it runs in FP8."""
+    """Return why a layer cannot or should not run in FP8; an empty reason if it runs in FP8."""
     if (reason := why_not_at_all(layer, config)).text:
         return reason
     gemm, weight = layer.forward, (layer.out_features, layer.in_features)
@@ -132,8 +132,8 @@ def _is_batch_of_one(gemm: fx.Node) -> bool:
 def _takes_rows(gemm: fx.Node) -> bool:
     """Whether operands of a GEMM can have a scale for each row.
 
-    Data with row scales can be neither transposed nor padded to a length that tensor cores take,
-    and cuBLASLt multiplies operands with row scales only if the result is BF16.
+    Data with row scales can be neither transposed nor padded to a length that tensor cores take.
+    Besides, cuBLASLt multiplies such data only if the result is BF16.
     """
     operands = gemm_operands(gemm)
     if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
@@ -152,7 +152,7 @@ def _divides(block: Block, gemm: fx.Node) -> bool:
 
 
 def _has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
-    """Whether the result is known to have a number of columns that FP8 tensor cores take."""
+    """Whether the number of columns of the result is known to suit FP8 tensor cores."""
     return is_multiple_of_16(tensor(gemm).shape[1])
 
 
@@ -172,9 +172,9 @@ class LinearRewriter(Quantizer):
                 (*self.quantize(a, how_a, contract_rows=False), how_a),
                 (*self.quantize(b, how_b, contract_rows=True), how_b),
             ]
-            # Tensor cores compute results with any number of rows, but columns in multiples of 16.
-            # So the transposed result is computed if tokens are columns, as in gradients of
-            # transposed inputs.
+            # FP8 tensor cores compute results with any number of rows, but the number of columns
+            # must be a multiple of 16. If tokens are columns, as in gradients of transposed inputs,
+            # the transposed result is computed.
             is_turned = self.config.quantizes_linears and not _has_columns_for_tensor_cores(gemm)
             (x, x_scale, x_how), (y, y_scale, y_how) = reversed(sides) if is_turned else sides
             options = tensor(gemm).dtype, accumulates_fast(gemm, layer, self.config)
@@ -190,7 +190,7 @@ class LinearRewriter(Quantizer):
         replace_gemm(gemm, product, result)
 
     def _choose_quantization(self, operand: fx.Node) -> Quantization:
-        """Return the configured quantization, but with a tensor scale if its blocks do not fit."""
+        """Return the configured quantization; use a tensor scale if its blocks do not fit."""
         role, name = self.gemm.meta[ROLE], self.name_operand(operand)
         chosen = parse(self.config.quantizations[role, name])
         fits = _takes_rows(self.gemm) if chosen.block == ROW else _divides(chosen.block, self.gemm)
@@ -206,7 +206,6 @@ class LinearRewriter(Quantizer):
         return product
 
     def _squeeze(self, batch: fx.Node) -> fx.Node:
-        """Return the only matrix of a batch."""
         base, is_flipped = graph.skip_batched_transposes(batch)
         matrix = self.derive(base, aten.squeeze.dim, 0)
         return self.derive(matrix, aten.permute.default, [1, 0]) if is_flipped else matrix

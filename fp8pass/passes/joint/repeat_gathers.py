@@ -1,20 +1,20 @@
 """Gather parameters and FP8 data again in the backward, so that no gathered tensor is saved.
 
-    before   w = wait_tensor(all_gather(W))        the backward saves w, or a tensor computed from w
-    after    w = wait_tensor(all_gather(W))        the backward saves the shard W
+    before   w = wait_tensor(all_gather(W))        saved: w, or a tensor computed from w
+    after    w = wait_tensor(all_gather(W))        saved: the shard W
              w' = wait_tensor(all_gather(W))       in the backward
 
 This pass only marks gathers for recomputation; `materialize_plan` emits the recomputation. The pass
 marks
 
 - gathers of tensors that are computed from parameters alone (SimpleFSDP), in any precision;
-- gathers of FP8 data (`gather_quantized`). Of a gathered activation (sequence parallel), each rank
-  saves only the FP8 data that it sends.
+- gathers of FP8 data (`gather_quantized`). If the data is an activation (sequence parallel), each
+  rank saves only the part that it sends.
 
 Other collectives run once, as in PyTorch's own partitioner. All ranks must run the same
 collectives. So the choice of the repeated gathers does not depend on anything that may differ
 between ranks, such as sizes or free memory. Copies of a gathered tensor, in any layout, are never
-saved: a rank that saved a copy would not repeat the gather.
+saved, because a rank that saved a copy would not repeat the gather.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def repeat_gathers(gm: fx.GraphModule, ctx: Context) -> None:
     for gather in found:
         sent = graph.skip_reshapes(gather.shard)
         if gather.node in backward or sent.target in AMAX_OPERATORS:
-            continue  # instead of gathered amaxes, their scale is saved: four bytes for a tensor
+            continue  # saving the scale of these amaxes is cheaper: four bytes for a tensor
         if gather.shard in origins.computed:
             _recompute_copies(gather.node, backward)
         elif sent.target is fp8.as_bytes.default:
@@ -57,7 +57,7 @@ def repeat_gathers(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _recompute_copies(gather: fx.Node, backward: set[fx.Node]) -> None:
-    """Have the backward recompute a gather and all copies of its result."""
+    """Mark a gather, and all copies of its result, for recomputation in the backward."""
     pending = [gather]
     while pending:
         node = pending.pop()
@@ -67,6 +67,6 @@ def _recompute_copies(gather: fx.Node, backward: set[fx.Node]) -> None:
 
 
 def _save_sent(data: fx.Node) -> None:
-    """Require that FP8 data is saved, unless a checkpointed region computes its activation."""
+    """Save the FP8 data that this rank sends. A checkpointed region recomputes it instead."""
     if not compat.must_recompute(graph.skip_views_and_casts(data.args[0])):  # type: ignore[arg-type]
         compat.save_always(data)

@@ -1,7 +1,7 @@
 """Simulate GEMMs in another format: mask the operands and results of linear layers.
 
-See section 3.2 of the paper FP8 and back. `q` is a mask, which rounds to the format
-(`dialect/masking.py`). For `y = x Wᵀ`
+See section 3.2 of the paper "FP8 and back". `q` masks a tensor: it rounds the tensor to the format,
+but does not change the tensor's dtype (`dialect/masking.py`). For `y = x Wᵀ`
 
     before   y  = mm(x, t(W))              after    y  = q(mm(q(x), t(q(W))))
              dx = mm(dY, W)                         dx = q(mm(q(dY), q(W)))
@@ -10,8 +10,7 @@ See section 3.2 of the paper FP8 and back. `q` is a mask, which rounds to the fo
 The GEMMs run in the model's own precision, so the simulated GEMM accumulates in high precision. A
 bias is added before the result is masked, and is not masked itself. Weights and activations are
 saved unmasked, so the backward masks them again. A tensor that several GEMMs read is masked once.
-No mask is emitted if a format represents all numbers of a tensor's dtype, as E8M7 does for
-bfloat16.
+A tensor is not masked if the format represents all numbers of its dtype, as E8M7 does for bfloat16.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ def _mask_layers(part: GraphPart, ctx: Context, simulation: Simulation) -> None:
                 roles[role] = None
         ctx.plan.linears.append(layer.entry(reason, part.times, simulated=tuple(roles)))
     masker = Masker(simulation)
-    for node in list(part.gm.graph.nodes):  # in order: the first GEMM emits a mask for all
+    for node in list(part.gm.graph.nodes):  # in order: the first GEMM masks for all
         if node in chosen:
             masker.mask_gemm(node)
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
-    """Return why a layer is not masked; the reason is empty if it is masked."""
+    """Return why a layer is not masked; an empty reason if it is masked."""
     pattern = matching_pattern(layer.module, config.skip_patterns)
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
@@ -109,7 +108,7 @@ class Masker:
             del gemm.meta["recompute"]
 
     def _mask_operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
-        """Return the masked operand. Of a transpose, the tensor before the transpose is masked."""
+        """Return the masked operand. If the operand is a transpose, its base is masked."""
         batch = tensor(matrix).ndim == 3
         base, flipped = (graph.skip_batched_transposes if batch else graph.skip_transposes)(matrix)
         if self._is_unmasked(base):
@@ -125,6 +124,6 @@ class Masker:
         return emit_operand(aten.permute.default, masked, order, like=gemm)
 
     def _is_unmasked(self, node: fx.Node) -> bool:
-        """Whether masks do not support a tensor's dtype, or would change no number of it."""
+        """Whether masks do not support a tensor's dtype, or would not change the tensor."""
         dtype = tensor(node).dtype
         return dtype not in MASKED_DTYPES or is_identity(self.format, dtype)

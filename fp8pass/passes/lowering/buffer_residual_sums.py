@@ -4,9 +4,9 @@
     after    s = buffer(add(x, y));  n = norm(s);  t = add(s, z)
 
 Inductor inlines short expressions of pointwise operators, such as sums of a residual stream, into
-all kernels that use them. Without buffers each kernel would recompute a sum from the terms of all
-earlier blocks. All terms would stay in memory. Terms of gradients would even stay in FP32, because
-their casts would be inlined, too.
+all kernels that use them. Without buffers, each kernel would recompute a sum from the terms that
+all earlier blocks added, so all these terms would stay in memory. Terms of gradients would even
+stay in FP32, because their casts to 16 bits would be inlined, too.
 """
 
 from __future__ import annotations

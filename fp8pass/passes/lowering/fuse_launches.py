@@ -3,9 +3,9 @@
     before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
-A kernel joins earlier kernels if its inputs, such as weights, exist when the first of these kernels
-runs. The joining kernel must be small: its results are computed earlier and take memory for longer,
-and saving a launch matters little for a large kernel.
+A kernel can join earlier kernels if its inputs, such as weights, exist when the first of them runs.
+Only a small kernel joins: its results are computed earlier and so take memory for longer, and
+saving a launch matters little for a large kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fp8pass.passes.context import Context
 # The most bytes that a joining kernel may read and write. Moving this many bytes takes as long as a
 # launch.
 MOST_MOVED = 64 * 2**20
-# The most bytes of results that a launch may compute before the results are needed.
+# The most bytes of results that the joining kernels of a launch may compute, because these results
+# take memory before they are needed.
 MOST_EARLY = 32 * 2**20
 
 
@@ -37,7 +38,7 @@ def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
-    """Return groups of kernels that can run together, at the place of the group's first kernel."""
+    """Split the kernels `op` into groups. A group can run together where its first kernel runs."""
     position = {node: i for i, node in enumerate(g.nodes)}
     groups: list[list[fx.Node]] = []
     for node in g.nodes:

@@ -34,7 +34,7 @@ fp8 = torch.ops.fp8pass
 
 def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
     """Replace the backward of norms, with the residual sums that follow, by row kernels."""
-    if not ctx.config.quantizes_linears:  # recipe `exact` must be bit-equal; kernels round less
+    if not ctx.config.quantizes_linears:  # kernels round less often than recipe `exact` must
         return
     candidates = [n for n in gm.graph.nodes if n.op == "call_function"]
     fused = [_fuse(node) for node in candidates if node.users and is_residual_sum(node)]
@@ -45,8 +45,8 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
 def _fuse(total: fx.Node) -> bool:
     """Replace a residual sum by a kernel if possible, and return whether it was replaced.
 
-    The operators that compute the sum must include a suitable backward of a norm. Nodes outside of
-    the kernel that use its intermediate values recompute these values.
+    The operators that compute the sum must include the backward of a norm. They stay in the graph
+    if nodes outside of the kernel use their results.
     """
     if why_not_a_matrix(total) or tensor(total).shape[-1] > LONGEST_SUMMED:
         return False
@@ -79,7 +79,7 @@ def _fuse(total: fx.Node) -> bool:
 
 
 def _find_column_sums(reader: Reader) -> list[fx.Node]:
-    """Return the sums over all rows that the kernel can compute without additional loads."""
+    """Return the sums over all rows (gradients of weights) that need no additional loads."""
     found: list[fx.Node] = []
     loads = set(reader.loads)
     for load in sorted(loads):
@@ -118,7 +118,7 @@ def _sums_columns(node: fx.Node) -> bool:
 
 
 def _find_amaxes(node: fx.Node) -> list[fx.Node]:
-    """Return the `amax` operators of a value or of views of it."""
+    """Return the `amax` operators that read a value or a view of it."""
     found = []
     for user in node.users:
         if user.target is fp8.amax.default and user.args[1] == "tensor":

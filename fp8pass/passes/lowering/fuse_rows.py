@@ -1,4 +1,4 @@
-"""Compute `quantize(x, scale(amax(x)))` by row, and the operators that make `x`, in row kernels.
+"""Fuse `quantize(x, scale(amax(x)))` by row, and the operators that compute `x`, in row kernels.
 
     before   s  = add(x, mm)
              n  = mul(mul(s, rsqrt(mean(s * s))), w)
@@ -6,11 +6,10 @@
              c  = scale(amax(s));  d = quantize(s, c)
     after    s, d, c, a, b = rows([w, x, mm], program)
 
-The kernel also stores its intermediate values that have users outside of the kernel. If a value of
-the kernel is saved for the backward with a scale for each group, the kernel also quantizes this
-value.
+If nodes outside of the kernel use an intermediate value, the kernel stores this value, too. If a
+value is saved for the backward with a scale for each group, the kernel also quantizes it in groups.
 
-Dialect operators that do not fit in a kernel are left to `lower_dialect`.
+`lower_dialect` lowers the dialect operators that do not fit in a kernel.
 """
 
 from __future__ import annotations
@@ -113,10 +112,10 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
 
 
 def _used_outside(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return nodes that the kernel computes and that other nodes use, also through views and casts.
+    """Return the nodes of the kernel whose values it must store, because other nodes use them.
 
-    `absorbed` are other nodes that the kernel replaces. Conditions, which are not floating point,
-    are left out, because their users recompute them.
+    A use through views and casts counts. A use by `absorbed` does not, because the kernel replaces
+    these nodes, too. Conditions (booleans) are left out, because their users recompute them.
     """
     inside = set(reader.names) | set(absorbed)
 
@@ -144,7 +143,7 @@ def _find_groups(reader: Reader) -> list[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _can_store_groups(planes: list[fx.Node]) -> bool:
-    """Whether the kernel supports the groups of `planes`. The group size must be a power of two."""
+    """Whether the kernel supports the groups of `planes`, whose size must be a power of two."""
     how = quantization_of(planes[0])
     rows, size = how.block
     fits = rows == 1 and 0 < size <= CHUNK and size & (size - 1) == 0

@@ -7,7 +7,7 @@
 An amax has two stages: a kernel stores an amax for each row or tile, and the second stage reduces
 these amaxes to one number. `p` and `q` are results of first stages, or inputs of the graph, such as
 the row scales of a weight. A second stage reads a few kilobytes, which takes less time than a
-launch. A layer has a dozen or more second stages, and most results are needed much later.
+launch. A layer has a dozen or more second stages, and most of their results are needed much later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _move_input_amaxes_up(g: fx.Graph) -> None:
-    """Move the amaxes of a graph's inputs to the beginning, so that these amaxes form one group."""
+    """Move the amaxes of a graph's inputs to its beginning, where they form one group."""
     first = next(node for node in g.nodes if node.op != "placeholder")
     for node in list(g.nodes):
         if node is not first and _finishes_amax(node) and node.args[0].op == "placeholder":
@@ -80,12 +80,11 @@ def _finishes_amax(node: fx.Node) -> bool:
     is_stored = isinstance(kernel, fx.Node) and kernel.target in (rows, tiles)
     if not is_stored and source.op != "placeholder":
         return False
-    count = tensor(source).numel()  # may be large: kernels store matrices, too
+    count = tensor(source).numel()  # large if the kernel stores a whole matrix
     return holds_amaxes(source) and isinstance(count, int) and count <= LONGEST_HELD
 
 
 def _fuse(amaxes: list[fx.Node]) -> None:
-    """Replace several amaxes and their scales by one operator."""
     replaced, programs, inputs = [], [], []
     for amax in amaxes:
         scales = [user for user in amax.users if user.target is fp8.scale.default]

@@ -1,4 +1,4 @@
-"""Compute `transpose(quantize(x))`, and the operators that make `x`, in tile kernels.
+"""Fuse `transpose(quantize(x))`, and the operators that compute `x`, in tile kernels.
 
     before   h  = mul(silu(dequantize(g)), dequantize(u))
              a  = transpose(quantize(h, s))
@@ -6,11 +6,11 @@
              b  = quantize(d, t);  c = transpose(b)
     after    a, b, c = tiles([s, t, dy, g, u], program)
 
-The program of a kernel stores a quantized matrix that is needed transposed. The program contains
-the pointwise operators that compute the matrix from tensors in memory. Matrices computed from the
-same tensors share a program, so that each tensor is read once. Operators with users outside of the
-kernel also stay in the graph: computing them twice costs less than writing and reading their
-results.
+The program of a kernel stores a quantized matrix, transposed or in both layouts. It contains the
+pointwise operators that compute the matrix from tensors in memory. Matrices that are computed from
+the same tensors share a program, so that each tensor is read once. If nodes outside of the kernel
+use a result of an operator, the operator also stays in the graph: computing it twice costs less
+than writing its result and reading it again.
 
 The same kernel transposes FP8 data from other ranks:
 
@@ -22,7 +22,7 @@ If `joined` concatenates FP8 data, each kernel stores its columns of the result:
     before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
     after    c = tiles([s, x, t, y], [program, program])
 
-Dialect operators that do not fit in a kernel are left to `lower_dialect`.
+`lower_dialect` lowers the dialect operators that do not fit in a kernel.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TiledMatrix:
         return [*(n for nodes in self.replaced.values() for n in nodes), *self.amaxes]
 
     def stores(self, whole: Concatenation | None) -> Iterator[Store]:
-        """Yield the stores of the matrix; a part of a concatenation has its own store."""
+        """Yield the stores of the matrix. A layout that is a part of `whole` has its own store."""
         parts = {x for x, nodes in self.replaced.items() if whole and whole.offset_of(nodes) >= 0}
         alone = tuple(x for x in self.replaced if x not in parts)
         if alone or self.amaxes:
@@ -98,7 +98,7 @@ class Concatenation:
         return int(tensor(self.node).shape[1])
 
     def offset_of(self, nodes: Iterable[fx.Node]) -> int:
-        """Return the index of the first column of the part in `nodes`; -1 if there is no part."""
+        """Return the first column of the part that is in `nodes`; -1 if no part is in `nodes`."""
         offsets = accumulate((tensor(part).shape[1] for part in self.parts), initial=0)
         found = dict(zip(self.parts, offsets, strict=False))
         return max((int(found[node]) for node in nodes if node in found), default=-1)
@@ -154,7 +154,7 @@ def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
 
 
 def _find_received(data: fx.Node) -> TiledMatrix | None:
-    """Return FP8 data from other ranks as a matrix, if it is in memory and needed transposed."""
+    """Return FP8 data from other ranks as a matrix, if it must be transposed and is in memory."""
     if not graph.is_call(data, fp8.as_codes.default) or not transposes(data):
         return None
     format = str(data.args[1])
@@ -172,8 +172,8 @@ def _find_received(data: fx.Node) -> TiledMatrix | None:
 def _find_measured(x: fx.Node) -> TiledMatrix | None:
     """Return the matrix `x` if a kernel should compute its amax without storing the matrix.
 
-    The matrix must be dequantized from groups, or in memory. For any other matrix, the generated
-    kernel that computes the matrix can compute the amax as well.
+    The matrix must be in memory, or computed by dequantizing groups. For any other matrix, the
+    generated kernel that computes the matrix can compute the amax as well.
     """
     amaxes = [u for u in x.users if u.target is fp8.amax.default and u.args[1] == "tensor"]
     if not amaxes or tensor(x).ndim != 2 or why_not_a_matrix(x):
@@ -192,7 +192,7 @@ def _find_measured(x: fx.Node) -> TiledMatrix | None:
 def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
     """Return a list of matrices for each kernel.
 
-    The first matrix of a list has all large loads of the kernel.
+    The first matrix of a list is computed from all large tensors that the kernel reads.
     """
     groups: list[list[TiledMatrix]] = []
     groups_by_load: dict[fx.Node, list[list[TiledMatrix]]] = {}
@@ -212,9 +212,9 @@ def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]
 
 
 def _can_store_parts(whole: Concatenation, groups: list[list[TiledMatrix]]) -> bool:
-    """Whether the kernels of some groups can store all parts of a concatenation in place.
+    """Whether the kernels of `groups` can store all parts of a concatenation in its memory.
 
-    Each part must occur once, and have no users but the concatenation and transposes.
+    Each part must occur once, and only the concatenation and transposes may use it.
     """
     if len(set(whole.parts)) < len(whole.parts):
         return False
@@ -226,7 +226,7 @@ def _can_store_parts(whole: Concatenation, groups: list[list[TiledMatrix]]) -> b
 
 
 def _depend_on_each_other(matrices: list[TiledMatrix]) -> bool:
-    """Whether one of the matrices is computed from another of the matrices."""
+    """Whether computing one of the matrices requires the result of another one."""
     reads = {n for m in matrices for n in m.reader.loads}
     return len(matrices) > 1 and depends_on(reads, [n for m in matrices for n in m.results])
 

@@ -4,8 +4,8 @@
     after    a = amax(amax(abs(x), -1));  s = power_of_two(clamp(a / 448))
              q = buffer(convert(clamp(x * reciprocal(s))))
 
-`codegen/lowering.py` traces the tuned lowering of each operator, or its reference implementation if
-it has no tuned lowering.
+`codegen/lowering.py` traces the tuned lowering of each operator. If an operator has none, its
+reference implementation is traced.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _base(operand: object) -> fx.Node | None:
-    """Return the value that an operand is a view of."""
+    """Return the value that an operand views, or the operand if it is not a view."""
     while isinstance(operand, fx.Node) and kind(operand) is Kind.VIEW:
         operand = operand.args[0]
     return operand if isinstance(operand, fx.Node) else None

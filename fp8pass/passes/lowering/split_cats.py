@@ -3,13 +3,14 @@
     before   d = cat([mul(g, silu_backward), mul(g, silu)], 1);  q = rows([d])
     after    d = side_by_side([mul(g, silu_backward), mul(g, silu)], 1);  q = rows([d])
 
-Inductor computes all parts for each element of a concatenation, and selects one. On an H100, the
-gradient of a SwiGLU with gate and up in one GEMM took 2.6 times as long as reading and writing its
-bytes. Parts that are stored separately share a kernel if they read the same tensors.
+Inductor's kernel for a concatenation computes the values of all parts for each element, and selects
+one of them. On an H100, the gradient of a SwiGLU with gate and up in one GEMM took 2.6 times as
+long as reading and writing its bytes. Parts that are stored separately share a kernel if they read
+the same tensors.
 
 A concatenation is left unchanged if only generated code reads it or its views, because Inductor
-then inlines the parts and stores nothing. It is also left unchanged if all computed parts come from
-one value, as in a shift.
+then inlines the parts and stores nothing. It is also left unchanged if all computed parts are views
+of one value, as in a shift.
 """
 
 from __future__ import annotations

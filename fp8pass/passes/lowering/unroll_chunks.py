@@ -5,7 +5,7 @@
              x_1 = after(slice(x, c, T), loss_0); ...;  loss_1 = ...;  add_product(dW, t(d_1), x_1)
              losses = cat([loss_0, loss_1])
 
-Inductor compiles the chunks in this order. Values that do not depend on rows are computed once.
+Inductor keeps this order. Values that do not depend on the rows of a chunk are computed once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Unroller:
         split = len(outputs) - chunks.sums
         self.row_results: list[fx.Node] = outputs[:split]
         self.sums: list[fx.Node] = outputs[split:]
-        # GEMMs that accumulate into a sum over chunks in place.
+        # GEMMs whose results are only summed over chunks. They accumulate into the sum in place.
         self.products = {n for n in self.sums if n.target is aten.mm.default and len(n.users) == 1}
 
     def emit_results(self) -> list[fx.Node]:
@@ -72,10 +72,10 @@ class Unroller:
         return [*whole, *(totals[n] for n in self.sums)]
 
     def _emit_chunk(self, start: Any, end: Any, done: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Emit a chunk after the nodes `done`; return a dict from nodes of the body to new nodes.
+        """Emit a chunk; return a dict from nodes of the body to new nodes.
 
-        Without the dependency Inductor would compute the losses where they are concatenated, and
-        keep the logits of all chunks until then.
+        The chunk depends on `done`, the results of the previous chunk. Otherwise Inductor would
+        compute the losses where they are concatenated, and keep all logits until then.
         """
         env = dict(self.once)
         for placeholder, rows in self.row_inputs:

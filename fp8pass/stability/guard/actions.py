@@ -19,19 +19,19 @@ Done = tuple[str, str]  # kind and message of an event
 
 
 class Actions:
-    """The responses to alarms that the user allows.
+    """Responds to alarms with the actions that the user allows.
 
     Lasting actions (`lower lr`, `high precision`) start in the order of `act`. An action starts
-    only if the earlier actions were not enough. When all lasting actions are on, `lower lr`
-    multiplies the learning rate by `factor` again. Lasting actions end after `hold` steps.
+    only if the earlier actions were not enough. If even all of them are not enough, `lower lr`
+    multiplies learning rates by `factor` once more. Lasting actions end after `hold` steps.
     If an alarm follows within `quiet` steps, the same actions restart and last twice as long.
 
     Args:
         act: the allowed actions.
         factor: `lower lr` multiplies learning rates by this factor.
         hold: duration of lasting actions, in steps.
-        quiet: number of steps without an alarm. After so many steps a snapshot is trusted, and the
-            next alarm starts with the first action again.
+        quiet: number of steps without an alarm after which a snapshot is trusted, and after which
+            the next alarm starts with the first action again.
         monitor: the Monitor that switches graphs to high precision.
 
     Raises:
@@ -53,8 +53,8 @@ class Actions:
         self.act, self.factor, self.hold, self.quiet = act, factor, hold, quiet
         self._monitor = monitor
         self._lasting = tuple(a for a in act if a != ROLL_BACK)
-        self._level = 0  # number of started actions, plus number of further reductions
-        self._times = 0  # how often lasting actions started without a quiet time
+        self._level = 0  # number of started actions, plus further reductions of rates
+        self._times = 0  # how often lasting actions started since the last quiet time
         self._until: int | None = None  # step at which lasting actions end; None if none is on
         self._quiet_since = 0  # last step with an alarm or a lasting action
         self._rate: LowerRate | None = None
@@ -92,7 +92,7 @@ class Actions:
         return self.factor ** (1 + max(0, self._level - len(self._lasting))) if lowers else 1.0
 
     def begin(self, step: int) -> Iterator[Done]:
-        """Start lasting actions, or the next action if others are active. Yield their events."""
+        """Start lasting actions. If some are on already, start the next one, too. Yield events."""
         if not self._lasting:
             return
         if self.active or self._level == 0:
@@ -114,12 +114,12 @@ class Actions:
         return good.step
 
     def follow_trained(self, names: Collection[str]) -> None:
-        """Add those of the parameters `names` to the snapshots that were frozen until now."""
+        """Add the parameters `names` to the snapshots if they were frozen until now."""
         if self._training is not None:
             self._snapshots.add(self._training[0], names)
 
     def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
-        """End actions that are over, and take snapshots without an alarm. Called in each step."""
+        """End actions that are over. Without an alarm, take snapshots. Called in each step."""
         if self._training is not None and not self._has_stepped:
             self._check_steps(
                 self._training[1]

@@ -29,8 +29,8 @@ class Suspect:
 
     Attributes:
         module: path of the module in the model.
-        tensor: name of a parameter, `gradient of` or `change of` a parameter, or
-            `TensorStatistics.tensor` of a Monitor's row.
+        tensor: name of a parameter, e.g. `weight`, or `gradient of weight` or `change of weight`;
+            or `TensorStatistics.tensor` of a Monitor's row.
         factor: new value divided by the median of earlier values; infinite if the tensor is not
             finite.
         deviations: size of the change in robust standard deviations (`past.py`).
@@ -51,9 +51,10 @@ class Event:
 
     Attributes:
         step: number of optimizer steps done before the event.
-        kind: `alarm`; the outcome of an alarm: `confirmed` (the loss has risen) or `false alarm`;
-            an action: `lower lr`, `high precision`, `roll back`; `end of` a lasting action; or
-            `no roll back`, without good weights or after `MOST_ROLLBACKS` rollbacks.
+        kind: `alarm`, `confirmed` (the loss has risen after an alarm) or `false alarm`; the action
+            `lower lr`, `high precision` or `roll back`; the end of a lasting action, such as `end
+            of lower lr`; or `no roll back`, if no good copy exists or after `MOST_ROLLBACKS`
+            rollbacks.
         message: the event in words.
         signals: signals of an alarm.
         suspects: suspects of an alarm, the most likely first.

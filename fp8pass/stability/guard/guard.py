@@ -43,7 +43,8 @@ class Alarm:
         confirmed: whether the loss has risen since the alarm.
         acted: whether any action was taken.
         rollbacks: number of rollbacks after the alarm.
-        stuck: whether rollbacks have stopped, for lack of good weights or after `MOST_ROLLBACKS`.
+        stuck: whether rollbacks have stopped, because no good copy exists or after
+            `MOST_ROLLBACKS`.
     """
 
     step: int
@@ -232,7 +233,7 @@ class Guard(StepObserver):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the past numbers, the alarm and the actions of a checkpoint.
+        """Restore the past numbers, the alarm and the actions that a checkpoint contains.
 
         Raises:
             ConfigError: `state` was not returned by `state_dict()` of a guard.
@@ -265,11 +266,11 @@ class Guard(StepObserver):
             self._handle = None
 
     def _follow_trained(self, *_: Any) -> None:
-        """Watch the parameters that are trained now, if some were frozen or unfrozen.
+        """Watch the parameters that are trained now, if the user froze or unfroze some.
 
-        As a hook, this runs before the optimizer's step. Parameters that were just unfrozen then
-        still have the values that they had in earlier steps. If the backward updates parameters,
-        they have changed already.
+        Snapshots add the values of unfrozen parameters. So this is a hook that runs before the
+        optimizer's step changes them. If the backward updates parameters, they have changed
+        already.
         """
         assert self._norms is not None
         assert self.model is not None

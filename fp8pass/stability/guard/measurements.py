@@ -109,10 +109,9 @@ class LossScale:
     """The factor of `torch.amp.GradScaler` by which gradients are still multiplied after a step.
 
     GradScaler divides gradients before the step, unless the optimizer has the attribute
-    `_step_supports_amp_scaling`. For such an optimizer, GradScaler stores the factor in the
-    optimizer's `grad_scale`, and whether a gradient is not finite in `found_inf`. PyTorch's fused
-    optimizers then divide finite gradients in place. `fp8pass.optim.AdamW` does not change
-    gradients.
+    `_step_supports_amp_scaling`. For such an optimizer, GradScaler stores the factor in
+    `optimizer.grad_scale`, and a nonzero `optimizer.found_inf` if a gradient is not finite. Fused
+    optimizers of PyTorch divide finite gradients in place. `fp8pass.optim.AdamW` does not.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

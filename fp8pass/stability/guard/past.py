@@ -31,7 +31,7 @@ class Rise:
 
     Attributes:
         now: median of the recent numbers.
-        before: median of the past block with the lowest median; NaN if the past is too short.
+        before: lowest median of the past blocks; NaN if the past is too short.
         deviations: the rise in robust standard deviations; 0 if the past is too short.
     """
 
@@ -51,9 +51,9 @@ class Trend:
         ........................................ | ........
         past, in blocks of equal length            recent
 
-    `rise` compares the median of the recent numbers with the lowest median of a block. A falling
-    loss is below the medians of all blocks. A slowly rising loss is compared with its lowest
-    values, not with the values just before.
+    `rise` compares the median of the recent numbers with the lowest median of a block. So a falling
+    loss does not count as a rise. A slowly rising loss is compared with its lowest values, not with
+    the values just before.
 
     Args:
         recent: how many of the last numbers are compared with the past.
@@ -138,7 +138,7 @@ class History:
         self._rows_until_refresh -= 1
 
     def jumps(self, row: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the difference of each number and its past median, then the same in noise units.
+        """Return how far each number is from its past median, in its unit and in noise units.
 
         Both results are 0 if the past is too short, and where a number is not finite.
         """

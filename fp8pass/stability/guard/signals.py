@@ -46,20 +46,20 @@ LIMITS: dict[str, tuple[Limit, Limit]] = {
 # The rise of the loss that confirms an alarm. It is lower than the limit of a strong signal,
 # because the alarm is evidence already.
 RISEN = Limit(2.0, 1.10)
-SUSPECT = Limit(4.0, 1.5)  # limits for a suspect tensor
-# For each kind of norm of a parameter, the lower limit of the noise of its logarithm.
+SUSPECT = Limit(4.0, 1.5)  # a tensor is a suspect from these limits on
+# For each kind of norm of a parameter: the lower limit of the noise in the norm's logarithm.
 NOISE_FLOORS = {"{}": 0.02, "gradient of {}": 0.2, "change of {}": 0.2}
 Name = tuple[str, str]  # module path, and name of a parameter or another tensor
 
-MEASURED_NORM = "sampled gradient norm"  # not measured in every step, so a separate trend
-STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's rows
+MEASURED_NORM = "sampled gradient norm"  # a separate trend: not measured in every step
+STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's row
 
 
 class Signals:
-    """Compares readings of the guard and samples of a Monitor with earlier ones.
+    """Compares a guard's readings and a Monitor's samples with earlier readings and samples.
 
     Attributes:
-        has_risen: whether the loss has risen so far in the last reading that an alarm is confirmed.
+        has_risen: whether the loss of the last reading has risen enough to confirm an alarm.
         rise: the rise of the loss in words, for the event.
     """
 
@@ -239,7 +239,6 @@ def _take_logs(row: TensorStatistics) -> Numbers:
 
 
 def _make_signal(name: str, deviations: float, factor: float, text: str) -> Iterator[Signal]:
-    """Yield a signal if a number reaches a limit."""
     weak, strong = LIMITS[name]
     if strong.is_reached(deviations, factor):
         yield Signal(name, strong=True, text=text)

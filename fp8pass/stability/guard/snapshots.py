@@ -43,7 +43,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copy a training into this snapshot. Reuse the snapshot's host memory."""
+        """Copy weights, buffers and optimizer states into this snapshot. Reuse its host memory."""
         tensors, self.values = _collect_tensors(model, optimizer)
         before, self.step, self.tensors = self.tensors, step, {}
         arenas: dict[torch.device, Arena] = {}
@@ -66,7 +66,7 @@ class Snapshot:
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Restore weights, buffers and optimizer states bit for bit.
 
-        This does not change options of the optimizer, frozen parameters, and tensors that were
+        This does not change options of the optimizer, frozen parameters, or tensors that were
         created after the snapshot.
         """
         tensors, _ = _collect_tensors(model, optimizer)
@@ -112,13 +112,13 @@ class Snapshots:
         self._trial.take(step, model, optimizer)
 
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Add those of the parameters `names` to both copies that were frozen until now."""
+        """Add the parameters `names` to both copies if they were frozen until now."""
         for snapshot in (self.good, self._trial):
             if snapshot is not None:
                 snapshot.add(model, names)
 
     def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take a copy that is good at once."""
+        """Take a copy that is good at once, without a trial."""
         self.distrust()
         self._spare, self.good = self.good, self._spare or Snapshot()
         self.good.take(step, model, optimizer)
@@ -132,7 +132,7 @@ class Snapshots:
 def _collect_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[Key, Tensor], dict[Key, Any]]:
-    """Return weights, buffers and state tensors; and optimizer states that are not tensors."""
+    """Return all tensors of a snapshot, and the optimizer states that are not tensors."""
     tensors: dict[Key, Tensor] = {}
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     for name, x in (*trained, *model.named_buffers()):

@@ -7,8 +7,8 @@ happens in fp16, or in a training that diverges.
 
 No warning reports a low SQNR, because finite tensors cannot have a low SQNR. In a format's normal
 range the error is at most half the distance between adjacent numbers, which gives an SQNR of 24 dB
-in E4M3. Errors of smaller elements are so small relative to amax that even many elements that
-become zero hardly lower the SQNR. The share of these elements has its own warning.
+in E4M3. Smaller elements may become zero, but these errors are so small relative to amax that they
+hardly lower the SQNR. A separate warning reports the share of elements that become zero.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and the tensor's name in the graph, whose module path `skip` patterns match."""
+    """A row, and the tensor's name in its graph. Patterns of `skip` match the path in this name."""
 
     row: TensorStatistics
     name: TensorName
@@ -75,13 +75,13 @@ def _advise_on_zeros(found: Sequence[Measured]) -> Iterator[str]:
 
 
 class Findings:
-    """Finds symptoms of tensors. Each symptom of a tensor is reported once."""
+    """Finds tensors with symptoms. Reports each symptom of a tensor only once."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str, str]] = set()
 
     def find_new(self, rows: Sequence[Measured]) -> list[str]:
-        """Return one message for each symptom, about tensors that newly have this symptom."""
+        """Return one message for each symptom, about the tensors that did not have it before."""
         found: dict[str, list[tuple[Measured, str]]] = {symptom: [] for symptom in SYMPTOMS}
         for measured in rows:
             for symptom, figure in measured.find_symptoms():

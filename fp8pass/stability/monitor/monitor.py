@@ -29,10 +29,10 @@ from fp8pass.stability.monitor.writers import CsvWriter, TensorBoardWriter
 
 log = logging.getLogger("fp8pass")
 
-MOST_PRINTED = 40  # rows of a printed monitor
+MOST_PRINTED = 40  # maximum number of rows that `print(monitor)` shows
 
-# How often a weight may change within one step: some optimizers run a forward with perturbed
-# weights.
+# A weight may change this often within one step, because some optimizers run a forward with
+# perturbed weights.
 MOST_CHANGES = 1
 
 
@@ -154,9 +154,9 @@ class Monitor(StepObserver):
         return self._modules.get(weight.data_ptr())
 
     def saw(self, weight: Tensor) -> None:
-        """Record that a sampled forward reads a weight. Warn if `step()` calls are missing.
+        """Record that a sampled forward reads a weight.
 
-        If a weight changes several times within a sample, steps were not counted.
+        If the weight changes several times within a sample, warn that `step()` was not called.
         """
         version = compat.version_of(weight)
         changes, before = self._changes.get(weight.data_ptr(), (0, version))
@@ -178,7 +178,6 @@ class Monitor(StepObserver):
         self._totals[prefix, name] = totals if before is None else merge(before, totals)
 
     def _finish_sample(self) -> None:
-        """Make rows from the totals, write the rows, and log warnings."""
         if not self._totals and not self._sharpness:
             return
         found = []
@@ -195,7 +194,6 @@ class Monitor(StepObserver):
             log.warning("%s", message)
 
     def _why_empty(self) -> str:
-        """Return why no sample exists yet, and what to do."""
         if self._totals:
             return "The first sample is not complete: call monitor.step() at the end of the step."
         if self.steps:

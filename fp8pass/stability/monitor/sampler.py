@@ -2,7 +2,7 @@
 
 A Dynamo graph is compiled twice: normally, and with `Sampler` as its inner compiler. Each step runs
 one of the two versions. The passes produce the same graphs for both versions. Therefore both
-versions compute the same numbers, except that generated code does not round values in registers.
+versions compute the same numbers, except that fused code does not round intermediate values.
 Each version has its own backward graph, so the forward and the backward of a step always match.
 """
 
@@ -35,7 +35,7 @@ fp8 = torch.ops.fp8pass
 # Maximum number of recorded forwards. It limits the number of blocks times the number of
 # micro-batches in flight.
 MOST_FORWARDS = 4096
-# After so many forwards, references to freed memory are dropped.
+# The number of forwards after which references to freed memory are dropped.
 COMPACT_EVERY = 64
 
 
@@ -121,7 +121,7 @@ class SampledForward:
     def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
     ) -> SampledForward:
-        """Return the forward without freed storages. Equal sets in `shared` become one object."""
+        """Return the forward without freed storages. `shared` has one object for equal sets."""
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
             for memory in (self.arguments, self.results)
@@ -156,8 +156,8 @@ class MeasuringInterpreter(fx.Interpreter):
     def find_prefix(self, arguments: Sequence[Any]) -> str:
         """Return the path of the part of the model that runs with these arguments.
 
-        The path of a weight's module in the model ends with the module's path in the graph. The
-        result is the rest of this path.
+        Paths in the graph are relative to this part. For example, if a weight is in `layers.3.mlp`
+        of the model, and in `mlp` of the graph, the result is `layers.3`.
         """
         for index, module in self.weights:
             path = self.monitor.module_of(arguments[index])
@@ -167,10 +167,10 @@ class MeasuringInterpreter(fx.Interpreter):
 
 
 def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
-    """Return, for each quantize node of a graph, the names of the tensor that it quantizes.
+    """Return for each quantize node of a graph the names of the tensor that it quantizes.
 
     An operand of several layers has several names. If a module saves several results of the same
-    operator, the names of all but the first end with a number.
+    operator, a number is appended to all names but the first.
     """
     found: dict[fx.Node, list[TensorName]] = {}
     counts: dict[tuple[str, str], int] = {}

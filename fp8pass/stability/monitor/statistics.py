@@ -1,4 +1,4 @@
-"""Statistics of a quantized tensor: totals on its device, and the row computed from the totals."""
+"""Statistics of a quantized tensor: totals are computed on its device, the rest on the host."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 commands.py      the commands explain, fit, diagnose, bisect and demo
 env.py           the command env: facts for a bug report
-target.py        the model of a command and its inputs
+target.py        the argument TARGET: a model and its inputs
 huggingface.py   a model and inputs from a Hugging Face config.json
-model_run.py     a run of the model without fp8pass, and the model's loss
+model_run.py     runs the model without fp8pass, to see its own errors first; the model's loss
 parsing.py       arguments, tasks and errors of all commands
 """
 
@@ -75,7 +75,6 @@ def _show_warning(message: Warning | str, *where: object) -> None:
 
 
 def _make_parsers() -> tuple[Parser, dict[str, Parser]]:
-    """Return the main parser, and the parser of each command."""
     parser = Parser(
         prog="fp8pass",
         description="See what FP8 linear layers and low-bit saved activations do to a model.",

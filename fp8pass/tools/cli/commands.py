@@ -1,4 +1,4 @@
-"""The commands explain, fit, diagnose, bisect and demo: options, help, and the call of the tool."""
+"""The commands explain, fit, diagnose, bisect and demo: their options, their help, their calls."""
 
 from __future__ import annotations
 
@@ -150,7 +150,6 @@ def _run_tool(name: str, options: argparse.Namespace) -> None:
 
 
 def _show(result: Any, options: argparse.Namespace) -> None:
-    """Draw the plot of a result, and print it as tables or as JSON."""
     if getattr(options, "plot", None):
         with task("drawing the plot", "Pass another file to --plot."):
             result.plot(options.plot)

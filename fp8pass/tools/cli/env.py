@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 VARIABLES = ("FP8PASS_", "TORCHINDUCTOR_", "TORCH_LOGS", "TORCH_TRACE")
 
 NO_DRIVER = "none found"
-# A product with a larger relative error is wrong. Rounding both operands to E4M3 causes an error of
-# about 4%.
+# A product with a larger relative error is reported as wrong. Rounding both operands to E4M3 causes
+# an error of about 4%.
 LARGEST_ERROR = 0.1
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Collect versions, devices and their capabilities, and environment variables, as text."""
+    """Collect versions, the capabilities of each device, and environment variables, as text."""
     # Read the variables first, because importing Inductor sets some of them.
     variables = {
         name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)
@@ -36,8 +36,6 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def _list_versions() -> dict[str, str]:
-    """List the versions of the packages and tools that compiled code depends on."""
-
     def find_compiler() -> str:
         path = import_module("fp8pass.compat").get_cpp_compiler()
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
@@ -58,7 +56,7 @@ def _list_versions() -> dict[str, str]:
 
 
 def _list_devices() -> dict[str, dict[str, str]]:
-    """List the CPU and each GPU with the code paths of fp8pass that the device supports."""
+    """List the CPU and each GPU, with the code paths of fp8pass that each of them supports."""
     try:
         import torch
     except Exception as error:
@@ -87,7 +85,6 @@ def _list_devices() -> dict[str, dict[str, str]]:
 
 
 def _find_driver() -> str:
-    """Return the version of NVIDIA's driver."""
     collect_env = import_module("torch.utils.collect_env")
     return collect_env.get_nvidia_driver_version(collect_env.run) or NO_DRIVER
 
@@ -108,7 +105,7 @@ def _find_version(package: str) -> str:
 
 
 def _list_paths(device: torch.device) -> dict[str, str]:
-    """Return whether a device supports each code path of fp8pass, or why not.
+    """For each code path of fp8pass, return whether the device supports it, and if not, why.
 
     The result also contains the outcome of one FP8 product on the device.
     """
@@ -124,7 +121,7 @@ def _list_paths(device: torch.device) -> dict[str, str]:
 
 
 def _check_product(device: torch.device) -> str:
-    """Compute an FP8 product as compiled graphs do. Return `ok`, or a text about the failure."""
+    """Compute an FP8 product as compiled graphs do. Return `ok`, or what is wrong."""
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -155,7 +152,6 @@ def _check_product(device: torch.device) -> str:
 
 
 def _format(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format the facts as lines to paste into a report."""
     groups = {"versions": found["versions"], **found["devices"], "variables": found["variables"]}
     blocks = []
     for title, facts in groups.items():

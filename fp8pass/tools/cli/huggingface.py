@@ -9,7 +9,7 @@ import torch
 from fp8pass.tools.cli.parsing import Failure, UsageError
 
 BATCH, SEQUENCE = 2, 128
-# Sizes that the note about made-up inputs suggests.
+# Sizes of the inputs that the note about made-up inputs suggests.
 USUAL_BATCH, USUAL_SEQUENCE = 4, 2048
 
 
@@ -39,15 +39,15 @@ def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     Args:
         config: a configuration of transformers.
         device: device of the model.
-        dtype: dtype of the parameters. Default: the dtype that the configuration names, else FP32.
+        dtype: dtype of the parameters. Default: the dtype in the configuration, else FP32.
 
     Raises:
         UsageError: transformers has no model for the configuration.
     """
     make = _find_class(config)
     before = torch.get_default_dtype()
-    # A cast of the model would also convert buffers that the model creates in FP32. The default
-    # dtype does not change these.
+    # Set the default dtype instead of casting the model, because a cast would also convert buffers
+    # that the model deliberately creates in FP32.
     torch.set_default_dtype(dtype or _find_dtype(config) or torch.float32)
     try:
         with torch.device(device):
@@ -64,7 +64,7 @@ def note_dtype(config: Any, dtype: torch.dtype | None) -> str:
 
 
 def _find_class(config: Any) -> Any:
-    """Return the class that a config names; by default a causal language model or a base model."""
+    """Return the class that a config names, or else its causal language model or base model."""
     import transformers
 
     for name in config.architectures or ():
@@ -104,7 +104,7 @@ def make_inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def note_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> str:
-    """Return a note that inputs were made up, with arguments for inputs of usual sizes."""
+    """Return a note that the inputs are random, with `--input` arguments for realistic sizes."""
     x = next(iter(inputs.values()))
     made = f"{' x '.join(map(str, x.shape))} {'values' if x.is_floating_point() else 'tokens'}"
     usual = " ".join(f"--input {name}={_describe_usual(model, x)}" for name, x in inputs.items())
@@ -112,7 +112,7 @@ def note_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> str:
 
 
 def _describe_usual(model: Any, x: torch.Tensor) -> str:
-    """Describe an input like `x`, but of a usual size, in the syntax of `--input`."""
+    """Describe an input like `x`, but with a realistic size, in the syntax of `--input`."""
     if x.is_floating_point():
         return "x".join(map(str, (USUAL_BATCH, *x.shape[1:])))
     if x.ndim == 1:

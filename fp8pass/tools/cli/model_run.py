@@ -59,7 +59,7 @@ def make_loss_fn(found: Target) -> Callable[[Any, Any], Any]:
 
 
 def _describe(value: Any) -> str:
-    """Describe an input in a message: name of a keyword argument, type and shape."""
+    """Return the name (of a keyword argument), dtype and shape of an input, for a message."""
     import torch
 
     from fp8pass import graph

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class UsageError(ValueError):
-    """An argument is invalid. The message contains the fix. Exit code 2."""
+    """An argument is invalid. The message explains the fix. Exit code 2."""
 
 
 class Failure(Exception):
-    """The model or fp8pass failed; the message is one line with the cause. Exit code 1."""
+    """The model or fp8pass failed. The message is one line with the cause. Exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_device(text: str) -> str:
-    """Check the name of a CPU or CUDA device, which need not be available.
+    """Check that `text` names a CPU or CUDA device. The device need not exist on this machine.
 
     Raises:
         argparse.ArgumentTypeError: the name is invalid.
@@ -135,7 +135,9 @@ def check_plot(options: argparse.Namespace) -> None:
 
 @contextmanager
 def task(doing: str, fix: str) -> Iterator[None]:
-    """Show a task on stderr if stderr is a terminal. Redirect the task's stdout to stderr.
+    """Show a task as running on stderr if stderr is a terminal, and turn its errors into messages.
+
+    The task's output to stdout goes to stderr, because stdout is for the command's result.
 
     Args:
         doing: the task, such as "building models:build".

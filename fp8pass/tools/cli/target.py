@@ -1,4 +1,4 @@
-"""Build TARGET: the model of a command, and the arguments to call the model with."""
+"""Build the model that the argument TARGET names, and the arguments to call the model with."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Target:
 
     Attributes:
         loss_fn: returns the loss, given model and batch; None if the model returns its own loss.
-        batch: the arguments as TARGET returned them: a tensor, a tuple, a dict, or both.
+        batch: the arguments as TARGET returned them: a tensor, a tuple, a dict, or a tuple and a
+            dict.
         notes: remarks about the model and its inputs, as sentences.
     """
 
@@ -72,7 +73,7 @@ class Target:
         return compat.original_of(self.model)
 
     def call(self, model: Any, batch: Any) -> Any:
-        """Call a model with a batch of the same structure as TARGET's batch."""
+        """Call `model` with a batch. The batch has the same structure as TARGET's own batch."""
         from torch import Tensor
 
         if self.args and self.kwargs:
@@ -90,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
 
     Args:
         parser: parser of a command.
-        runs: whether the command runs the model. If so, `--device` is added.
+        runs: whether the command runs the model, and so needs `--device`.
     """
     add = parser.add_argument
     repeatable = partial(add, action="append", default=[])
@@ -131,7 +132,8 @@ def parse_config(options: argparse.Namespace) -> Config | None:
 def parse_beside(options: argparse.Namespace, config: Config) -> Config | None:
     """Return `config` with the options of `--beside`, or None if `--beside` is not given.
 
-    Another recipe replaces the recipe of `config`, but not the options of `--option`.
+    If `--beside` names a recipe, this recipe replaces the recipe of `config`, but the options of
+    `--option` stay in effect.
     """
     given = dict(options.beside)
     if not given:
@@ -305,7 +307,6 @@ def build(text: str) -> Any:
 
 
 def _unpack(made: Any) -> Target:
-    """Unpack the return value of TARGET; raise UsageError if the value has the wrong form."""
     from torch import Tensor, nn
 
     model, *rest = made if isinstance(made, tuple) and made else (made,)
@@ -331,7 +332,7 @@ def _unpack(made: Any) -> Target:
 
 
 def _move(target: Target, device: Any, dtype: Any) -> Target:
-    """Move a target to `device`, and convert floats to `dtype`. Ignore an argument that is None."""
+    """Move a target to `device`, and convert floats to `dtype`. Skip an argument that is None."""
     import torch
 
     from fp8pass import compat
@@ -373,11 +374,7 @@ def _check_arguments(target: Target) -> None:
 
 
 def _is_config(text: str) -> bool:
-    """Check whether TARGET is a Hugging Face config, rather than Python code.
-
-    Raises:
-        UsageError: TARGET is a path that does not exist, or a file without a function.
-    """
+    """Check whether TARGET is a Hugging Face config, rather than Python code."""
     path = Path(text)
     if path.suffix == ".py":
         raise UsageError(f"{text} has no function name: write {text}:NAME.")
@@ -402,7 +399,6 @@ def _import(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file, and make the other modules of its folder importable."""
     if not path.is_file():
         raise UsageError(f"No file {str(path)!r}.")
     _make_importable(path.parent.resolve())

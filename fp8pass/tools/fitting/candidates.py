@@ -1,7 +1,7 @@
 """List the ways to train, each with its memory and its step time, the fastest first.
 
-The candidates are a small, fixed set: each configuration of the backend, combined with each choice
-of data to move to host memory. Candidates with 4-bit saved values come last.
+The candidates combine each of a few configurations of the backend with each choice of the data to
+move to host memory. Candidates with 4-bit saved values come last, because they are less accurate.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fp8pass.tools.fitting.traced import TracedLayers, TracedStep
 MIB = 1 << 20
 # GPU memory of CUDA, its libraries and kernels.
 CONTEXT_BYTES = 600 * MIB
-# GPU memory that PyTorch's allocator reserves beyond the allocated bytes, as a share of these
-# bytes, if segments are expandable.
+# GPU memory that PyTorch's allocator reserves but does not use, as a share of the allocated bytes.
+# Measured with expandable segments.
 UNUSED_SHARE = 0.02
 # Host memory of Python, PyTorch and the driver.
 PROCESS_BYTES = 4 << 30
-# Unused share of pinned host memory. Pinned memory is allocated in blocks of 2^n bytes, and the
-# last block is partly unused.
+# Unused share of pinned host memory. It is allocated in blocks of 2^n bytes, and the last block is
+# partly unused.
 HOST_SHARE = 0.05
-# CPU time to launch the update of one parameter in the backward: 12 ms per step for the 291
+# CPU time to launch the update of one parameter during the backward: 12 ms per step for the 291
 # parameters of Llama-2-7B on an H200 (benchmarks/results/model.json).
 ATTACHED_SECONDS = 40e-6
 
@@ -47,7 +47,7 @@ PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (True, ("states", "gradients")),
     (True, ("states", "gradients", "weights")),
 )
-# Step times within 1% count as equal, and such candidates keep their order.
+# Step times within 1% count as equal. Candidates with equal times stay in the order of `PLACES`.
 SAME_TIME = 1.01
 
 
@@ -59,7 +59,8 @@ class Seconds:
         forward, backward: seconds of the forwards and of the backwards of all micro-batches.
         update: seconds of the optimizer, and of adding up gradients.
         waiting: seconds of copies to and from the host that do not overlap with computation.
-        link: seconds in which the link to the host is busy in one direction.
+        link: seconds in which the link to the host is busy. The two directions run at the same
+            time.
     """
 
     forward: float
@@ -89,14 +90,15 @@ def estimate_step(
     forward, backward = map(gpu.seconds, work)
     here, host = parameters.place(setup, accumulate)
     gradients = parameters.gradient_bytes
-    # The update reads gradients, and reads and writes weights: three times the gradients' bytes.
-    # The update also reads and writes the states.
+    # Gradients and weights have about the same size. The update reads both and writes the weights,
+    # three times the gradients' bytes. It also reads and writes the states.
     update = (3 * gradients + 2 * (here.states + host.states)) / gpu.bandwidth
     if setup.step_in_backward:
         update += ATTACHED_SECONDS * len(parameters.trained)
     adding = (gradients + 2 * (here.sums + host.sums)) / gpu.bandwidth if accumulate > 1 else 0.0
     one_way, sums_one_way = (host.states + host.weights) / gpu.link, host.sums / gpu.link
-    # With `step_in_backward`, copies also overlap with the backward; otherwise only with updates.
+    # With `step_in_backward`, copies overlap with the backward and the updates; otherwise only with
+    # the updates.
     overlap = backward + adding if setup.step_in_backward else 0.0
     waits = (accumulate - 1) * max(0.0, sums_one_way - overlap)
     waits += max(0.0, one_way + sums_one_way - overlap - update)
@@ -118,7 +120,8 @@ class Candidate:
         gpu: bytes on the GPU at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`,
             `activations`, `gradients`, `workspace`.
         host: bytes on the host, by kind.
-        peak: place of the peak: a module of the `forward` or `backward`, or the `update`.
+        peak: where the memory peaks: in a module of the `forward` or `backward`, or in the
+            `update`.
         seconds: time of an optimizer step.
     """
 
@@ -144,7 +147,7 @@ class Candidate:
         return sum(self.host.values()) * (1 + HOST_SHARE) + PROCESS_BYTES
 
     def why_not(self, gpu: float, host: float) -> str:
-        """Return why `gpu` bytes on the GPU or `host` bytes on the host are too few, or ''."""
+        """Return '' if `gpu` and `host` bytes of memory are enough, else what is too large."""
         reasons = []
         if (over := self.gpu_bytes - gpu) > 0:
             largest = sorted(self.gpu, key=self.gpu.__getitem__, reverse=True)[:2]
@@ -193,7 +196,7 @@ class Candidates:
             yield from self._evaluate(self._list_configs(in_4_bits))
 
     def _list_configs(self, base: Config) -> list[Config]:
-        """List configurations by step time, the fastest first."""
+        """List configurations in the order of their expected step times, the fastest first."""
         found = [base]
         heads = [head for plan in self.traced.plans(base) for head in plan.heads]
         if base.head_chunks is None and any(head.chunks == 1 and head.can_chunk for head in heads):
@@ -205,12 +208,12 @@ class Candidates:
     def _evaluate(self, configs: Iterable[Config]) -> Iterator[Candidate]:
         """Yield candidates, the fastest first.
 
-        Planning takes time, so a configuration is planned only when one of its setups may be the
-        next fastest.
+        `configs` are sorted by time, and planning is slow. So a configuration is planned only when
+        the setups that were already timed may be slower than one of its setups.
         """
         waiting = deque(configs)
         timed: list[tuple[int, Setup, Seconds]] = []
-        begun = -math.inf  # a lower bound of the times of the waiting configurations
+        begun = -math.inf  # `waiting` has no configuration that is faster
         while waiting or timed:
             while waiting and not (timed and timed[0][0] <= begun):
                 new = self._time(waiting.popleft())
@@ -221,7 +224,7 @@ class Candidates:
                 yield self._measure(setup, seconds)
 
     def _time(self, config: Config) -> list[tuple[int, Setup, Seconds]]:
-        """Return the setups of a configuration, each with its time and the time's sort key."""
+        """Return the setups of a configuration as (key to sort by time, setup, time)."""
         if not self._may_help(config):
             return []
         try:
@@ -242,7 +245,7 @@ class Candidates:
         return list(zip(keys, setups, times, strict=True))
 
     def _may_help(self, config: Config) -> bool:
-        """Check whether a configuration may have a plan that earlier configurations do not have."""
+        """Return False if planning `config` would fail, or would only repeat an earlier plan."""
         unlimited = replace(config, memory_budget=None)
         if unlimited in self._too_small:
             return False
@@ -251,7 +254,6 @@ class Candidates:
         return any(head.chunks > 1 for plan in self.traced.plans(unlimited) for head in plan.heads)
 
     def _measure(self, setup: Setup, seconds: Seconds) -> Candidate:
-        """Return the candidate for a setup: its memory at the peak, and the given time."""
         here, host = self.parameters.place(setup, self.accumulate)
         fate = self.parameters.decide_fate(setup, self.accumulate)
         moment = self._largest(setup.config, fate)

@@ -24,13 +24,13 @@ from fp8pass.tools.fitting.result import UNNAMED, Fit
 from fp8pass.tools.fitting.step import LossFunction, compute_own_loss
 from fp8pass.tools.fitting.traced import trace
 
-# The result has a note about exposed copies if they take a larger share of the step.
+# The result has a note about exposed copies if they take more than this share of the step.
 MUCH = 0.02
-# The result has a note about logits if they take a larger share of the used GPU memory.
+# The result has a note about logits if they take more than this share of the used GPU memory.
 FEW = 0.001
 # The largest error of the predicted memory, as a share (docs/fit.md).
 ERROR = 0.04
-# If `gpu` is a smaller integer, the caller probably meant GiB instead of bytes.
+# If `gpu` is an integer below this bound, the caller probably meant GiB instead of bytes.
 LEAST = 1 << 20
 
 
@@ -61,11 +61,11 @@ def fit(
         model: the module to train, in the dtype to train it in.
         *args: arguments of the model for one micro-batch.
         gpu: a name, a size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; or bytes. Default:
-            the GPU of this machine. With a size alone, the rates of this machine's GPU are used.
-            Without a GPU, or for a GPU with unknown rates, times are estimated for an H200, with a
-            note.
-        host: memory for offloaded data and the process, as a size or bytes. Default: the available
-            memory of this machine.
+            the GPU of this machine. If `gpu` is only a size, the rates of this machine's GPU are
+            used. If there is no GPU, or its rates are unknown, the times are estimates for an H200,
+            and the result has a note about this.
+        host: host memory for offloaded data and the process itself, as a size or bytes. Default:
+            the available memory of this machine.
         config: the configuration that the search varies, instead of the model's own or the default
             recipe. If it sets `memory_budget` or `head_chunks`, the search does not vary these.
         accumulate: number of micro-batches whose gradients are summed before an update.
@@ -113,7 +113,6 @@ def fit(
 
 
 def _find_dtype(parameters: Sequence[Tensor]) -> str:
-    """Return the dtype of most elements of the parameters; '' without parameters."""
     counts: Counter[torch.dtype] = Counter()
     for p in parameters:
         counts[p.dtype] += p.numel()
@@ -121,7 +120,7 @@ def _find_dtype(parameters: Sequence[Tensor]) -> str:
 
 
 def _describe_inputs(*values: Any) -> str:
-    """Return the shape of the first tensor among the inputs, as `4 × 2048 tokens`."""
+    """Return the shape of the first input tensor as text, e.g. `4 × 2048 tokens`."""
     first = next((x for x in compat.tree_leaves(values) if isinstance(x, Tensor)), None)
     if first is None:
         return "no tensors"
@@ -130,7 +129,7 @@ def _describe_inputs(*values: Any) -> str:
 
 
 def _search(candidates: Candidates, found: Fit) -> None:
-    """Try candidates until one fits. Stop after one if the host has no memory for the process."""
+    """Try candidates until one fits. Try only one if the host is too small even for the process."""
     for candidate in candidates.all():
         why_not = candidate.why_not(found.gpu.memory, found.host)
         found.tried.append((candidate, why_not))
@@ -184,11 +183,7 @@ def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
 
 
 def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of modules that match `patterns`. Replace a module list by its members.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
-    """
+    """Return the paths of modules that match `patterns`. Replace a module list by its members."""
     modules = dict(module.named_modules())
     found: dict[str, None] = {}
     for pattern in patterns:
@@ -205,7 +200,7 @@ def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _fold_lists(module: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """Return `paths`, with `list.*` in place of the paths of all members of a list."""
+    """Return `paths`, but replace the paths of all members of a module list by `list.*`."""
     found = dict.fromkeys(paths)
     for path, m in module.named_modules():
         members = {f"{path}.{i}" for i in range(len(m))} if isinstance(m, nn.ModuleList) else set()
@@ -215,11 +210,6 @@ def _fold_lists(module: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_host(host: str | int | None) -> float:
-    """Return the bytes of host memory, by default the bytes available on this machine.
-
-    Raises:
-        ConfigError: `host` is not a size, or the available memory is unknown.
-    """
     if host is None:
         left = arena.available()
         if left is None:
@@ -231,7 +221,6 @@ def _parse_host(host: str | int | None) -> float:
 
 
 def _make_loss(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
-    """Return a function that runs a model on its arguments and returns the loss."""
     if loss_fn is None:
         return compute_own_loss
 
@@ -288,7 +277,7 @@ def _find_by_name(name: str) -> Gpu:
 
 
 def _detect_gpu() -> Gpu:
-    """Return this machine's GPU. If the rates of this GPU are unknown, rates are assumed."""
+    """Return this machine's GPU. If its rates are unknown, assume the rates of an H200."""
     if not torch.cuda.is_available():
         return replace(GPUS[REFERENCE], name=UNNAMED, rates="assumed")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -27,10 +27,11 @@ class Standing:
     """Bytes that live for the whole step, on the GPU or on the host.
 
     Attributes:
-        weights: parameters and buffers. Of an offloaded weight, the GPU still has the FP8 data.
-        states: states of the optimizer.
-        sums: sums of gradients over micro-batches.
-        staging: staging buffers of offloaded values.
+        weights: bytes of parameters and buffers. Even if a weight is offloaded, its FP8 data is on
+            the GPU.
+        states: bytes of the optimizer's states.
+        sums: bytes of the sums of gradients over micro-batches.
+        staging: bytes of the staging buffers of offloaded values.
     """
 
     weights: float = 0.0
@@ -51,7 +52,7 @@ class Parameters:
         module: the model, on any device.
 
     Attributes:
-        coded: the weights that `offload_weights` moves to the host.
+        coded: the weights that `offload_weights` can move to the host.
         why_not_coded: why `offload_weights` cannot move weights; '' if it can.
         gradient_bytes: bytes of all gradients.
 
@@ -71,7 +72,7 @@ class Parameters:
             self.why_not_coded = str(error)
 
     def place(self, setup: Setup, accumulate: int) -> tuple[Standing, Standing]:
-        """Return a setup's bytes that live for the whole step, on the GPU and on the host."""
+        """Return the bytes on the GPU and on the host that live for the whole step with `setup`."""
         gpu, host = Standing(weights=self.buffer_bytes), Standing()
         group = {"offload": setup.offload}
         stored = moment_format(default_buffer(accumulate), signed=True).storage_dtype

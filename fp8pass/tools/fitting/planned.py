@@ -1,8 +1,8 @@
 """Plan a compiled region for a configuration, and estimate its memory and work.
 
 Only nodes with a buffer take memory (`activation_memory/backward_memory.py`): results of GEMMs and
-attention, FP8 data and sums of the residual stream. Pointwise operators are fused into the
-operators that read them.
+attention, FP8 data and sums of the residual stream. All other pointwise operators are assumed to be
+fused into the kernels that read their results.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ fp8 = torch.ops.fp8pass
 
 # Generated code dequantizes values while it reads them, so these operators need no buffer.
 DEQUANTIZERS = {fp8.dequantize.default}
-# Bytes for each element of queries: CUDA kernels of attention's backward accumulate the gradient of
-# queries in FP32.
+# Bytes per element of the queries: CUDA's backward kernels of attention accumulate the gradient of
+# the queries in FP32.
 BYTES_PER_QUERY = 4
 # Share of attention's floating point operations that remain under a causal mask.
 CAUSAL_SHARE = 0.5
@@ -46,10 +46,11 @@ class Moment:
     """Bytes alive at one time of a step, by kind (`KINDS`).
 
     Attributes:
-        module: path of the module whose operator runs, '' outside of compiled graphs.
+        module: path of the module whose operator runs; '' outside of compiled graphs.
         backward: whether the backward has begun.
         saved: bytes that compiled graphs save for the backward.
-        activations: bytes that the forward allocates outside of graphs, and results of graphs.
+        activations: bytes that the forward allocates outside of graphs, and bytes of the results of
+            graphs.
         gradients: bytes of parameters' gradients.
         workspace: all other bytes.
     """
@@ -69,7 +70,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Planned:
-    """The predicted result of compiling a region.
+    """The predicted result of compiling a region, and its memory and work.
 
     Attributes:
         plan: the decisions about layers and saved tensors.
@@ -130,7 +131,7 @@ def plan_region(region: CompiledRegion, config: Config) -> Planned:
 
 
 def _find_gradients(backward: fx.Graph, joint: fx.Graph, ctx: Context) -> dict[fx.Node, str]:
-    """Return the parameters' gradients, as nodes of the backward, each with its kind of memory."""
+    """Return the nodes of the backward that are gradients of parameters, for `measure_memory`."""
     primals = [n for n in joint.nodes if compat.is_primal(n)]
     results = zip(primals, graph.outputs(backward), strict=False)
     found = (g for p, g in results if p in ctx.facts.parameters and isinstance(g, fx.Node))
@@ -146,9 +147,9 @@ def measure_memory(
     """Return the bytes alive after each operator of a graph.
 
     Args:
-        g: a forward, whose results stay alive until its end, or a backward.
-        kinds: kinds of memory of nodes; all other nodes are workspace.
-        inputs: placeholders that the graph owns, which are freed after their last use.
+        g: a forward or a backward graph. Its results stay alive until its end.
+        kinds: kind of memory of some nodes. All other nodes are workspace.
+        inputs: placeholders that the graph owns. They are freed after their last use.
     """
     nodes = [n for n in g.nodes if n.op != "output"]
     position = {n: i for i, n in enumerate(nodes)}
@@ -177,7 +178,11 @@ def measure_memory(
 
 
 def _find_last_uses(nodes: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Return, for each node, the position of the last buffer that is computed from the node."""
+    """Return for each node the position of the last buffer that is computed from the node.
+
+    A node must stay alive until then, because operators without a buffer are fused into the kernel
+    that writes this buffer.
+    """
     found: dict[fx.Node, int] = {}
     for node in reversed(nodes):
         ends = [position[node]]
@@ -200,7 +205,7 @@ def has_buffer(node: fx.Node) -> bool:
 
 
 def _measure_workspace(node: fx.Node) -> float:
-    """Return the bytes that an operator allocates while it runs, besides its results."""
+    """Return the bytes that an operator allocates while it runs, apart from its results."""
     if graph.is_call(node, in_chunks):
         moments = measure_memory(Chunks(node).body.graph, {})
         return max((m.total for m in moments), default=0.0)
@@ -216,7 +221,7 @@ def _measure_workspace(node: fx.Node) -> float:
 def estimate_work(g: fx.Graph) -> Work:
     """Return the work of a graph.
 
-    Generated code is assumed to read all operands once for each buffer that it writes.
+    Assumes that a generated kernel writes one buffer, and reads each of its operands once.
     """
     total = Work()
     for node in g.nodes:
@@ -241,7 +246,7 @@ def _count_flops(node: fx.Node) -> Work:
 
 
 def _find_reads(node: fx.Node) -> set[fx.Node]:
-    """Return the buffers that the kernel of a node reads, directly or through fused operators."""
+    """Return the buffers that a node's kernel reads, including reads by operators fused into it."""
     found: set[fx.Node] = set()
     pending, seen = list(node.all_input_nodes), set[fx.Node]()
     while pending:

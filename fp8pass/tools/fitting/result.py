@@ -16,7 +16,7 @@ from fp8pass.tools.fitting.planned import Moment
 from fp8pass.tools.fitting.setup import format_config
 from fp8pass.tools.output import Result, make_figure
 
-# The kinds of memory: description, color in the plot.
+# Kinds of memory: description and color in the plot.
 KINDS = {
     "weights": ("weights and buffers", "#4c78a8"),
     "states": ("states of the optimizer", "#9ecae9"),
@@ -48,11 +48,11 @@ class Fit(Result):
         parameters: number of the model's parameters.
         dtype: dtype of most parameters.
         inputs: shape of the first input of a micro-batch, as text.
-        tried: the ways to train that were evaluated, the fastest first, each with the reason why it
-            does not fit ('' if it fits).
+        tried: the ways to train that were evaluated, the fastest first. Each has the reason why it
+            does not fit, or '' if it fits.
         best: the fastest way to train that fits; None if nothing fits.
         notes: further remarks, as sentences.
-        moments: bytes alive at each moment of a forward and backward with `shown`.
+        moments: bytes alive at each moment of a forward and backward, for the candidate `shown`.
     """
 
     model: str
@@ -181,7 +181,6 @@ class Fit(Result):
 
     @property
     def _planned_text(self) -> str:
-        """The model, micro-batch and GPU of the plan, and the source of the GPU's rates."""
         batch = f"micro-batch {self.inputs}" + f" × {self.accumulate}" * (self.accumulate > 1)
         model = f"{self.model} {_format_count(self.parameters)}, {self.dtype}"
         gpu = f"{self.gpu.name} of {bytes_text(self.gpu.memory)}"
@@ -196,7 +195,6 @@ class Fit(Result):
         return f"speed unknown: {why}; times are those of an {REFERENCE}{no_fp8}"
 
     def _make_memory_table(self) -> Table:
-        """Make the table of the memory at the peak of a step."""
         shown, table = self.shown, Table(show_footer=True)
         table.add_column("", footer="total")
         sizes = {"GPU": (shown.gpu_bytes, self.gpu.memory), "host": (shown.host_bytes, self.host)}
@@ -217,8 +215,8 @@ class Fit(Result):
     def _make_candidates_table(self) -> Table:
         """Make the table of ways to train, the fastest first.
 
-        The table has all candidates with the same `step_in_backward` and `offload` as `shown`. For
-        each other combination of these two options, the table has only the smallest candidate.
+        The table has all candidates with the same `step_in_backward` and `offload` as `shown`. Of
+        the other candidates, it has only the smallest for each pair of these options.
         """
         least: dict[object, Candidate] = {}
         for candidate, _ in self.tried:
@@ -257,7 +255,7 @@ def _format_size(count: float) -> str:
 
 
 def _format_count(count: int) -> str:
-    """Format a number of parameters, as `6.7B` or `125M`."""
+    """Format a number of parameters, e.g. `6.7B` or `125M`."""
     units = ["", "K", "M", "B"]
     size = float(count)
     while size >= 1000 and len(units) > 1:

@@ -1,4 +1,4 @@
-"""One way to train: options of the backend and of the optimizer, as Python code to paste."""
+"""A way to train: options of the backend and of the optimizer, as Python code to paste."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Setup:
 
     Attributes:
         config: options of the backend.
-        step_in_backward: whether `fp8pass.optim.step_in_backward` updates each parameter.
-        offload: the kinds of data in host memory: `states`, `gradients`, `weights`.
+        step_in_backward: whether `fp8pass.optim.step_in_backward` updates each parameter during the
+            backward.
+        offload: the kinds of data that live in host memory: `states`, `gradients`, `weights`.
         preset: preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
     """
 

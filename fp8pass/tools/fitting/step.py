@@ -1,9 +1,10 @@
-"""Record one step of a model on fake tensors: when storages exist, and compiled graphs run.
+"""Record one step of a model on fake tensors: storages, and runs of compiled graphs.
 
-Stand-ins, which compute nothing, replace compiled graphs. Each `CompiledRegion` has a joint graph
-before any pass, and the record lists when the region runs forward and backward. Operators outside
-of compiled graphs are recorded one by one, as PyTorch runs them. `traced.py` inserts the plan of
-any configuration into the record without tracing again.
+Each compiled graph is replaced by a stand-in that allocates results but computes nothing. Its
+`CompiledRegion` has the joint graph before any pass, and the record lists when the region runs
+forward and backward. Operators outside of compiled graphs are recorded one by one, as PyTorch runs
+them. `traced.py` can then insert the plan of any configuration into the record, without tracing the
+model again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fp8pass.hardware import Work
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
 
-# Called with a model to run, its arguments and its keyword arguments.
+# A function that takes a model, its arguments and its keyword arguments, and returns the loss.
 LossFunction = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Tensor]
 
 
@@ -70,7 +71,7 @@ class RegionForward:
     """A region runs forward.
 
     Attributes:
-        call: number that this forward shares with its `RegionBackward`.
+        call: number of this run. The matching `RegionBackward` has the same number.
         inputs, outputs: numbers of the storages of the region's inputs and results. None if a
             storage existed before the step.
     """
@@ -179,15 +180,15 @@ def record_step(
 
 @contextmanager
 def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
-    """Replace a module's tensors by fake CPU tensors, and yield `values` with fake tensors, too.
+    """Replace a module's tensors by fake CPU tensors. Yield `values` with fake tensors, too.
 
-    Parameters and buffers may be on any device, the meta device included. They are restored on
+    Parameters and buffers may be on any device, including the meta device. They are restored on
     exit. The CPU represents the GPU: `torch.autocast("cuda")` also applies to the CPU tensors.
     """
     # Do not use setattr, because modules may override it, and PyTorch's version runs hooks.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     mode = compat.use_fake_tensors()
-    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # ids are unique while originals live
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # has the originals, so ids stay unique
 
     def replace(x: Tensor | None) -> Any:
         if x is not None and id(x) not in fakes:
@@ -304,7 +305,7 @@ class _Recorder(compat.OperatorObserver):
         return found
 
     def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module at `path`. Graphs that are captured during this run belong to `path`."""
+        """Run the module at `path`. Regions that `compile` captures meanwhile get this path."""
         self.path = path
         return run(*args, **kwargs)
 
@@ -320,13 +321,9 @@ def _find_tensors(values: Any) -> list[Tensor]:
 
 
 def _estimate_work(operator: Any, arguments: Any, result: Any, new: Sequence[Tensor]) -> Work:
-    """Estimate the work of an operator that runs outside of compiled graphs.
+    """Estimate the work of an operator outside of compiled graphs.
 
-    Args:
-        operator: the operator, as PyTorch dispatches it.
-        arguments: `(args, kwargs)`.
-        result: the return value.
-        new: the returned tensors that are not views of arguments.
+    `new` are the tensors in `result` that are not views of arguments.
     """
     args, kwargs = arguments
     formula = flop_registry.get(getattr(operator, "overloadpacket", None))
@@ -372,7 +369,6 @@ def _describe_layout(x: Any) -> Any:
 
 
 def _allocate(x: Any) -> Any:
-    """Allocate a tensor of a `_Layout`; return other values unchanged."""
     if not isinstance(x, _Layout):
         return x
     return torch.empty_strided(x.shape, x.stride, dtype=x.dtype)
@@ -395,7 +391,7 @@ def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> Co
 
 
 class _Capture(Partitioner):
-    """Partitioner that copies the joint graph, then runs PyTorch's partitioner without passes."""
+    """Partitioner that copies the joint graph, and then partitions it as stock PyTorch does."""
 
     def __init__(self, compilation: Compilation, region: CompiledRegion) -> None:
         super().__init__(compilation)

@@ -1,10 +1,11 @@
-"""Compute the bytes alive, work and plans of a traced step under any configuration.
+"""Compute the memory, work and plans of a traced step under any configuration.
 
-`TracedStep` inserts planned regions into the record of a step. `TracedLayers` extrapolates from two
-short models, because tracing and planning many equal layers takes long. Each additional layer adds
-the same saved bytes, gradients and work; only the place of the peak may change. So the bytes of
-models with three and four layers are extrapolated linearly to more layers. Moments of both models
-are matched by their layer, once counted from the first layer and once from the last layer:
+`TracedStep` inserts planned regions into the record of a step. Tracing and planning a model with
+many equal layers takes long, so `TracedLayers` traces two short models, with three and four layers,
+and extrapolates to the whole model. This works because each further layer adds the same saved
+bytes, gradients and work. Only the peak may be at another place. So the bytes at each place are
+extrapolated linearly. Places in the two models are matched by their layer. The first two layers are
+counted from the start, the last two from the end:
 
     three layers   before  0  1  2  after
     four layers    before  0  1  2  3  after       0-0, 1-1 from the start; 1-2, 2-3 from the end
@@ -49,7 +50,7 @@ FEW, MORE = 3, 4
 WORTHWHILE = 8
 
 # A place is the index of a layer, or "before" or "after" all layers. Each pair is a place in the
-# model with `FEW` layers, and the matching place in the model with `MORE` layers.
+# model with `FEW` layers and the matching place in the model with `MORE` layers.
 Place = int | str
 PAIRS: tuple[tuple[Place, Place], ...] = (
     *(("before", "before"), ("after", "after")),
@@ -87,7 +88,7 @@ def trace(
 
 
 def is_in_list(path: str) -> bool:
-    """Check whether a module is in a list.
+    """Check whether a module is in a module list, e.g. `layers.3.mlp`.
 
     If a model has lists, memory budgets apply only to the modules in lists.
     """
@@ -104,8 +105,8 @@ class Fate:
     Attributes:
         stay: whether all gradients live until the end of the backward. Otherwise the optimizer
             consumes each gradient during the backward.
-        waiting: bytes of gradients that may wait for the optimizer; if positive, at least one
-            gradient waits.
+        waiting: how many bytes of gradients may wait for the optimizer. If this is not 0, one
+            gradient may wait even if it is larger.
     """
 
     stay: bool
@@ -113,7 +114,7 @@ class Fate:
 
 
 class TracedStep:
-    """A recorded step. Each configuration's plans are computed on first use.
+    """A recorded step, evaluated under any configuration. Plans are computed on first use.
 
     Raises:
         ConfigError: a memory budget cannot be met (all methods).
@@ -165,7 +166,7 @@ class _Replay:
         self._alive: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
         self._held: Counter[int] = Counter()  # for each storage: how many backwards will read it
-        self._freed: set[int] = set()  # freed by the model before these backwards
+        self._freed: set[int] = set()  # the model freed them before these backwards
         self._calls: dict[int, RegionForward] = {}
         self._backward = False
         self._waiting: deque[tuple[int, int]] = deque()  # gradients and their bytes
@@ -187,7 +188,7 @@ class _Replay:
                     self._note(Moment())
 
     def _note(self, moment: Moment) -> None:
-        """Record a moment of a region, plus the bytes that are alive outside of the region."""
+        """Record a moment: the bytes of a region, plus the bytes that are alive outside of it."""
         alive = {name: self._alive[name] + getattr(moment, name) for name in KINDS}
         self.moments.append(Moment(moment.module, self._backward, **alive))
 
@@ -206,7 +207,7 @@ class _Replay:
             self._alive[name] -= bytes_
 
     def _consume(self, gradient: int) -> None:
-        """Queue a gradient for the optimizer, and free the gradients that need not wait."""
+        """Queue a gradient for the optimizer. Free the oldest gradients that are over the limit."""
         waiting = self._waiting
         waiting.append((gradient, self._storages[gradient][1]))
         least = 1 if self.fate.waiting else 0
@@ -234,7 +235,7 @@ class _Replay:
                 self._free(storage)
 
     def _find_held(self, call: RegionForward) -> set[int]:
-        """Return the storages of inputs and results that the backward of a call reads."""
+        """Return the storages of a region's inputs and results that its backward reads."""
         plan = self.plans[call.region]
         found = {call.inputs[i] for i in plan.held_inputs}
         found |= {call.outputs[i] for i in plan.held_outputs}
@@ -302,7 +303,7 @@ class TracedLayers:
     def _scale_budget(self, config: Config, depth: int) -> Config:
         """Return `config` with its memory budget scaled to a model of `depth` layers.
 
-        The budget reduces the saved bytes of each layer by the same amount as in the whole model.
+        Both budgets reduce the saved bytes of each layer by the same amount.
         """
         if config.memory_budget is None:
             return config
@@ -315,7 +316,7 @@ class TracedLayers:
     def moments(self, config: Config, fate: Fate) -> list[Moment]:
         """Return the largest moments before, in and after the layers.
 
-        The result has moments of only the first two and the last two layers.
+        Of the layers, the result has only the first two and the last two.
         """
         few = self._find_largest(self.few.moments(self._config(config, FEW), fate))
         more = self._find_largest(self.more.moments(self._config(config, MORE), fate))
@@ -345,12 +346,10 @@ class TracedLayers:
         return int(number) if module.startswith(prefix) else None
 
     def _extrapolate(self, few: Moment, more: Moment, from_end: bool) -> Moment:
-        """Extrapolate a moment from `FEW` and `MORE` layers to the number of layers of the model.
+        """Extrapolate a moment from `FEW` and `MORE` layers to the model's number of layers.
 
-        Args:
-            few: the moment with few layers.
-            more: the same moment with one more layer.
-            from_end: whether the moment's layer is counted from the last layer.
+        `few` and `more` are the same moment of the two short models. `from_end` is true if they
+        were matched by counting layers from the last one.
         """
         values = {k: getattr(few, k) for k in KINDS}
         values = {k: x + self._further * (getattr(more, k) - x) for k, x in values.items()}

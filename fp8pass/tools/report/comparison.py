@@ -34,7 +34,7 @@ class ModuleCosts:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """`count` modules that have equal costs in each explanation, and the costs of one of them."""
+    """A row of the comparison: `count` modules with equal costs, and the costs of one of them."""
 
     module: str
     count: int
@@ -68,7 +68,9 @@ class Comparison:
 
 
 def compare(ours: ExplanationData, theirs: ExplanationData) -> Comparison:
-    """Compare two explanations. Rows with the largest difference in bytes, then in time, are first.
+    """Compare two explanations. The rows with the largest difference in bytes come first.
+
+    Rows with an equal difference in bytes are sorted by their difference in time.
 
     Raises:
         ValueError: the explanations are of different models.
@@ -87,7 +89,6 @@ def compare(ours: ExplanationData, theirs: ExplanationData) -> Comparison:
 
 
 def _sum_costs(explanation: ExplanationData) -> dict[str, ModuleCosts]:
-    """Return the costs of each module over all runs of all graphs."""
     totals: dict[str, ModuleCosts] = {}
     for compiled in explanation.graphs:
         modules = fold_rows((path, (), path) for path in explanation.modules_of(compiled))

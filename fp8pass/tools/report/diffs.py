@@ -1,4 +1,4 @@
-"""List the code that a pass changes, by module, with equal changes of repeated layers once."""
+"""List the code that a pass changes, by module. Repeated layers with equal changes are merged."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from fp8pass.passes.runner import MODULE_COMMENT, PassRecord
 
-# Numbers of layers in paths, and numbers that FX appends to names.
+# Numbers of layers in paths, and numbers that FX appends to names. They may differ between layers.
 _NUMBERS = re.compile(r"_\d+\b|(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _CONTEXT = 1  # unchanged lines around a change
 
 
 @dataclass(frozen=True)
 class ModuleDiff:
-    """The change of one module's code. `count` modules have this change, except for numbers."""
+    """The change of one module's code. `count` modules have this change, apart from numbers."""
 
     module: str
     count: int

@@ -1,10 +1,10 @@
-"""Draw repeated layers once: the first of several equal consecutive layers stands for all of them.
+"""Draw repeated layers once: the first of several equal consecutive layers represents all of them.
 
     before   layers.0   layers.1   layers.2   …   layers.31
     after    layers.0   layers.1 (30 equal, to layers.30)   layers.31
 
-Layers are equal if they have the same modules and operators with the same shapes, formats and
-reasons. The first and the last layer of a model usually differ.
+Layers are equal if they have the same modules, and operators with the same shapes, formats and
+reasons. The first and the last layer of a model usually differ from the layers between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from fp8pass.tools.report.picture import DrawnLayer, DrawnOperator, Edge, Picture
 
-# A path up to its first number.
+# Matches a path up to its first number, e.g. `model.layers.3` of `model.layers.3.mlp`.
 _NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 # Details that may differ between equal layers.
@@ -33,7 +33,7 @@ class Span:
 
     @property
     def pattern(self) -> str:
-        """The path with `*` instead of the last number."""
+        """The path with `*` instead of its last number, e.g. `layers.*`."""
         return re.sub(r"\d+$", "*", self.path)
 
     def signature(self) -> tuple[object, ...]:
@@ -48,7 +48,7 @@ class Span:
 
 
 def find_layer(module: str) -> str:
-    """Return the numbered layer that a module belongs to, `model.layers.3`; '' without a number."""
+    """Return the numbered layer that contains a module, e.g. `model.layers.3`, or ''."""
     match = _NUMBERED.match(module)
     return match[0] if match else ""
 
@@ -80,7 +80,7 @@ def fold(picture: Picture) -> Picture:
 
 
 def find_spans(picture: Picture) -> list[Span]:
-    """Return the numbered layers in order. A layer has all columns from its first to its last."""
+    """Return the numbered layers in order. A layer spans all columns from its first to its last."""
     columns: dict[str, list[int]] = {}
     for column, module in enumerate(picture.columns):
         if path := find_layer(module):
@@ -90,7 +90,7 @@ def find_spans(picture: Picture) -> list[Span]:
         operators.setdefault(operator.column, []).append(operator)
     found, end = [], 0
     for path, own in columns.items():
-        if own[0] < end:  # alternating layers share columns, so only the first is a span
+        if own[0] < end:  # layers that run in turns: their columns overlap
             continue
         end = own[-1] + 1
         span = range(own[0], end)
@@ -101,9 +101,9 @@ def find_spans(picture: Picture) -> list[Span]:
 def _merge_edges(
     edges: Iterable[Edge], stands_for: dict[str, str], instance: dict[str, tuple[str, str]]
 ) -> list[Edge]:
-    """Replace the ends of edges by drawn operators.
+    """Let edges start and end at operators that are drawn.
 
-    Edges between two layers that are drawn as one are dropped, unless their tensors are saved.
+    If an edge connects two layers that are drawn as one, drop it, unless its tensor is saved.
     """
     merged: dict[tuple[str, str], Edge] = {}
     for edge in edges:

@@ -1,4 +1,4 @@
-// Draws the data of report/page.py. Names from the model only ever become text.
+// Draws the data of report/page.py. Names from the model are inserted as text, never as HTML.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -14,7 +14,7 @@ function size(bytes) {
 const BYTES = [{ name: "GiB", factor: 2 ** 30 }, { name: "MiB", factor: 2 ** 20 }, { name: "KiB", factor: 2 ** 10 }, { name: "B", factor: 1 }];
 const TIMES = [{ name: "s", factor: 1 }, { name: "ms", factor: 1e-3 }, { name: "µs", factor: 1e-6 }];
 
-// The largest unit of which there is at least one.
+// The largest unit in which `value` is at least 1.
 function unitOf(value, units) {
   return units.find(({ factor }) => Math.abs(value) >= factor) ?? units.at(-1);
 }
@@ -84,7 +84,7 @@ const READABLE = 0.7;
 const LARGE = 1.4;
 const MARGIN = 24;
 
-// All of it where that can be read, else its beginning.
+// Show the whole picture if its text is large enough to read, else its beginning.
 function view() {
   const all = canvas.elements();
   canvas.fit(all, MARGIN);
@@ -96,7 +96,7 @@ function view() {
   canvas.pan({ x: Math.max(MARGIN, roomX / 2) - x1 * READABLE, y: Math.max(MARGIN, roomY / 2) - y1 * READABLE });
 }
 
-// As much detail as can be read at once.
+// Unfold as many levels as fit on the screen in a readable size.
 function overview() {
   picture.unfoldWhile(() => {
     const nodes = picture.elements(isNarrow()).filter((x) => x.data.width);
@@ -108,7 +108,7 @@ function overview() {
   view();
 }
 
-// Fold or unfold a place, which stays where it begins.
+// Fold or unfold a place. Its corner stays at the same point of the screen.
 function toggle(place) {
   const begin = () => {
     const corners = canvas.nodes(".folded, .cell").filter((n) => place.holds(n.data("first"))).map((n) => n.renderedBoundingBox());
@@ -150,7 +150,7 @@ function showDetails(shown) {
   canvas.panBy({ x: Math.min(0, canvas.width() - MARGIN - x2), y: Math.min(0, canvas.height() - MARGIN - y2) });
 }
 
-// Entries about a saved tensor: its size, format, reason and source line.
+// Return the name of a saved tensor, and its size, format, reason and source line as text.
 function tensorEntries(id) {
   const y = picture.operators.get(id);
   const known = ["saved as", "expected gradient error", "in the backward", "source"].map((name) => y.details[name]);
@@ -169,7 +169,7 @@ function describeOperator(y) {
   describe(y.label, [...entries, ...Object.entries(y.details)]);
 }
 
-// `id` of a box, of one side, or of the frame around an unfolded place.
+// Describe a place. `id` is the id of one of its boxes, or of the frame around it if it is unfolded.
 function describePlace(id) {
   const place = picture.place(id);
   const side = id.slice(place.id.length + 1);
@@ -332,14 +332,14 @@ element("theme").addEventListener("click", () => setTheme(document.documentEleme
 element("search").addEventListener("input", search);
 element("search").addEventListener("keydown", (event) => { if (event.key === "Enter") lookAtNext(); });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") closeDetails(); });
-// Without Ctrl the wheel scrolls the page.
+// The wheel zooms the picture only with Ctrl. Otherwise it scrolls the page.
 element("graph-picture").addEventListener("wheel", (event) => { if (!event.ctrlKey) event.stopImmediatePropagation(); }, { capture: true });
 element("only").addEventListener("change", () => showOnly(element("only").value));
 element("unfold").addEventListener("click", () => setAllFolded(false));
 element("fold").addEventListener("click", () => setAllFolded(true));
 element("fit").addEventListener("click", () => canvas.fit(undefined, MARGIN));
 element("graph")?.addEventListener("change", () => showGraph(Number(element("graph").value)));
-// On a phone a row is a card, with the name of the column in each cell.
+// On a phone, each table row is a card, and each cell shows the name of its column.
 for (const cell of document.querySelectorAll("td")) {
   cell.dataset.label = cell.closest("table").querySelectorAll("th")[cell.cellIndex]?.textContent ?? "";
 }

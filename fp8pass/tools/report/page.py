@@ -41,7 +41,8 @@ FP8_LINEAR = "linear layers in FP8"
 _FOLDER = Path(__file__).parent
 _MOST_EXPENSIVE = 8  # rows in the table of the largest saved tensors
 
-# A plan is listed only if it uses less memory than the explained plan, by more than this share.
+# The page lists a plan of the frontier only if it needs less memory than the explained plan, by
+# more than this share.
 _SAME_MEMORY = 0.005
 
 
@@ -117,7 +118,7 @@ def render(
 
 
 def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """Return the data that the page draws: pictures, timeline, memory against time, errors."""
+    """Return the data that scripts draw: pictures, timeline, memory against time, and errors."""
     return {
         "kinds": KINDS,
         "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
@@ -129,7 +130,7 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
 
 
 def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> dict[str, Any]:
-    """Return the data that the template shows about one graph, which `modules` ran."""
+    """Return the template's data about one graph, which was run by `modules`."""
     plan = compiled.plan
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     sources = {name: find_source_line(n) for name, n in nodes.items()}
@@ -152,7 +153,7 @@ def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> d
 
 
 def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the explained plan, then smaller plans of the frontier by descending memory."""
+    """Yield the explained plan, then the frontier's smaller plans, the largest of them first."""
     here = plan.point
     if here is None:
         return
@@ -168,7 +169,10 @@ def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def count_operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
-    """Return the floating point operations of a step by kind of operator, the most first."""
+    """Return the floating point operations of a step for each kind of operator.
+
+    The kind with the most operations comes first.
+    """
     total: Counter[str] = Counter()
     for compiled in graphs:
         for node in filter(is_expensive, compiled.gm.graph.nodes):
@@ -185,7 +189,7 @@ def _label_operation(node: fx.Node) -> str:
 
 
 def _format_flop(count: float) -> str:
-    """Format a number of operations, `868 MFLOP`."""
+    """Format a number of operations, e.g. `868 MFLOP`."""
     for unit in ("", "k", "M", "G"):
         if count < 1000:
             return f"{count:.3g} {unit}FLOP"
@@ -194,12 +198,12 @@ def _format_flop(count: float) -> str:
 
 
 def format_size(count: float) -> str:
-    """Format bytes or a difference of bytes, `-1.5 MiB`."""
+    """Format bytes or a difference of bytes, e.g. `-1.5 MiB`."""
     return f"{'-' * (count < 0)}{bytes_text(abs(count))}"
 
 
 def format_budget(count: int) -> str:
-    """Format bytes as a `memory_budget` that is at least as large, `1.012GiB`."""
+    """Format bytes as a value of `memory_budget`, rounded up, e.g. `1.012GiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{math.ceil(1000 * count / size) / 1000:.10g}{unit}"
@@ -207,7 +211,7 @@ def format_budget(count: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format seconds or a difference of seconds, `12.3 µs`."""
+    """Format seconds or a difference of seconds, e.g. `12.3 µs`."""
     scale, unit = next(
         ((scale, unit) for scale, unit in ((1, "s"), (1e3, "ms")) if abs(seconds) * scale >= 1),
         (1e6, "µs"),
@@ -216,7 +220,7 @@ def format_time(seconds: float) -> str:
 
 
 def _format_recipe(config: Config) -> str:
-    """Format a configuration as its nearest recipe with changes: `coat, memory_budget=0.5`."""
+    """Format a configuration as the nearest recipe and changes, e.g. `coat, memory_budget=0.5`."""
     name, changes = find_recipe(config)
     return ", ".join((name, *(f"{option}={value!r}" for option, value in changes.items())))
 

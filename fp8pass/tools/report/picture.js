@@ -1,14 +1,14 @@
-// The layout of a graph. Places are in a line, in the order of the forward. Each has a box on the side of the
-// forward and a box on the side of the backward. Saved tensors run in the band between both sides.
+// The layout of a graph. Places are arranged in a line, in the order of the forward. Each place has a box on
+// the forward's side and a box on the backward's side. Saved tensors run in the band between the two sides.
 //
 //     all layers  →  a layer  →  a module  →  its operators      a place, unfolded step by step
 //
-// No line crosses a label: saved tensors run in the band, lines to the next place in the gap between the boxes,
-// lines to a later place in lanes outside of the boxes, and dagre routes the lines of operators. The places
-// run to the right, on a narrow screen downwards.
+// No line crosses a label. Saved tensors run in the band, lines to the next place in the gap between the boxes,
+// and lines to a later place in lanes outside of the boxes. dagre routes the lines between operators. The line
+// of places runs to the right, or downwards on a narrow screen.
 "use strict";
 
-// The colour of a folded place: the first of these kinds that it holds.
+// A folded place has the color of the first of these kinds that its operators have.
 const STANDS_OUT = ["fp8", "attention", "linear", "nonlinear", "quantize", "dequantize", "recomputed", "input"];
 const NODE_HEIGHT = 26;
 const TITLE_HEIGHT = 24;
@@ -22,7 +22,7 @@ const shortened = (path) => path.split(".").slice(-2).join(".");
 const LEVELS = ["layers", "layer", "module"]; // the outer ones first
 const total = (numbers) => [...numbers].reduce((sum, x) => sum + x, 0);
 
-// The columns of a module, of equal layers of which the first is drawn, or of all layers.
+// A part of the picture that can be unfolded: a module, equal layers drawn as one layer, or all layers.
 class Place {
   constructor(id, first, last, path, lines, title) {
     Object.assign(this, { id, first, last, path, lines, title });
@@ -54,7 +54,7 @@ function placesOf({ columns, layers, operators }) {
   return [...stacksOf(layers), ...drawn, ...modules];
 }
 
-// Layers that follow each other, of one list.
+// Group layers that follow each other and are in the same module list.
 function stacksOf(layers) {
   const stacks = [];
   for (const layer of layers) {
@@ -99,7 +99,7 @@ class Picture {
     for (const place of this.places) if (place.level === level) this.unfolded.add(place.id);
   }
 
-  // Unfold the layers that a module is in.
+  // Unfold the layers that contain a module.
   reveal(path) {
     const column = this.columns.findIndex((module) => `${module}.`.startsWith(`${path}.`));
     const around = this.around[column].filter((place) => place.level !== "module");
@@ -115,7 +115,7 @@ class Picture {
     return `${this.placeAt(operator.column).id}:${operator.backward ? "backward" : "forward"}`;
   }
 
-  // Bytes kept of what operators of the forward compute, in all equal layers.
+  // Saved bytes of the results of forward operators, summed over all equal layers.
   kept(operators) {
     return total(operators.filter((y) => !y.backward).map((y) => this.times[y.column] * (this.bytes.get(y.id) ?? 0)));
   }
@@ -124,7 +124,7 @@ class Picture {
     return this.around[column].find((place) => !this.unfolded.has(place.id)) ?? this.around[column].at(-1);
   }
 
-  // The columns of the module asked for, and those at the other end of what it keeps or reads.
+  // The columns of the selected module, and of the modules that its saved tensors come from or go to.
   shownColumns() {
     const inside = (column) => `${this.columns[column]}.`.startsWith(`${this.only}.`) || !this.only;
     const shown = new Set([...this.columns.keys()].filter(inside));
@@ -157,7 +157,7 @@ class Picture {
     return { kind: STANDS_OUT.find((kind) => operators.some((y) => y.kind === kind)), lines };
   }
 
-  // How large a box is and where its operators and their lines are, from its corner.
+  // The size of a box, and the positions of its operators and lines relative to its corner.
   inside({ place, operators, lines }) {
     if (!this.unfolded.has(place.id)) {
       return { isOpen: false, width: widthOf([...lines, "000.0 KiB"]), height: 2 * NODE_HEIGHT, at: new Map(), routes: [] };
@@ -185,7 +185,7 @@ class Picture {
     return bytes ? `${operator.label}  ${size(bytes)}` : operator.label;
   }
 
-  // Everything that is drawn. The band begins at 0, so that unfolding moves nothing across the line of places.
+  // All drawn elements. The band begins at 0, so that unfolding a place moves other boxes only along the line.
   elements(downwards) {
     const layout = new Layout(this, this.boxes(), downwards);
     return [...layout.frames(), ...layout.boxes.flatMap((box) => layout.nodes(box)), ...layout.lines()];
@@ -197,7 +197,7 @@ class Picture {
     return [...this.operators.values()].filter((y) => words(y).some((x) => x.toLowerCase().includes(wanted)));
   }
 
-  // A layer that an equal one stands for is found there.
+  // Replace the path of a layer that is not drawn by the path of the equal layer that is drawn.
   drawnPath(text) {
     return text.replace(/(\w+\.)(\d+)/, (path, name, number) => {
       const stands = this.layers.map((y) => [...numbered(y.first), numbered(y.last)[1]])
@@ -207,7 +207,7 @@ class Picture {
   }
 }
 
-// Where boxes, frames and lines are. `along` the line of places, `across` it.
+// The positions of boxes, frames and lines. `along` is parallel to the line of places, `across` perpendicular.
 class Layout {
   constructor(picture, boxes, downwards) {
     Object.assign(this, { picture, boxes, downwards });
@@ -288,7 +288,7 @@ class Layout {
     });
   }
 
-  // Lines between boxes, all tensors from one to another together.
+  // Lines between boxes. All tensors from one box to another box share a line.
   mergedLines() {
     const merged = new Map();
     for (const edge of this.picture.edges) {
@@ -312,7 +312,7 @@ class Layout {
     return Math.abs(this.number.get(source.place) - this.number.get(target.place)) === 1;
   }
 
-  // Downwards, titles of frames are beside the boxes.
+  // If places run downwards, titles of frames are next to the boxes. So lanes are outside of all boxes.
   depthBetween(backward, from, to) {
     if (this.downwards) return this.depth[backward ? "backward" : "forward"];
     const passed = this.boxes.filter((b) => b.backward === backward && from <= this.number.get(b.place) && this.number.get(b.place) <= to);
@@ -323,8 +323,8 @@ class Layout {
     return this.lanes[box.backward ? "backward" : "forward"].of.get(box);
   }
 
-  // How far out the lane is of each box with lines to others than the next one: outside of the boxes
-  // that it passes, and beside other lanes there.
+  // If a box has lines to boxes other than the next one, it gets a lane. Return the distance of each lane from
+  // the band. A lane is outside of the boxes that it passes, and does not overlap with other lanes.
   lanesOf(backward) {
     const spans = new Map();
     for (const line of this.outer) {
@@ -381,7 +381,8 @@ class Layout {
   }
 }
 
-// A route as Cytoscape wants it: ends from the centers of their boxes, bends from the line between the ends.
+// Convert a route for Cytoscape: ends relative to the centers of their boxes, bends relative to the line
+// between the ends.
 function relative(points, source, target) {
   const [from, to] = [points[0], points.at(-1)];
   const [dx, dy] = [to.x - from.x, to.y - from.y];

@@ -1,13 +1,13 @@
-"""Draw a compiled graph: operators in columns by module, with the tensors between them.
+"""Draw a compiled graph: operators in columns by module, and the tensors between them.
 
-Columns are in the order in which the forward runs the modules, with one column for each run.
-Operators of the backward are in the column of the forward operator that they belong to. If several
-modules read a forward value, PyTorch adds up the value's gradients, and these sums have no module.
-Such a sum is in the column of the first module that reads the value, because gradients flow through
-the columns in reverse.
+The columns follow the order in which the forward runs the modules. A module that runs twice has two
+columns. An operator of the backward is in the column of its forward operator. If several modules
+read a forward value, PyTorch adds up the gradients of the value, and this sum has no module. It is
+in the column of the first module that reads the value, because gradients flow through the columns
+from the last to the first.
 
-Views, casts, constants, sizes and parameters are half of the nodes of a graph. They are not drawn;
-edges pass through them. Tensors saved for the backward are always drawn.
+About half of a graph's nodes are views, casts, constants, sizes and parameters. These nodes are not
+drawn, and edges pass through them. Tensors saved for the backward are always drawn.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DrawnOperator:
         module: path of the module that the operator comes from.
         column: number of the column.
         backward: whether the operator runs in the backward.
-        details: further facts by name.
+        details: texts to show about the operator, by title, e.g. `shape`, `dtype` or `saved as`.
     """
 
     id: str
@@ -78,8 +78,9 @@ class Edge:
 
     Attributes:
         source, target: ids of the operators.
-        crosses: whether the tensor is saved by the forward and used by the backward.
-        bytes: saved bytes of the tensor; 0 if an earlier edge of the same tensor has them.
+        crosses: whether the tensor is saved by the forward and read by the backward.
+        bytes: saved bytes of the tensor on its first edge, and 0 on its other edges, so that the
+            sum over all edges is right.
     """
 
     source: str
@@ -90,7 +91,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class DrawnLayer:
-    """`count` equal numbered layers of a model; only the first is drawn."""
+    """`count` equal numbered layers of a model. Only the first of them is drawn."""
 
     first: str
     last: str
@@ -100,7 +101,7 @@ class DrawnLayer:
 
 @dataclass
 class Picture:
-    """Operators and edges. `columns` holds the path of the module of each column."""
+    """The operators and edges of a drawing. `columns` has the path of each column's module."""
 
     columns: list[str]
     operators: list[DrawnOperator]
@@ -116,20 +117,20 @@ def draw(compiled: CompiledGraph) -> Picture:
 
 
 def find_forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
-    """Return the nodes that the outputs of the forward and the saved tensors are computed from."""
+    """Return the nodes that compute the forward's outputs and the saved tensors."""
     if not any(compat.is_tangent(n) for n in compiled.gm.graph.nodes):
         return set(compiled.gm.graph.nodes)
     return graph.ancestors([*_find_outputs(compiled), *compiled.ctx.saved])
 
 
 def _find_outputs(compiled: CompiledGraph) -> list[fx.Node]:
-    """Return the outputs of the forward; all outputs for a graph without a backward."""
+    """Return the outputs of the forward. If the graph has no backward, return all outputs."""
     results = graph.outputs(compiled.gm.graph)[: compiled.ctx.facts.num_fwd_outputs or None]
     return [n for n in results if isinstance(n, fx.Node)]
 
 
 class _Columns:
-    """The column of each node. Forward nodes create columns; other nodes join existing columns."""
+    """Assigns a column to each node. Forward nodes make columns, and backward nodes use them."""
 
     def __init__(self, forward: list[fx.Node]) -> None:
         self.modules: list[str] = []
@@ -248,7 +249,7 @@ class _Drawing:
         yield "source", find_source_line(node)
 
     def _describe_saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
-        """Yield details: how a value reaches the backward, and the reason."""
+        """Yield details about how a value reaches the backward, and why."""
         name = node.meta.get(COPIED_VALUE, node.name) if node not in self.forward else node.name
         saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
@@ -291,7 +292,7 @@ def _make_label(node: fx.Node) -> str:
 
 
 def _describe_quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """Yield formats and scales of the quantized data that a node reads or computes."""
+    """Yield the formats and scales of the quantized data that a node reads or computes."""
     texts = {
         fp8.quantize.default: slice(2, 3),
         fp8.dequantize.default: slice(2, 3),
@@ -310,10 +311,10 @@ def _describe_scales(block: Block) -> str:
 
 
 def find_source_line(node: fx.Node) -> str:
-    """Return the line of the user's model that created a node, as `model.py:54  q = self.q(x)`.
+    """Return the line of the user's model that created a node, e.g. `model.py:54  q = self.q(x)`.
 
-    The result is the innermost line outside of PyTorch, such as the line that calls an
-    `nn.RMSNorm`, or '' if the line is unknown.
+    This is the innermost line outside of PyTorch, e.g. the line that calls an `nn.RMSNorm`. The
+    result is '' if no line is known.
     """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:

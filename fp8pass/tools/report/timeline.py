@@ -1,4 +1,4 @@
-"""Bytes saved for the backward, over the operators of one step."""
+"""Bytes saved for the backward at each operator of one step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TimelinePoint:
     """Saved bytes after an operator.
 
     Attributes:
-        position: number of the operator in the step; for `stock`, scaled to the length of fp8pass's
-            step.
+        position: number of the operator in the step. Positions of `stock` are scaled to the length
+            of fp8pass's step, so that both curves have the same width.
         operator: module and name of the operator.
         change: saved bytes that the operator adds; negative if it frees bytes.
     """
@@ -65,7 +65,6 @@ def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list
 
 
 def _split(compiled: CompiledGraph) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the operators of the forward and of the backward."""
     forward = find_forward_nodes(compiled)
     calls = _list_calls(compiled.gm.graph)
     return [n for n in calls if n in forward], [n for n in calls if n not in forward]
@@ -84,10 +83,10 @@ def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
 def _find_changes(
     forward: list[fx.Node], backward: list[fx.Node], sizes: dict[str, int]
 ) -> tuple[list[Change], list[Change]]:
-    """Return the operators of the forward and of the backward, each with the bytes that it adds.
+    """Return each operator of the forward and of the backward, with the bytes that it adds.
 
-    Saved tensors are nodes of the forward. If the backward is a separate graph, saved tensors are
-    its inputs.
+    Saved tensors are nodes of the forward. If the backward is a separate graph, they are also its
+    inputs.
     """
     order = {node: i for i, node in enumerate(backward)}
     freed: Counter[fx.Node] = Counter()
@@ -108,6 +107,6 @@ def _find_uses(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[fx.Node]:
 
 
 def _name(node: fx.Node) -> str:
-    """Return an operator's module and name: `layers.0.mlp, silu`."""
+    """Return an operator's module and name, e.g. `layers.0.mlp, silu`."""
     path, operator = graph.module_path(node), shorten_operator(operator_name(node))
     return f"{path}, {operator}" if path else operator
