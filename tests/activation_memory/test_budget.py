@@ -216,7 +216,7 @@ def test_random_operators_are_never_recomputed():
 @pytest.mark.parametrize("recipe", ["coat", "exact"])
 def test_the_error_names_the_smallest_budget(recipe):
     with pytest.raises(Exception, match="cannot be met") as error:
-        train(partial(decoder, 1), Config.recipe(recipe, compiler="eager", memory_budget=1))
+        train(partial(decoder, 1), Config.recipe(recipe, compiler="eager", memory_budget=2000))
     found = re.search(r"Raise memory_budget to (\d+) bytes", str(error.value))
     least = int(found[1])
     config = Config.recipe(recipe, compiler="eager", memory_budget=least)
@@ -236,7 +236,7 @@ def test_the_error_names_the_smallest_budget(recipe):
 )
 def test_the_error_advises_smaller_formats_only_if_they_help(options, helps):
     with pytest.raises(Exception, match="cannot be met") as error:
-        train(partial(decoder, 1), Config(compiler="eager", memory_budget=1, **options))
+        train(partial(decoder, 1), Config(compiler="eager", memory_budget=2000, **options))
     assert ("smaller formats with save_format='e2m1'" in str(error.value)) == helps
 
 
@@ -247,6 +247,12 @@ def test_inductor_raises_the_same_error():
         match=r"of 1 B cannot be met.* at least [\d.]+ KiB \(the largest tensor is \w+ of up, "
         r".*to \d+",
     ):
+        program(torch.randn(32, 64) * 1)
+
+
+def test_a_budget_without_a_unit_is_probably_in_gib():
+    program = torch.compile(MLP(), backend="fp8pass", options={"memory_budget": 24})
+    with pytest.raises(Exception, match=r"For 24 GiB write memory_budget='24GiB'\."):
         program(torch.randn(32, 64) * 1)
 
 

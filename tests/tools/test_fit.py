@@ -76,6 +76,8 @@ def test_the_first_that_fits_is_taken(fitted):
     assert all(why for candidate, why in found.tried if candidate is not found.best)
     roomy = fit(model, ids, gpu="H200", host="8GiB", accumulate=2, blocks="blocks")
     assert roomy.best.setup == Setup()
+    assert any("This is tight" in note for note in found.notes)
+    assert not any("This is tight" in note for note in roomy.notes)
     assert len(roomy.tried) == 1
 
 

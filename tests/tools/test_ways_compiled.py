@@ -57,6 +57,18 @@ def in_place(model: Stack) -> nn.Module:
     return model
 
 
+def test_explain_shows_the_options_that_run():
+    """If a module is compiled in place and again by `torch.compile`, the inner options run."""
+    inner = MLP()
+    inner.compile(backend="fp8pass", options={**OPTIONS, "recipe": "linear"})
+    outer = torch.compile(inner, backend="fp8pass", options={**OPTIONS, "recipe": "agoq"})
+    found = fp8pass.explain(outer, X)
+    assert found.config == Config.recipe("linear", compiler="eager")
+    assert found.is_compiled
+    assert not fp8pass.explain(MLP(), X).is_compiled
+    assert "not compiled with fp8pass" in str(fp8pass.explain(MLP(), X))
+
+
 def by_blocks(model: Stack) -> nn.Module:
     for block in model.blocks:
         block.compile(backend="fp8pass", options=OPTIONS)
