@@ -357,8 +357,8 @@ class Plan:
         smaller = self.saved_bytes < self.exact_bytes
         return (
             f"{rewritten} of {len(self.linears)} linear layers in {format}, {low_bit} of"
-            f" {len(tensors)} saved tensors in low bits, {bytes_text(self.saved_bytes)} saved"
-            " for the backward"
+            f" {len(tensors)} saved tensors in low-bit formats,"
+            f" {bytes_text(self.saved_bytes)} saved for the backward"
             + (f" ({bytes_text(self.exact_bytes)} without low-bit formats)" if smaller else "")
             + (f", {bytes_text(self.offload.bytes)} in host memory" if self.offload else "")
             + "; inference" * self.inference

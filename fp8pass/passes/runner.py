@@ -138,7 +138,7 @@ def warn_about_checkpointing() -> None:
     """Warn once per process that checkpointed regions save no tensors in low-bit formats."""
     log.warning(
         "torch.utils.checkpoint is on (gradient_checkpointing of Trainers), so fp8pass saves no "
-        "tensors of the checkpointed regions in low bits. To save memory in less time, turn "
+        "tensors of the checkpointed regions in low-bit formats. To save memory in less time, turn "
         "checkpointing off and set memory_budget: fp8pass.explain(model, ...) compares the memory."
     )
 

@@ -139,7 +139,7 @@ class Bisection(Result):
             return
         yield (
             f"Relative error of the gradients: {self.error:.3g}, with {self.units} linear layers "
-            f"and saved tensors in low bits. The search took {self.probes} compilations."
+            f"and saved tensors in low-bit formats. The search took {self.probes} compilations."
         )
         if self.remaining and self.spread:
             other = "other layer" if self.culprits else "layer"

@@ -122,7 +122,7 @@ class Diagnosis(Result):
         if not self.layers:
             yield (
                 "No gradient has an error: no linear layer runs in FP8, and no saved tensor that a "
-                "gradient depends on is in low bits. fp8pass.explain(model, ...) shows why."
+                "gradient depends on is in low-bit formats. fp8pass.explain(model, ...) shows why."
             )
             return
         columns = "gradient of", "mean abs.", "relative", "predicted", ""

@@ -225,8 +225,8 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
         least = sum(c.least_without or 0 for c in inside)
         text += (
             f"\ntorch.utils.checkpoint makes the backward recompute {products} matrix products and "
-            "the operators between them, so fp8pass saves nothing there in low bits. These graphs "
-            f"save {format_mib(saved)} MiB. Without checkpointing they would save "
+            "the operators between them, so fp8pass saves nothing there in low-bit formats. These "
+            f"graphs save {format_mib(saved)} MiB. Without checkpointing they would save "
             f"{format_mib(without)} MiB, and a memory_budget can reduce this to "
             f"{bytes_text(least, up=True)}."
         )

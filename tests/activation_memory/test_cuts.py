@@ -312,7 +312,7 @@ def has_derivation(node: fx.Node) -> bool:
 
 
 def reads_rounded(joint: JointGraph) -> list[fx.Node]:
-    """Return operators that tolerate no error but are computed from values in low bits."""
+    """Return operators that tolerate no error but are computed from values in low-bit formats."""
     gradients = graph.tangent_dependent(joint.gm.graph)
     rounded: set[fx.Node] = set()
     wrong = []
@@ -377,7 +377,7 @@ UNRULED = Config.recipe("agoq", compiler="eager", error_tolerance=math.inf)
 
 
 def low_bit(plan: Plan) -> dict[str, str]:
-    """Return the names and formats of the values saved in low bits."""
+    """Return the names and formats of the values saved in low-bit formats."""
     return {s.value: s.saved_as for s in plan.saved if not s.saved_as.startswith("exact")}
 
 

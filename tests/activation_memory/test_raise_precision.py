@@ -48,7 +48,7 @@ class Case:
         return raise_precision(self.cuts, self.choices, budget)
 
     def options(self) -> list[list[tuple[fx.Node, Decision]]]:
-        """Return the formats of each value in low bits, without formats smaller than the plan's."""
+        """Return the formats of each low-bit value that are at least as large as the plan's."""
         low = [v for v, d in self.cuts.items() if d.low_bit]
         options = ([(v, o) for o in self.choices.options(v)] for v in low)
         return [

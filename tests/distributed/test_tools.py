@@ -206,4 +206,5 @@ def test_bisect_decides_equally_on_all_ranks(two, broken):
     """Decisions use gradients of all shards. Otherwise a rank would wait for the other."""
     first, second = two(run_bisect, broken)
     assert first == second
-    assert ("not finite" if broken else "linear layers and saved tensors in low bits") in first
+    cause = "linear layers and saved tensors in low-bit formats"
+    assert ("not finite" if broken else cause) in first

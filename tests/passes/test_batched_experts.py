@@ -254,7 +254,7 @@ def test_results_are_kept_exactly_by_the_name_of_their_gemm():
 
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_saved_tensors_are_the_plan(recipe):
-    """Results of experts are saved in low bits."""
+    """Results of experts are saved in low-bit formats."""
     model, x = Experts(), tokens(E, T, K)
     program, spy = compiled(model, Config.recipe(recipe, compiler="eager"))
     kept = count_saved(program, (x,), [*model.parameters(), x])

@@ -287,7 +287,7 @@ def test_heads_that_compute_gradients_in_the_forward_are_exact(spelling, recipe)
     compiled = torch.compile(run, backend=Backend(Config.recipe(recipe, compiler="eager")))
     got = torch.autograd.grad(compiled(x, weight), (x, weight))
     assert relative(got[1], want[1]) < 1e-3
-    assert relative(got[0], want[0]) < 0.3  # the norm's saved values are in low bits
+    assert relative(got[0], want[0]) < 0.3  # the norm's saved values are in low-bit formats
 
 
 def test_a_triton_kernel_that_reads_labels_makes_a_head():

@@ -73,7 +73,7 @@ class Experts(nn.Module):
 def test_groups_do_not_follow_one_another_in_rows(options):
     """CUDA's kernels raise an error if groups divide the columns of a row-major operand.
 
-    Experts are in BF16, and their saved tensors are in low bits or exact.
+    Experts are in BF16, and their saved tensors are in low-bit formats or exact.
     """
     model = Experts()
     program = torch.compile(model, backend="fp8pass", options=options)

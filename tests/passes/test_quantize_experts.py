@@ -291,7 +291,7 @@ def test_simulated_formats_mask_experts():
 @settings(max_examples=5)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
 def test_gradients_are_close_for_any_segments(counts):
-    """Relative to FP64: two layers with two operands of 2.6% each, and values saved in low bits."""
+    """Relative to FP64: two layers with two operands of 2.6% each, and low-bit saved values."""
     torch._dynamo.reset()
     model, x, offsets = Experts(len(counts)), rows(sum(counts)), ends(*counts)
     program, _ = compiled(model, COAT_EAGER)
@@ -317,7 +317,7 @@ def _loop(x: Tensor, offsets: Tensor, experts: Experts) -> Tensor:
 
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_saved_tensors_are_the_plan(recipe):
-    """Results of experts are saved in low bits."""
+    """Results of experts are saved in low-bit formats."""
     model, x, offsets = Experts(), rows(), ends(7, 0, 23, 20)
     program, spy = compiled(model, Config.recipe(recipe, compiler="eager"))
     kept = count_saved(program, (x, offsets), [*model.parameters(), x])

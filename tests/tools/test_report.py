@@ -289,7 +289,7 @@ def test_saved_fp8_operands_are_low_bit():
     assert shown.bytes_exact == 4 * shown.bytes == 4 * 32 * 64  # quantized from float32
     assert "<td>e4m3</td>" in render(explanation)
     assert re.search(r"up +1 +e4m3 +0.00781 +0.00195", str(explanation))
-    assert "2 of 2 saved tensors in low bits" in compiled.plan.summary()
+    assert "2 of 2 saved tensors in low-bit formats" in compiled.plan.summary()
 
 
 # --- units --------------------------------------------------------------------------------------
