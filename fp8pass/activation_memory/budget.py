@@ -75,9 +75,9 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.host_transfer import HostTransfer
 from fp8pass.activation_memory.needs import Needs
 from fp8pass.activation_memory.reasons import SavedReason
-from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import ADDITIONS
+from fp8pass.option_checks import ConfigError, bytes_text
 
 # The search ends at a plan that is slower than the fastest plan by at most this share, or after
 # this many seconds. Without these limits, the solver would compare the very many equally good

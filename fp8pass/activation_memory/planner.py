@@ -16,7 +16,7 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.host_transfer import HostTransfer
 from fp8pass.activation_memory.needs import Needs
 from fp8pass.activation_memory.propagated_errors import propagate_errors
-from fp8pass.config import ConfigError, bytes_text
+from fp8pass.option_checks import ConfigError, bytes_text
 from fp8pass.plan import FrontierPoint
 
 # Largest relative error of the bytes that the solver computes for a plan.

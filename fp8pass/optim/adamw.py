@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fp8pass.compat import prepare_loads
-from fp8pass.config import ConfigError
 from fp8pass.optim import checkpoint, fused
 from fp8pass.optim.formats import StateFormat
 from fp8pass.optim.fused import FusedUpdate, StreamedUpdate
@@ -27,6 +26,7 @@ from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
 from fp8pass.optim.slots import Slot, State, name_of, new_state
 from fp8pass.optim.sums import GradientSum
 from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors
+from fp8pass.option_checks import ConfigError
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 

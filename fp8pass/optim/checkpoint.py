@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from fp8pass import graph
-from fp8pass.config import ConfigError
 from fp8pass.optim.formats import PLAIN, Quantized, StateFormat, dequantize, moment_format
 from fp8pass.optim.options import LARGEST_GROUP, OWN, SMALLEST_GROUP, Storage, check_group
 from fp8pass.optim.shards import DTensor, like_groups, like_parameter, local, shard_of
@@ -36,6 +35,7 @@ from fp8pass.optim.slots import (
     state_key,
     to_rows,
 )
+from fp8pass.option_checks import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES = ("step", *MOMENTS, "master")

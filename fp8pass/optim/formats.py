@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8pass.config import ConfigError, unknown
 from fp8pass.dialect.formats import E4M3, E5M2, Format
 from fp8pass.dialect.scaling import (
     GROUP_SCALE_DTYPE,
@@ -34,6 +33,7 @@ from fp8pass.dialect.scaling import (
     truncate_to_bf16,
 )
 from fp8pass.optim.rounding import round_to_bf16, uniform
+from fp8pass.option_checks import ConfigError, unknown
 
 EXPAND = "+expand"
 DYNAMIC_DECADES = 7

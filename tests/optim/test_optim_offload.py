@@ -14,9 +14,9 @@ from optim_helpers import (
 )
 from torch import nn
 
-from fp8pass.config import ConfigError
 from fp8pass.optim import AdamW, fused, kernel, step_in_backward
 from fp8pass.optim import offload as host_memory
+from fp8pass.option_checks import ConfigError
 from fp8pass.runtime.arena import SMALLEST_BLOCK, Arena
 
 DEVICES = [

@@ -23,8 +23,9 @@ from torch import fx, nn
 
 from fp8pass import explain, graph
 from fp8pass.activation_memory import host_transfer
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.graph.flops import is_expensive
+from fp8pass.option_checks import ConfigError
 from fp8pass.passes import JOINT_PASSES, offload_saved
 from fp8pass.passes.runner import run_passes
 from fp8pass.plan import HostCopy, Offload

@@ -39,9 +39,9 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.needs import find_needs
 from fp8pass.activation_memory.propagated_errors import propagate_errors
 from fp8pass.activation_memory.raise_precision import raise_precision
-from fp8pass.config import bytes_text
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.formulas import summarize_rules
+from fp8pass.option_checks import bytes_text
 from fp8pass.passes.context import Context
 
 if TYPE_CHECKING:

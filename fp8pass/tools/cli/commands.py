@@ -6,8 +6,9 @@ import argparse
 from functools import partial
 from typing import Any
 
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.demo import options as demo
+from fp8pass.option_checks import ConfigError
 from fp8pass.tools.cli import target
 from fp8pass.tools.cli.model_run import make_loss_fn, run_alone
 from fp8pass.tools.cli.parsing import (

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fp8pass.config import LISTS, RECIPES, Config, ConfigError, configured, unknown
+from fp8pass.config import LISTS, RECIPES, Config, configured
+from fp8pass.option_checks import ConfigError, unknown
 from fp8pass.tools.cli.parsing import UsageError, check_device, find_device, task
 
 if TYPE_CHECKING:

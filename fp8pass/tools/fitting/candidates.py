@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from fp8pass.activation_memory.planner import BudgetTooSmall
-from fp8pass.config import Config, ConfigError, bytes_text
+from fp8pass.config import Config
 from fp8pass.hardware import Gpu, Work
+from fp8pass.option_checks import ConfigError, bytes_text
 from fp8pass.tools.fitting.parameters import Parameters
 from fp8pass.tools.fitting.planned import KINDS
 from fp8pass.tools.fitting.setup import Setup

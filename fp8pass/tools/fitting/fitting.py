@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat, graph, hardware
-from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes, unknown
+from fp8pass.config import Config
 from fp8pass.hardware import GPUS, REFERENCE, Gpu, known_gpu, normalize
+from fp8pass.option_checks import ConfigError, bytes_text, parse_bytes, unknown
 from fp8pass.plan import Plan
 from fp8pass.runtime import arena
 from fp8pass.tools import running

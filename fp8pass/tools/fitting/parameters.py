@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8pass.config import ConfigError
 from fp8pass.optim.adamw import WAITING
 from fp8pass.optim.backward import default_buffer
 from fp8pass.optim.formats import moment_format
 from fp8pass.optim.offload import DEPTH, STAGED_BYTES, is_offloaded, layers_to_code
 from fp8pass.optim.options import preset_options, state_bytes
 from fp8pass.optim.sums import GROUP_SIZE
+from fp8pass.option_checks import ConfigError
 from fp8pass.tools.fitting.setup import Setup
 from fp8pass.tools.fitting.traced import Fate
 from fp8pass.weights.quantized_parameter import QuantizedWeight

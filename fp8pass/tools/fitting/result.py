@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from fp8pass.config import ConfigError, bytes_text
 from fp8pass.hardware import GIB, REFERENCE, Gpu
+from fp8pass.option_checks import ConfigError, bytes_text
 from fp8pass.tools.fitting.candidates import PROCESS_BYTES, Candidate
 from fp8pass.tools.fitting.planned import Moment
 from fp8pass.tools.fitting.setup import format_config

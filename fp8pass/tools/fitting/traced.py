@@ -22,8 +22,9 @@ from typing import Any
 
 from torch import nn
 
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.hardware import Work
+from fp8pass.option_checks import ConfigError
 from fp8pass.plan import Plan
 from fp8pass.tools.fitting.planned import KINDS, Moment, Planned, plan_region
 from fp8pass.tools.fitting.step import (

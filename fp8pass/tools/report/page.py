@@ -18,9 +18,10 @@ from torch import fx
 
 from fp8pass import __version__, hardware
 from fp8pass.compilation import CompiledGraph
-from fp8pass.config import Config, bytes_text
+from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
+from fp8pass.option_checks import bytes_text
 from fp8pass.plan import Plan
 from fp8pass.tools import folding
 from fp8pass.tools.explanation_data import describe_operands
