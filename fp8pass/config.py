@@ -232,7 +232,7 @@ class Config:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for field, check in CHECKS.items():
+        for field, check in OPTION_CHECKS.items():
             object.__setattr__(self, field, check(field, getattr(self, field)))
         if self.simulate is not None:
             for field, allowed in WITH_SIMULATION.items():
@@ -388,7 +388,7 @@ def _checked_simulation(field: str, given: Any) -> Any:
     raise ConfigError(f"{field} must be a format such as 'e8m3', or a Simulation, got {given!r}.")
 
 
-CHECKS: dict[str, Check] = {
+OPTION_CHECKS: dict[str, Check] = {
     "forward_format": one_of(LinearFormat),
     "gradient_format": one_of(LinearFormat),
     "forward_scales": one_of(Scales),

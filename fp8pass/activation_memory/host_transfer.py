@@ -31,7 +31,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.runtime.bandwidth import bandwidth
 
 # A copy of fewer bytes takes no longer than its launch.
-SMALLEST = 1 << 20
+SMALLEST_COPY = 1 << 20
 
 # The time that copies add to other work, as a share of the time of the copies: GEMMs take 4% longer
 # during copies in both directions.
@@ -91,7 +91,7 @@ class HostTransfer:
         the device. So do values that are computed only from parameters and data, because their
         recomputation needs no saved value.
         """
-        if bytes_ < SMALLEST or value not in self.used or self.facts.is_free(value):
+        if bytes_ < SMALLEST_COPY or value not in self.used or self.facts.is_free(value):
             return False
         is_data = value.op == "placeholder" and value not in self.facts.activations
         if value in self._constants or is_data or base(value) in self._results:

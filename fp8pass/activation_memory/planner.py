@@ -20,7 +20,7 @@ from fp8pass.option_checks import ConfigError, bytes_text
 from fp8pass.plan import FrontierPoint
 
 # Largest relative error of the bytes that the solver computes for a plan.
-TOLERANCE = 1e-3
+BUDGET_TOLERANCE = 1e-3
 
 
 class BudgetTooSmall(ConfigError):
@@ -62,7 +62,7 @@ class Planner:
     @property
     def _least(self) -> float:
         """The smallest budget that can be met, with a margin for the solver's errors."""
-        return self.problem.least() * (1 + TOLERANCE)
+        return self.problem.least() * (1 + BUDGET_TOLERANCE)
 
     def _why_not(self, budget: float) -> str:
         least, config = self.problem.least(), self.choices.config

@@ -33,9 +33,9 @@ from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.update import EagerUpdate, Group, Launches, PreparedUpdate, Tensors, factors
 
-# The kernel's threads read vectors if addresses are multiples of ALIGNMENT bytes and sizes are
-# multiples of ALIGNMENT elements.
-ALIGNMENT = 16
+# The kernel's threads read vectors if addresses are multiples of VECTOR_ALIGNMENT bytes and sizes
+# are multiples of VECTOR_ALIGNMENT elements.
+VECTOR_ALIGNMENT = 16
 
 
 @cache
@@ -145,7 +145,7 @@ class FusedUpdate(PreparedUpdate):
         if pointers == self.pointers:
             return
         self.pointers = pointers
-        self.gradients_aligned = all(pointer % ALIGNMENT == 0 for pointer in pointers)
+        self.gradients_aligned = all(pointer % VECTOR_ALIGNMENT == 0 for pointer in pointers)
         addresses = torch.tensor(pointers, dtype=torch.int64)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             addresses = self.captured.copy_(addresses)
@@ -159,8 +159,8 @@ def _address_of_element_0(part: Tensor, first: int) -> int:
 
 def _is_aligned(slot: Slot) -> bool:
     tensors = [slot.parameter, *(stored.data for stored in slot.states.values())]
-    pointers = (x.data_ptr() % ALIGNMENT == 0 for x in tensors)
-    return slot.parameter.numel() % ALIGNMENT == 0 and all(pointers)
+    pointers = (x.data_ptr() % VECTOR_ALIGNMENT == 0 for x in tensors)
+    return slot.parameter.numel() % VECTOR_ALIGNMENT == 0 and all(pointers)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from fp8pass.optim.slots import Slot, group_count
 # Number of elements that are updated at once. On a CPU, about ten fp32 temporaries of this size fit
 # into the cache. On other devices, these temporaries are small compared with the states.
 CPU_BATCH = 1 << 17
-BATCH = 1 << 24
+DEVICE_BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
 Launches = Sequence[Callable[[], object]]
@@ -40,7 +40,7 @@ SMALLEST_EPS = 2.0**-100
 
 def batch_size(device: torch.device) -> int:
     """Return how many elements are updated at once on a device."""
-    return CPU_BATCH if device.type == "cpu" else BATCH
+    return CPU_BATCH if device.type == "cpu" else DEVICE_BATCH
 
 
 def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:

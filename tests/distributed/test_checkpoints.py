@@ -160,7 +160,7 @@ def from_the_host_to_the_device(device: str, preset: str, dtype: Any, folder: Pa
     On a CPU last bits may differ, because vectorized and scalar functions round differently.
     """
     there = Trained(device, None, preset, dtype)
-    with mock.patch.object(offload, "SMALLEST", 64):
+    with mock.patch.object(offload, "SMALLEST_OFFLOADED", 64):
         here = Trained(device, None, preset, dtype, offload=("states",))
         for trained in (here, there):
             trained.train(3)

@@ -158,7 +158,7 @@ def trained_by_branches(used, offload=None):
 @pytest.mark.long
 @pytest.mark.parametrize("offload", [(), ("states", "gradients")], ids="+".join)
 def test_a_step_ends_sums_that_are_not_complete(offload, monkeypatch):
-    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1 << 10)
     used = [(True, False), (True, True), (False, True), (False, False), (True, True), (True,)]
     moved, model = trained_by_branches(used, offload)
     want, plain = trained_by_branches(used)
@@ -272,7 +272,7 @@ def test_training_goes_on_after_a_backward_that_failed(failing, caplog):
 def test_all_sums_have_the_same_backwards_after_a_backward_that_failed(
     failed, offload, failing, caplog, monkeypatch
 ):
-    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1 << 10)
     model = model_that_fails()
     optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
     attached = step_in_backward(model, optimizer, accumulate=3)
@@ -295,7 +295,7 @@ def test_all_sums_have_the_same_backwards_after_a_backward_that_failed(
 
 @pytest.mark.long
 def test_updates_are_waited_for_if_a_backward_fails(failing, monkeypatch):
-    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1 << 10)
     waited = []
     monkeypatch.setattr(Staging, "abandon", lambda self: waited.append("abandon"))
     monkeypatch.setattr(Staging, "join", lambda self: waited.append("join"))

@@ -28,7 +28,7 @@ BATCH, WIDTH = 32, 64
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
     monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 18)
-    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1 << 10)
 
 
 class Model(nn.Module):

@@ -40,7 +40,7 @@ HOST = {"memory_budget": 0.3, "offload": True, "host_bandwidth": FAST}
 
 @pytest.fixture(autouse=True)
 def small_tensors(monkeypatch):
-    monkeypatch.setattr(host_transfer, "SMALLEST", 1 << 10)
+    monkeypatch.setattr(host_transfer, "SMALLEST_COPY", 1 << 10)
 
 
 def config(recipe: str = "coat", **changes) -> Config:
@@ -169,7 +169,7 @@ def test_autograd_saves_the_planned_tensors(recipe):
 
 @pytest.mark.long
 def test_scales_and_statistics_stay(monkeypatch):
-    monkeypatch.setattr(host_transfer, "SMALLEST", 1 << 13)
+    monkeypatch.setattr(host_transfer, "SMALLEST_COPY", 1 << 13)
     _, plan = train(decoder, config())
     away = [t for s in plan.saved for t in s.tensors if t.on_host]
     assert away

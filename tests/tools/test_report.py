@@ -32,7 +32,7 @@ from fp8pass.tools.report.page import (
     page_data,
     render,
 )
-from fp8pass.tools.report.picture import KINDS, DrawnOperator, Edge, Picture, draw
+from fp8pass.tools.report.picture import OPERATOR_KINDS, DrawnOperator, Edge, Picture, draw
 from fp8pass.tools.report.timeline import trace_timeline
 from fp8pass.tools.tables import shorten_operator
 
@@ -64,7 +64,7 @@ def test_every_saved_byte_is_drawn_once(llama_explanation, picture):
 def test_kinds(llama_explanation, picture):
     kinds = Counter(y.kind for y in picture.operators)
     plan = llama_explanation.graphs[0].plan
-    assert set(kinds) <= set(KINDS)
+    assert set(kinds) <= set(OPERATOR_KINDS)
     merged = sum(len(layers) - 1 for layers in plan.merged)
     assert merged == 4 * 3  # q, k and v; gate and up
     assert kinds["fp8"] == sum(len(y.fp8) for y in plan.linears) - merged

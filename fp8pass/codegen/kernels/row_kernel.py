@@ -28,13 +28,13 @@ LONGEST_SUMMED = 8192
 HELD = 44
 HELD_SUMMED = 32
 # Number of elements in a chunk if the row is read in a loop.
-CHUNK = 4096
+ROW_CHUNK = 4096
 # Minimum number of elements in a chunk.
 SMALLEST_CHUNK = 128
 
 
 # The formats that this kernel can store in each layout.
-FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
+ROW_FORMATS: dict[str, frozenset[str]] = {
     "rows": frozenset(TRITON_TYPES),
     "groups": GROUP_FORMATS,
     "full": frozenset(),
@@ -57,13 +57,13 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
 
 
 def _check(program: Program, columns: int) -> None:
-    check_stores("row", program, FORMATS_BY_LAYOUT)
+    check_stores("row", program, ROW_FORMATS)
     for store in program.stores:
         if store.width:
             problem = f"the row kernel cannot store {store.name} in a wider matrix"
             raise UnsupportedProgram(problem)
         size = store.group_size
-        if size > CHUNK or size & (size - 1):
+        if size > ROW_CHUNK or size & (size - 1):
             raise UnsupportedProgram(f"the row kernel cannot store groups of {size}")
     if sums_rows(program) and columns > LONGEST_HELD:
         raise UnsupportedProgram(f"the row kernel cannot sum over rows of {columns}")
@@ -72,7 +72,7 @@ def _check(program: Program, columns: int) -> None:
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     """Return how a row is cut into chunks of whole groups, and the number of warps."""
     if columns > LONGEST_HELD:
-        return Shape(columns, CHUNK, held=False), 4
+        return Shape(columns, ROW_CHUNK, held=False), 4
     held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)
     warps = next(w for w in (4, 8, 16) if columns <= 32 * w * held)
     largest_group = max((store.group_size for store in program.stores), default=1)

@@ -20,7 +20,7 @@ from fp8pass.plan import Collective
 fp8 = torch.ops.fp8pass
 
 # Operators that only FP8 GEMMs need. `_is_cast` checks `amax` and `quantize` by their arguments.
-CASTS = (
+GEMM_CASTS = (
     fp8.segment_amax.default,
     fp8.transpose.default,
     fp8.transpose_segments.default,
@@ -75,4 +75,4 @@ def _is_cast(node: fx.Node) -> bool:
     """Whether an operator prepares operands for FP8 GEMMs only."""
     if graph.is_call(node, fp8.amax.default):
         return not parse_block(str(node.args[1]))[1]
-    return node.target in CASTS or is_quantized_operand(node)
+    return node.target in GEMM_CASTS or is_quantized_operand(node)

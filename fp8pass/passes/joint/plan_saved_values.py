@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 # A budget that is a share does not apply to graphs that save fewer bytes than this, such as the few
 # operators between graph breaks.
-NEGLIGIBLE = 4096
+NEGLIGIBLE_BYTES = 4096
 
 
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
@@ -89,7 +89,7 @@ def _within_budget(
 ) -> Decisions:
     """Return `cuts`, changed to meet the budget, or to use the rest of the budget for more bits."""
     most, is_share = saved_bytes(cuts, ctx.facts), isinstance(ctx.config.memory_budget, float)
-    if most < NEGLIGIBLE and is_share:
+    if most < NEGLIGIBLE_BYTES and is_share:
         return cuts
     budget = ctx.config.budget_bytes(most)
     if budget >= most:

@@ -28,7 +28,7 @@ from fp8pass.tools.fitting.traced import trace
 # The result has a note about exposed copies if they take a larger share of the step.
 MUCH = 0.02
 # The result has a note about logits if they take a larger share of the used GPU memory.
-FEW = 0.001
+SMALL_SHARE = 0.001
 # If `gpu` is a smaller integer, the caller probably meant GiB instead of bytes.
 LEAST = 1 << 20
 
@@ -169,7 +169,7 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
 def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
     """Yield a sentence about each output head with large logits that is not chunked."""
     for head in (head for plan in plans for head in plan.heads if head.reason):
-        if head.bytes > FEW * found.shown.gpu_bytes:
+        if head.bytes > SMALL_SHARE * found.shown.gpu_bytes:
             yield (
                 f"Logits of {head.module or 'the output head'}, {head.shape}, "
                 f"{bytes_text(head.bytes)}, exist for all tokens at once, because {head.reason}."
