@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.optim.formats import Quantized, dequantize, moment_format
 from fp8pass.optim.slots import state_key, to_rows
+from fp8pass.optim.state_formats import Quantized, dequantize, moment_format
 
 EXACT_STATES = {"first_moment": "fp32", "second_moment": "fp32"}
 SHAPES = ((), (1,), (127,), (128,), (3, 5), (129,), (2, 64, 3))

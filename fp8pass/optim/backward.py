@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8pass import compat
 from fp8pass.optim.adamw import AdamW
-from fp8pass.optim.formats import moment_format
 from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.shards import like_parameter, local, local_gradient
+from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GradientSum
 from fp8pass.option_checks import ConfigError
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from fp8pass import hardware
-from fp8pass.optim import formats, rounding
-from fp8pass.optim.formats import Quantized
+from fp8pass.optim import rounding, state_formats
+from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
 from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
-from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot
+from fp8pass.optim.state_formats import Quantized
 from fp8pass.optim.update import EagerUpdate, Group, Launches, PreparedUpdate, Tensors, factors
 
 # The kernel's threads read vectors if addresses are multiples of VECTOR_ALIGNMENT bytes and sizes
@@ -78,7 +78,7 @@ class FusedUpdate(PreparedUpdate):
         self.launches = self._make_launches(slots, gradients, separate=separate)
         # Formats without a table of values get a tensor that the kernel does not read.
         self.values = [
-            formats.values_of(format, self.device) if format.values else self.steps
+            state_formats.values_of(format, self.device) if format.values else self.steps
             for format in (storage.first, storage.second)
         ]
 

@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from fp8pass import graph
 from fp8pass.config import Pattern
 from fp8pass.graph.names import common_reasons
+from fp8pass.optim.group_options import state_bytes
 from fp8pass.optim.kernel import CHUNK
-from fp8pass.optim.options import state_bytes
 from fp8pass.optim.shards import local
 from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.runtime.arena import Arena, available

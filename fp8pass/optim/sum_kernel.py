@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_MASK, SMALLEST_SCALE
 from fp8pass.dialect.triton_scaling import largest
-from fp8pass.optim.formats import SUM_GROUP_SIZE, Quantized, StateFormat
 from fp8pass.optim.rounding import (
     FIRST_FACTOR,
     FOLDED_FACTORS,
@@ -20,6 +19,7 @@ from fp8pass.optim.rounding import (
     SumStamp,
     wrap_to_int32,
 )
+from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, StateFormat
 
 # Groups and warps of a program. With these numbers, each thread has eight elements.
 SUM_GROUPS, WARPS = 8, 4
@@ -55,7 +55,7 @@ def _random_bits(key, element):
 
 @triton.jit
 def _round(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
-    """Round stochastically to the numbers of a float format, as `formats.quantize` does."""
+    """Round stochastically to the numbers of a float format, as `state_formats.quantize` does."""
     magnitude = tl.abs(x)
     binade = (magnitude.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
     step = tl.maximum(binade * 2.0**-MANTISSA, MIN)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fp8pass.optim import fused
-from fp8pass.optim.formats import SUM_GROUP_SIZE, Quantized, StateFormat, dequantize, quantize
 from fp8pass.optim.offload import DEPTH, Staging, largest_piece
 from fp8pass.optim.rounding import SumStamp, random_bits
 from fp8pass.optim.slots import group_count, to_rows
+from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, StateFormat, dequantize, quantize
 from fp8pass.optim.update import batch_size
 from fp8pass.runtime.arena import Arena
 

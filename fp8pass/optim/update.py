@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from fp8pass.optim import rounding
-from fp8pass.optim.formats import Quantized, StateFormat, dequantize, quantize
-from fp8pass.optim.options import PARAMETER, Storage
+from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot, group_count
+from fp8pass.optim.state_formats import Quantized, StateFormat, dequantize, quantize
 
 # Number of elements that are updated at once. On a CPU, about ten fp32 temporaries of this size fit
 # into the cache. On other devices, these temporaries are small compared with the states.

@@ -27,10 +27,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fp8pass.optim import AdamW, offload
-from fp8pass.optim.formats import Quantized, dequantize
-from fp8pass.optim.options import PRESETS
+from fp8pass.optim.group_options import PRESETS
 from fp8pass.optim.shards import local, storage_of
 from fp8pass.optim.slots import from_rows, state_key, to_rows
+from fp8pass.optim.state_formats import Quantized, dequantize
 
 
 def odd_model() -> nn.Module:

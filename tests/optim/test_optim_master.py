@@ -18,9 +18,9 @@ from optim_helpers import (
 from torch import Tensor, nn
 
 from fp8pass.optim import AdamW, offload_weights, step_in_backward
-from fp8pass.optim.formats import Quantized, dequantize
-from fp8pass.optim.options import Storage
+from fp8pass.optim.group_options import Storage
 from fp8pass.optim.slots import state_key, to_rows
+from fp8pass.optim.state_formats import Quantized, dequantize
 
 SHAPES = ((3, 5), (2, 64, 3))
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of log2(0)

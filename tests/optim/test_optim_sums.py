@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8pass.optim import fused
-from fp8pass.optim.formats import SUM_GROUP_SIZE, Quantized, dequantize, moment_format
 from fp8pass.optim.rounding import SumStamp
 from fp8pass.optim.slots import group_count
+from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, dequantize, moment_format
 from fp8pass.optim.sums import add_from, add_to
 
 pytest.importorskip("triton")

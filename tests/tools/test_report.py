@@ -22,7 +22,6 @@ from fp8pass.demo.sizes import SIZES
 from fp8pass.option_checks import parse_bytes
 from fp8pass.tools.explanation_data import describe_operands
 from fp8pass.tools.report.diffs import diff_modules, split_code
-from fp8pass.tools.report.folding import find_layer, fold
 from fp8pass.tools.report.page import (
     FP8_LINEAR,
     count_operations,
@@ -33,6 +32,7 @@ from fp8pass.tools.report.page import (
     render,
 )
 from fp8pass.tools.report.picture import OPERATOR_KINDS, DrawnOperator, Edge, Picture, draw
+from fp8pass.tools.report.repeated_layers import find_layer, fold
 from fp8pass.tools.report.timeline import trace_timeline
 from fp8pass.tools.tables import shorten_operator
 

@@ -34,7 +34,7 @@ SMALLEST_CHUNK = 128
 
 
 # The formats that this kernel can store in each layout.
-ROW_FORMATS: dict[str, frozenset[str]] = {
+FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
     "rows": frozenset(TRITON_TYPES),
     "groups": GROUP_FORMATS,
     "full": frozenset(),
@@ -57,7 +57,7 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
 
 
 def _check(program: Program, columns: int) -> None:
-    check_stores("row", program, ROW_FORMATS)
+    check_stores("row", program, FORMATS_BY_LAYOUT)
     for store in program.stores:
         if store.width:
             problem = f"the row kernel cannot store {store.name} in a wider matrix"

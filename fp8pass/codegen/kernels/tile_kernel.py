@@ -28,7 +28,7 @@ from fp8pass.dialect.encoding import padded_size
 from fp8pass.graph.nodes import tensor
 
 # The formats that this kernel can store in each layout. Transposed stores support E4M3 only.
-TILE_FORMATS: dict[str, frozenset[str]] = {
+FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
     "rows": frozenset(TRITON_TYPES),
     "columns": frozenset({"e4m3"}),
     "amax": frozenset(),
@@ -41,7 +41,7 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
     A program with a store in layout `rows` has smaller tiles, because a thread holds the data of
     all stores at once. Raises UnsupportedProgram if this kernel does not support a store or step.
     """
-    check_stores("tile", program, TILE_FORMATS)
+    check_stores("tile", program, FORMATS_BY_LAYOUT)
     for step in program.steps:
         if step.target in REDUCTION_STEPS:
             raise UnsupportedProgram(f"the tile kernel cannot compute {step.target} {step.name}")

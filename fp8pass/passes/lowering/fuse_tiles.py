@@ -36,7 +36,7 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels.supported import LARGEST_INPUTS, why_no_tiles, why_not_a_matrix
-from fp8pass.codegen.kernels.tile_kernel import TILE_FORMATS, tiles
+from fp8pass.codegen.kernels.tile_kernel import FORMATS_BY_LAYOUT, tiles
 from fp8pass.codegen.program.emit import emit_kernel
 from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import Reader, is_in_memory
@@ -158,7 +158,7 @@ def _find_received(data: fx.Node) -> TiledMatrix | None:
     if not graph.is_call(data, fp8.as_codes.default) or not transposes(data):
         return None
     format = str(data.args[1])
-    if format not in TILE_FORMATS["columns"] or why_not_a_matrix(data):
+    if format not in FORMATS_BY_LAYOUT["columns"] or why_not_a_matrix(data):
         return None
     reader = Reader(data)
     try:

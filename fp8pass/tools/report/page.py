@@ -27,8 +27,8 @@ from fp8pass.tools import folding
 from fp8pass.tools.explanation_data import describe_operands
 from fp8pass.tools.report.comparison import compare
 from fp8pass.tools.report.diffs import diff_modules
-from fp8pass.tools.report.folding import fold
 from fp8pass.tools.report.picture import OPERATOR_KINDS, draw, find_source_line, name_input
+from fp8pass.tools.report.repeated_layers import fold
 from fp8pass.tools.report.timeline import trace_timeline
 from fp8pass.tools.running import find_recipe
 from fp8pass.tools.tables import format_remarks, shorten_operator, sort_points
