@@ -31,7 +31,15 @@ from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
 from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.state_formats import Quantized
-from fp8pass.optim.update import EagerUpdate, Group, Launches, PreparedUpdate, Tensors, factors
+from fp8pass.optim.update import (
+    EagerUpdate,
+    Group,
+    LaunchedUpdate,
+    Launches,
+    PreparedUpdate,
+    Tensors,
+    factors,
+)
 
 # The kernel's threads read vectors if addresses are multiples of VECTOR_ALIGNMENT bytes and sizes
 # are multiples of VECTOR_ALIGNMENT elements.
@@ -44,7 +52,7 @@ def why_not(device: torch.device) -> str | None:
     return hardware.why_no_triton_kernels(device)
 
 
-class FusedUpdate(PreparedUpdate):
+class FusedUpdate(LaunchedUpdate):
     """Updates `slots` with the Triton kernel. Each program of the kernel updates a chunk of a slot.
 
     The step counts in `optimizer.state` become views of one tensor.
@@ -200,7 +208,7 @@ class StreamedUpdate(PreparedUpdate):
         self.slots, self.storage, self.staging = slots, storage, staging
         self.pieces = [piece for i, slot in enumerate(slots) for piece in self._divide(i, slot)]
         staged = [piece.slot for piece in self.pieces]
-        self.update: PreparedUpdate
+        self.update: LaunchedUpdate
         if fuses:
             parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
             self.update = FusedUpdate(staged, parts, storage, separate=True)

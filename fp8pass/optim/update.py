@@ -14,6 +14,7 @@ for each group, so that small parameters share operator launches.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -121,24 +122,31 @@ def update(
         _update_batch([s for s, _ in batch], [g for _, g in batch], group, storage, factor)
 
 
-class PreparedUpdate:
+class PreparedUpdate(ABC):
     """An update of the same parameters in every step."""
 
-    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
-        """Increment step counts, and return the functions that launch the update of this step."""
-        raise NotImplementedError
-
+    @abstractmethod
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         """Update with the gradients multiplied by `control[0]`.
 
         A fused update does nothing if `control[1]` is not 0. Before other updates, callers must
         check `control[1]`.
         """
+
+
+class LaunchedUpdate(PreparedUpdate):
+    """An update that consists of independent launches."""
+
+    @abstractmethod
+    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
+        """Increment step counts, and return the functions that launch the update of this step."""
+
+    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         for launch in self.prepare(gradients, group, control):
             launch()
 
 
-class EagerUpdate(PreparedUpdate):
+class EagerUpdate(LaunchedUpdate):
     """Updates `slots` with PyTorch operators. All slots have the same dtype and device.
 
     If `separate`, `prepare` returns one launch for each slot.
