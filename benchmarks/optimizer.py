@@ -40,10 +40,10 @@ from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import learning_rate
 from fp8pass.optim import AdamW
-from fp8pass.optim.formats import dequantize, moment_format, quantize
-from fp8pass.optim.options import STATE_ROUNDINGS
+from fp8pass.optim.group_options import STATE_ROUNDINGS
 from fp8pass.optim.rounding import ROTATIONS, keys, random_bits, rotate
 from fp8pass.optim.slots import from_rows, to_rows
+from fp8pass.optim.state_formats import dequantize, moment_format, quantize
 
 RESULTS = Path(__file__).parent / "results"
 GROUP_SIZE = 128

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from fp8pass.activation_memory.planner import BudgetTooSmall as BudgetTooSmall
     from fp8pass.config import RECIPES as RECIPES
     from fp8pass.config import Config as Config
-    from fp8pass.config import ConfigError as ConfigError
     from fp8pass.config import Simulation as Simulation
     from fp8pass.dynamo import backend as backend
     from fp8pass.integrations.compressed_tensors import export as export
+    from fp8pass.option_checks import ConfigError as ConfigError
     from fp8pass.stability.guard import Guard as Guard
     from fp8pass.stability.monitor import Monitor as Monitor
     from fp8pass.tools.bisection import Bisection as Bisection
@@ -44,7 +44,7 @@ _MODULES = {
     "Bisection": "tools.bisection",
     "BudgetTooSmall": "activation_memory.planner",
     "Config": "config",
-    "ConfigError": "config",
+    "ConfigError": "option_checks",
     "Diagnosis": "tools.diagnosis",
     "Explanation": "tools.explanation",
     "Fit": "tools.fitting",

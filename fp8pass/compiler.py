@@ -13,12 +13,13 @@ from torch import Tensor, fx
 
 from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, Inputs, match_names
-from fp8pass.config import Config, ConfigError, split_options, unknown
+from fp8pass.config import Config, split_options
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, select_inputs
-from fp8pass.graph.regions import inline_regions
+from fp8pass.graph.inlined_regions import inline_regions
+from fp8pass.graph.joint_facts import JointFacts, select_inputs
 from fp8pass.hooks import CompiledGraph, Hooks, Observer, Observing, Program
+from fp8pass.option_checks import ConfigError, unknown
 from fp8pass.partition import Partitioner
 from fp8pass.passes import INFERENCE_PASSES, Context, Requests
 from fp8pass.passes.added import check_positions

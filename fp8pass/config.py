@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from fp8pass.dialect.formats import (
-    EXPONENT_BITS,
-    FORMATS,
-    MANTISSA_BITS,
-    SAVED_FORMATS,
-    simulated_format,
+from fp8pass.dialect.formats import FORMATS
+from fp8pass.option_checks import (
+    Check,
+    ConfigError,
+    check_choice,
+    check_simulated_format,
+    checked_budget,
+    checked_calibration,
+    checked_passes,
+    checked_patterns,
+    checked_subset,
+    checked_switch,
+    is_number,
+    is_whole,
+    must_be,
+    one_of,
+    parse_bytes,
+    unknown,
 )
 
 # The valid values of some options, for type checkers. Tests compare these values with the tables in
@@ -31,9 +40,6 @@ Gemm = Literal["forward", "dgrad", "wgrad"]
 Recipe = Literal["linear", "coat", "agoq", "exact"]
 
 GEMMS: tuple[Gemm, ...] = get_args(Gemm)
-# The largest `memory_budget` that is a share. A plan of 4 bits for every tensor takes this multiple
-# of its bytes if every tensor gets 8 bits instead.
-LARGEST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
 # Arguments of `torch.compile` that users mistake for options.
 ARGUMENTS = ("mode", "dynamic", "fullgraph")
 # The options that are tuples of names.
@@ -72,10 +78,6 @@ WITH_SIMULATION: dict[str, tuple[str, ...]] = {
 ValueMoments = tuple[str, float, float]
 
 
-class ConfigError(ValueError):
-    """A recipe, option or value that does not exist. The message names the nearest valid choice."""
-
-
 # A pass that the user adds: `before` or `after`, the name of a pass of fp8pass, and the function.
 AddedPass = tuple[str, str, Callable[..., None]]
 # A shell-style pattern of module paths, or a function that takes a path and returns a bool.
@@ -105,10 +107,10 @@ class Simulation:
     outer_clamp: bool = True
 
     def __post_init__(self) -> None:
-        _check_simulated_format(self.format)
-        object.__setattr__(self, "gemms", _checked_gemms("gemms", self.gemms))
+        check_simulated_format(self.format)
+        object.__setattr__(self, "gemms", checked_subset("gemms", self.gemms, GEMMS))
         for field in ("inner_clamp", "outer_clamp"):
-            _switch(field, getattr(self, field))
+            checked_switch(field, getattr(self, field))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +179,8 @@ class Config:
             head's input; 1 disables chunking. The gradient of the head's weight is summed over
             chunks in the weight's dtype.
         simulate: a format that linear layers simulate: a name such as `e8m3`, or a `Simulation`.
-            With `simulate` no layer runs in FP8 and no tensor is saved in low bits, as in recipe
-            `exact`.
+            With `simulate` no layer runs in FP8 and no tensor is saved in low-bit formats, as in
+            recipe `exact`.
         compiler: `inductor`, or `eager` to run the rewritten graphs op by op, for debugging.
         passes: your own passes, each with a position: `("after", "quantize_linears", my_pass)` or
             `("before", ...)`. See "A pass from outside" in CONTRIBUTING.md.
@@ -230,7 +232,7 @@ class Config:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for field, check in CHECKS.items():
+        for field, check in OPTION_CHECKS.items():
             object.__setattr__(self, field, check(field, getattr(self, field)))
         if self.simulate is not None:
             for field, allowed in WITH_SIMULATION.items():
@@ -378,139 +380,6 @@ def configured(options: Mapping[str, Any]) -> Config:
     return Config.recipe(options.get("recipe", default), **fields)
 
 
-def parse_bytes(
-    text: str, what: str = f"memory_budget must be a share, a number up to {LARGEST_SHARE}, or"
-) -> float:
-    """Return the number of bytes of a size such as `24GiB`, `512 MiB` or `1.5GB`.
-
-    Raises:
-        ConfigError: `text` is not a size. `what` begins the message.
-    """
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f"{what} a size such as '24GiB' or '800MB', got {text!r}.")
-    exponent = " KMGT".index(match[2].upper() or " ")
-    return float(match[1]) * float((1024 if match[3] else 1000) ** exponent)
-
-
-def bytes_text(count: float, *, up: bool = False) -> str:
-    """Format a number of bytes with about three digits, so that `parse_bytes` can read it.
-
-    With `up` the number is never rounded down. The smallest possible memory budget is formatted
-    with `up`, because a smaller budget could not be met.
-    """
-    units = ["B", "KiB", "MiB", "GiB"]
-    while count >= 1024 and len(units) > 1:
-        count, units = count / 1024, units[1:]
-    if up:
-        digits = 0 if count >= 100 else 1 if count >= 10 else 2
-        count = math.ceil(count * 10**digits) / 10**digits
-    return f"{count:.0f} {units[0]}" if count >= 100 else f"{count:.3g} {units[0]}"
-
-
-# A function of the name and value of an option. It returns the value to store, or raises
-# ConfigError.
-Check = Callable[[str, Any], Any]
-
-
-def _must_be(what: str, fits: Callable[[Any], bool], hint: str = "") -> Check:
-    """Return a check that raises ConfigError unless `fits(value)`; `what` names valid values."""
-
-    def check(field: str, value: Any) -> Any:
-        if not fits(value):
-            raise ConfigError(f"{field} must be {what}, got {value!r}.{hint}")
-        return value
-
-    return check
-
-
-def _one_of(kind: Any) -> Check:
-    """Return a check that raises ConfigError unless a value is one of the values of a `Literal`."""
-    return lambda field, value: check_choice(field, value, get_args(kind))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value is a number that fits into a float."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return isinstance(value, float)
-
-
-def checked_patterns(
-    field: str, given: object, of: str = "module path", *, functions: bool = True
-) -> tuple[Any, ...]:
-    """Return a tuple of patterns, from one pattern or a sequence of patterns.
-
-    Args:
-        field: the option, for the message.
-        given: the value of the option.
-        of: what the patterns match, for the message.
-        functions: whether a pattern may also be a function that takes a path and returns a bool.
-
-    Raises:
-        ConfigError: `given` contains an object that is not a pattern.
-    """
-    several = given if isinstance(given, (tuple, list)) else (given,)
-    if all(isinstance(p, str) or (functions and _is_function(p)) for p in several):
-        return tuple(several)
-    function = ", or a function that takes a path and returns a bool" if functions else ""
-    raise ConfigError(
-        f"{field} must be a {of} pattern, or a tuple of them{function}, got {given!r}."
-    )
-
-
-def _is_function(given: object) -> bool:
-    """Whether an object is a hashable callable that is neither a class nor an `nn.Module`."""
-    is_module = isinstance(given, type) or hasattr(given, "forward")
-    return callable(given) and not is_module and getattr(given, "__hash__", None) is not None
-
-
-def _checked_gemms(field: str, gemms: Any) -> tuple[str, ...]:
-    """Return the GEMMs of an option, sorted as in `GEMMS`. Raise ConfigError for other names."""
-    if not isinstance(gemms, (tuple, list)) or not all(gemms):
-        fix = f". Write {field}=({gemms!r},)" if gemms in GEMMS else ""
-        raise ConfigError(f"{field} must be a tuple with some of {GEMMS}, got {gemms!r}{fix}.")
-    for gemm in gemms:
-        check_choice(field, gemm, GEMMS)
-    return tuple(g for g in GEMMS if g in gemms)
-
-
-def _checked_calibration(field: str, given: Iterable[Any]) -> tuple[ValueMoments, ...]:
-    try:
-        found = tuple((str(name), float(mean), float(std)) for name, mean, std in given)
-        if all(math.isfinite(mean) and 0 <= std < math.inf for _, mean, std in found):
-            return found
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise ConfigError(
-        f"{field} must be a tuple of (tensor name, mean, standard deviation) with finite numbers, "
-        f"got {str(given)[:60]!r}. Pass the return value of fp8pass.calibrate."
-    )
-
-
-def _checked_budget(field: str, budget: Any) -> Any:
-    if isinstance(budget, str) and (share := re.fullmatch(r"\s*(\d*\.?\d+)\s*%\s*", budget)):
-        budget = float(share[1]) / 100
-    elif isinstance(budget, str) and re.fullmatch(r"\s*\d*\.\d+\s*", budget):
-        budget = float(budget)
-    size = parse_bytes(budget) if isinstance(budget, str) else budget
-    if budget is not None and not (_is_number(size) and size > 0):
-        raise ConfigError(
-            f"{field} must be positive and finite, got {budget!r}: give a share up to "
-            f"{LARGEST_SHARE}, a number of bytes, or a size such as '24GiB'."
-        )
-    if isinstance(budget, float) and budget > LARGEST_SHARE:
-        raise ConfigError(
-            f"{field}={budget!r} is too large: a float is a share, up to {LARGEST_SHARE}. For "
-            "bytes give an int, or a size such as '24GiB'."
-        )
-    return budget
-
-
 def _checked_simulation(field: str, given: Any) -> Any:
     if isinstance(given, str):
         return Simulation(given)
@@ -519,83 +388,50 @@ def _checked_simulation(field: str, given: Any) -> Any:
     raise ConfigError(f"{field} must be a format such as 'e8m3', or a Simulation, got {given!r}.")
 
 
-def _check_simulated_format(name: Any) -> None:
-    try:
-        simulated_format(str(name))
-    except ValueError:
-        hint = ""
-        if match := re.search(r"e(\d+)m(\d+)", str(name).lower()):
-            limits = zip(match.groups(), (EXPONENT_BITS, MANTISSA_BITS), strict=True)
-            exponent, mantissa = (min(max(int(x), low), high) for x, (low, high) in limits)
-            hint = f" Did you mean 'e{exponent}m{mantissa}'?"
-        raise ConfigError(
-            "simulate must be a format of 1 to 8 exponent and 0 to 23 mantissa bits, such as "
-            f"'e8m3', got {name!r}.{hint}"
-        ) from None
-
-
-def _is_added_pass(given: Any) -> bool:
-    if not isinstance(given, (tuple, list)) or len(given) != 3:
-        return False
-    return given[0] in ("before", "after") and callable(given[2]) and hasattr(given[2], "__name__")
-
-
-def _checked_passes(field: str, passes: Any) -> tuple[AddedPass, ...]:
-    if not isinstance(passes, (tuple, list)) or not all(map(_is_added_pass, passes)):
-        raise ConfigError(
-            f"{field} must be a tuple of (position, name of a pass, function), such as "
-            f"(('after', 'quantize_linears', my_pass),), got {passes!r}. The position is 'before' "
-            "or 'after'."
-        )
-    return tuple((when, name, function) for when, name, function in passes)
-
-
-_switch = _must_be("a bool, True or False", lambda x: isinstance(x, bool))
-
-CHECKS: dict[str, Check] = {
-    "forward_format": _one_of(LinearFormat),
-    "gradient_format": _one_of(LinearFormat),
-    "forward_scales": _one_of(Scales),
-    "fast_accumulation": _checked_gemms,
-    "longest_fast": _must_be(
+OPTION_CHECKS: dict[str, Check] = {
+    "forward_format": one_of(LinearFormat),
+    "gradient_format": one_of(LinearFormat),
+    "forward_scales": one_of(Scales),
+    "fast_accumulation": lambda field, x: checked_subset(field, x, GEMMS),
+    "longest_fast": must_be(
         "a whole number (the longest contraction with fast accumulation), such as 4096",
-        lambda x: _is_whole(x) and x >= 0,
+        lambda x: is_whole(x) and x >= 0,
         hint=" To accumulate precisely in all GEMMs, set fast_accumulation=().",
     ),
-    "save_format": _one_of(SaveFormat),
-    "attention_output": _one_of(AttentionOutput),
-    "error_tolerance": _must_be(
-        "a positive number, or float('inf')", lambda x: _is_number(x) and x > 0
+    "save_format": one_of(SaveFormat),
+    "attention_output": one_of(AttentionOutput),
+    "error_tolerance": must_be(
+        "a positive number, or float('inf')", lambda x: is_number(x) and x > 0
     ),
-    "calibration": _checked_calibration,
-    "memory_budget": _checked_budget,
-    "offload": _switch,
-    "host_bandwidth": _must_be(
+    "calibration": checked_calibration,
+    "memory_budget": checked_budget,
+    "offload": checked_switch,
+    "host_bandwidth": must_be(
         "a number of bytes per second, such as 25e9, or None to measure it",
-        lambda x: x is None or (_is_number(x) and 0 < x < math.inf),
+        lambda x: x is None or (is_number(x) and 0 < x < math.inf),
     ),
-    "group_size": _must_be(
-        "a positive multiple of 16, such as 128", lambda x: _is_whole(x) and x > 0 and x % 16 == 0
+    "group_size": must_be(
+        "a positive multiple of 16, such as 128", lambda x: is_whole(x) and x > 0 and x % 16 == 0
     ),
     "skip": checked_patterns,
     "keep_exact": lambda field, x: checked_patterns(
         field, x, "tensor name or module path", functions=False
     ),
-    "quantize_lm_head": _switch,
-    "head_chunks": _must_be(
+    "quantize_lm_head": checked_switch,
+    "head_chunks": must_be(
         "a whole number of at least 1 (all tokens in one chunk), or None to choose by size",
-        lambda x: x is None or (_is_whole(x) and x >= 1),
+        lambda x: x is None or (is_whole(x) and x >= 1),
     ),
     "simulate": _checked_simulation,
-    "compiler": _one_of(Compiler),
-    "passes": _checked_passes,
+    "compiler": one_of(Compiler),
+    "passes": checked_passes,
 }
 
 # Options that exclude each other: a condition, and the error message if the condition holds.
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: c.attention_output != "exact" and c.save_format in ("none", "exact"),
-        "attention_output={attention_output!r} saves a tensor in low bits, but "
+        "attention_output={attention_output!r} saves a tensor in low-bit formats, but "
         "save_format={save_format!r} does not allow low bits. Use a save_format of 8 bits or less.",
     ),
     (
@@ -636,23 +472,3 @@ def checks_are_on() -> bool:
 
 # The last sentence of messages about errors that only a bug of fp8pass can cause.
 BUG = "This is a bug of fp8pass: please report it, with the output of fp8pass env."
-
-
-def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] = ()) -> str:
-    """Return a message that `got` is unknown.
-
-    The message contains the most similar name in `choices`, or else in `also`.
-    """
-    nearest = difflib.get_close_matches(str(got), list(choices), n=1) or difflib.get_close_matches(
-        str(got), list(also), n=1, cutoff=0.8
-    )
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return f"Unknown {what} {got!r}.{hint}"
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
-    """Return `value`. Raise ConfigError, with the nearest choice, if `value` is not a choice."""
-    if value not in choices:
-        listed = ", ".join(repr(c) for c in choices)
-        raise ConfigError(f"{unknown(name, value, choices)} {name} is one of {listed}.")
-    return value

@@ -16,7 +16,7 @@ from fp8pass.config import BUG
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.flops import total_flops
-from fp8pass.graph.joint import JointFacts, overwritten_inputs, select_inputs
+from fp8pass.graph.joint_facts import JointFacts, overwritten_inputs, select_inputs
 from fp8pass.hooks import CompiledGraph
 from fp8pass.passes import JOINT_PASSES, Context, Requests
 from fp8pass.passes.runner import Watcher, run_passes, warn_about_checkpointing

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fp8pass.config import bytes_text
 from fp8pass.hardware import Work
+from fp8pass.option_checks import bytes_text
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.optim.formats import Quantized, dequantize, moment_format
 from fp8pass.optim.slots import state_key, to_rows
+from fp8pass.optim.state_formats import Quantized, dequantize, moment_format
 
 EXACT_STATES = {"first_moment": "fp32", "second_moment": "fp32"}
 SHAPES = ((), (1,), (127,), (128,), (3, 5), (129,), (2, 64, 3))
@@ -86,3 +86,19 @@ def single_process(folder: Path) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+def small_model(dtype=torch.float32) -> nn.Module:
+    """Return a model that uses a weight twice."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(40, 40), nn.Linear(40, 40)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), last).to(dtype)
+
+
+def losses(model: nn.Module, backwards: int) -> Iterator[Tensor]:
+    """Yield one loss for each backward."""
+    for step in range(backwards):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 40, generator=generator).to(next(model.parameters()).dtype)
+        yield model(x).square().mean()

@@ -27,7 +27,7 @@ from fp8pass.activation_memory.costs import can_run_again
 from fp8pass.activation_memory.decision import Decision, Decisions, host_bytes, stored_bytes
 from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.patterns import ADDITIONS, is_residual_sum, transposes
+from fp8pass.graph.patterns import SUM_OPERATORS, is_residual_sum, transposes
 
 fp8 = torch.ops.fp8pass
 
@@ -182,9 +182,9 @@ class BackwardMemory:
             used = (self._use(u, self._used) for u in value.users if u in self._position)
             direct = Lifetime.union(used)
             users = [u for u in value.users if u in members and can_run_again(u)]
-            others = [u for u in users if u.target not in ADDITIONS]
+            others = [u for u in users if u.target not in SUM_OPERATORS]
             within[value] = min([direct.first, *(within[u] for u in others)])
-            sums = [within[u] for u in users if u.target in ADDITIONS]
+            sums = [within[u] for u in users if u.target in SUM_OPERATORS]
             first = min([within[value], *sums, *(lifetimes[u].first for u in others)])
             ends = [within[u] if is_buffered(u) else lifetimes[u].last for u in users]
             last = max([direct.last, *(e for e in ends if math.isfinite(e))])

@@ -75,9 +75,9 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.host_transfer import HostTransfer
 from fp8pass.activation_memory.needs import Needs
 from fp8pass.activation_memory.reasons import SavedReason
-from fp8pass.config import ConfigError, bytes_text
 from fp8pass.dialect.formats import EXACT
-from fp8pass.graph.patterns import ADDITIONS
+from fp8pass.graph.patterns import SUM_OPERATORS
+from fp8pass.option_checks import ConfigError, bytes_text
 
 # The search ends at a plan that is slower than the fastest plan by at most this share, or after
 # this many seconds. Without these limits, the solver would compare the many equally good solutions
@@ -315,7 +315,7 @@ class BudgetProblem:
         """Yield each pair of consecutive sums of the residual stream, if both can be saved."""
         junctions = self.choices.rules.junctions
         savable = (v for v in self.values if self.variables[v, SAVE_EXACT].allowed)
-        sums = dict.fromkeys(v for v in savable if v.target in ADDITIONS and v in junctions)
+        sums = dict.fromkeys(v for v in savable if v.target in SUM_OPERATORS and v in junctions)
         for later in sums:
             for operand in later.all_input_nodes:
                 if graph.skip_views_and_casts(operand) in sums:

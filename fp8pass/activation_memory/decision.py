@@ -11,7 +11,7 @@ from fp8pass import compat, graph
 from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.dialect.formats import EXACT, Format
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint_facts import JointFacts
 
 
 @dataclass(frozen=True)

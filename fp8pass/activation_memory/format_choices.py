@@ -28,7 +28,7 @@ from fp8pass.error_analysis.derivation import Amplification
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint_facts import JointFacts
 from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle_patterns
 
 # The price of errors: rounding that makes a gradient wrong by 100% costs as much as this many saved

@@ -31,7 +31,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.runtime.bandwidth import bandwidth
 
 # A copy of fewer bytes takes no longer than its launch.
-SMALLEST = 1 << 20
+SMALLEST_COPY = 1 << 20
 
 # Copies slow down other work: GEMMs take 4% longer while copies run in both directions.
 SLOWDOWN = 0.04
@@ -90,7 +90,7 @@ class HostTransfer:
         device. Values that are computed only from parameters and data stay there, too, because the
         backward can recompute them without any saved value.
         """
-        if bytes_ < SMALLEST or value not in self.used or self.facts.is_free(value):
+        if bytes_ < SMALLEST_COPY or value not in self.used or self.facts.is_free(value):
             return False
         is_data = value.op == "placeholder" and value not in self.facts.activations
         if value in self._constants or is_data or base(value) in self._results:

@@ -16,13 +16,13 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.host_transfer import HostTransfer
 from fp8pass.activation_memory.needs import Needs
 from fp8pass.activation_memory.propagated_errors import propagate_errors
-from fp8pass.config import ConfigError, bytes_text
+from fp8pass.option_checks import ConfigError, bytes_text
 from fp8pass.plan import FrontierPoint
 
 # Largest relative error of the bytes that the solver computes for a plan.
-TOLERANCE = 1e-3
+BUDGET_TOLERANCE = 1e-3
 # A user who sets a smaller budget in bytes probably means GiB.
-FEW = 1024
+LEAST_BUDGET = 1024
 
 
 class BudgetTooSmall(ConfigError):
@@ -64,7 +64,7 @@ class Planner:
     @property
     def _least(self) -> float:
         """The smallest budget that can be met, with a margin for the solver's errors."""
-        return self.problem.least() * (1 + TOLERANCE)
+        return self.problem.least() * (1 + BUDGET_TOLERANCE)
 
     def _why_not(self, budget: float) -> str:
         least, config = self.problem.least(), self.choices.config
@@ -79,7 +79,7 @@ class Planner:
             smaller = ", or allow smaller formats with save_format='e2m1'"
         offload = "" if self.transfer else ", or save values in host memory with offload=True"
         advice = f"Raise memory_budget to {enough} or more{smaller}{offload}."
-        if isinstance(config.memory_budget, int) and budget < FEW:
+        if isinstance(config.memory_budget, int) and budget < LEAST_BUDGET:
             advice = f"For {budget:.0f} GiB write memory_budget='{budget:.0f}GiB'."
         return (
             f"memory_budget of {bytes_text(budget)} cannot be met: this graph saves at least "

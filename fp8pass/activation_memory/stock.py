@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint_facts import JointFacts
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ symbol, only this folder needs a change. `fp8pass.compat` re-exports the names i
 
 compiling.py      Dynamo, AOTAutograd and Inductor
 joint.py          joint graphs: inputs, checkpointing tags, partitioning
-symbols.py        properties of tensors, sizes and operators
+operators.py      properties of tensors, sizes and operators
 launching.py      makes Inductor's generated code use fp8pass's kernels and buffers
 fakes.py          runs a model without memory
 tracing.py        traces a function into operators that Inductor lowers
@@ -42,6 +42,6 @@ from fp8pass.compat.frames import *  # noqa: E402, F403
 from fp8pass.compat.joint import *  # noqa: E402, F403
 from fp8pass.compat.launching import *  # noqa: E402, F403
 from fp8pass.compat.loading import *  # noqa: E402, F403
+from fp8pass.compat.operators import *  # noqa: E402, F403
 from fp8pass.compat.pipelining import *  # noqa: E402, F403
-from fp8pass.compat.symbols import *  # noqa: E402, F403
 from fp8pass.compat.tracing import *  # noqa: E402, F403

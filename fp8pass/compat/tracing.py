@@ -14,7 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass.compat.symbols import fake_mode_of
+from fp8pass.compat.operators import fake_mode_of
 
 __all__ = ["trace"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fp8pass.config import RECIPES, unknown
+from fp8pass.config import RECIPES
 from fp8pass.demo.sizes import SIZES
+from fp8pass.option_checks import unknown
 from fp8pass.tools.cli.parsing import check_device
 
 DESCRIPTION = "Train the same small language model with and without fp8pass, and compare."

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fp8pass import hardware
-from fp8pass.config import bytes_text
 from fp8pass.demo.train import Run
+from fp8pass.option_checks import bytes_text
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from fp8pass.dialect.formats import Format
 
 # Number of mantissa bits, and exponent range of normal numbers, in fp32. The 16-bit dtypes in
 # `MASKED_DTYPES` have fewer mantissa bits, and no exponents outside of this range.
-MANTISSA = 23
+FP32_MANTISSA = 23
 LEAST_EXPONENT, LARGEST_EXPONENT = -126, 127
 MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -33,7 +33,7 @@ def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
         outer: whether finite magnitudes above the largest number become this number.
     """
     value = _round_to_dtype(x)
-    cut = (value.view(torch.int32) & -(1 << MANTISSA - fmt.mantissa)).view(torch.float32)
+    cut = (value.view(torch.int32) & -(1 << FP32_MANTISSA - fmt.mantissa)).view(torch.float32)
     if outer and clamps_outside(fmt):
         limit = largest(fmt, x.dtype)
         cut = cut.where(cut.isinf(), cut.clamp(-limit, limit))

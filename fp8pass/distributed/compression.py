@@ -24,9 +24,9 @@ from fp8pass.compat.data_parallel import (
     find_replicas,
     replicas_have_begun,
 )
-from fp8pass.config import ConfigError, check_choice, checked_patterns
 from fp8pass.distributed.gradient_sums import GradientSums, Traffic
 from fp8pass.distributed.weight_gather import gather_quantized_weights, why_too_late
+from fp8pass.option_checks import ConfigError, check_choice, checked_patterns
 from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")

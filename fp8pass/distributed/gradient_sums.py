@@ -27,7 +27,7 @@ from torch import distributed as dist
 
 from fp8pass.compat.data_parallel import all_gather_single
 from fp8pass.dialect.formats import E4M3
-from fp8pass.distributed.wire import GROUP_SIZE, add_up, pack, split_into_groups
+from fp8pass.distributed.wire import WIRE_GROUP_SIZE, add_up, pack, split_into_groups
 from fp8pass.stability.monitor import Monitor
 from fp8pass.stability.monitor.findings import SENT
 from fp8pass.stability.monitor.statistics import TensorName, measure
@@ -66,7 +66,7 @@ class ParameterLayout:
     """
 
     sizes: tuple[int, ...]
-    unit: int = GROUP_SIZE
+    unit: int = WIRE_GROUP_SIZE
 
     @cached_property
     def _runs(self) -> tuple[int, ...]:
@@ -152,7 +152,8 @@ class GradientSums:
         self.traffic.add(x.numel(), 0, 2 * (1 - 1 / world))
         padded = layout.pad(x.view(1, -1))
         length = padded.numel()
-        part = -(-length // (world * GROUP_SIZE)) * GROUP_SIZE  # whole groups for each rank
+        # Each rank gets whole groups.
+        part = -(-length // (world * WIRE_GROUP_SIZE)) * WIRE_GROUP_SIZE
         terms = x.new_zeros(world, part, dtype=torch.float32)
         terms.view(-1)[:length] = padded[0]
         sent = pack(self._scatter(terms, group, factor))
@@ -167,8 +168,8 @@ class GradientSums:
         sent = pack(rows)
         if self.monitor is not None and self.monitor.sampling:
             padded, scales = split_into_groups(rows)
-            name = TensorName("", SENT, f"1×{GROUP_SIZE}", E4M3.name, padded.dtype)
-            self.monitor.record(self.path, name, measure(padded, scales, E4M3, GROUP_SIZE))
+            name = TensorName("", SENT, f"1×{WIRE_GROUP_SIZE}", E4M3.name, padded.dtype)
+            self.monitor.record(self.path, name, measure(padded, scales, E4M3, WIRE_GROUP_SIZE))
         self.traffic.add(0, sent.numel(), 1 - 1 / group.size())
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)

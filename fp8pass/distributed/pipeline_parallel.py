@@ -16,8 +16,9 @@ from dataclasses import replace
 
 from fp8pass import compat
 from fp8pass.compat import PipelineAction
-from fp8pass.config import LARGEST_SHARE, Config, ConfigError, checked_config, unknown
+from fp8pass.config import Config, checked_config
 from fp8pass.dialect.formats import SAVED_FORMATS
+from fp8pass.option_checks import LARGEST_SHARE, ConfigError, unknown
 
 # How much each kind of action changes the number of micro-batches that a rank holds. A backward in
 # two parts releases its micro-batch after the second part (W), which computes weight gradients.

@@ -24,9 +24,9 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, amax_quotient, round_up_t
 
 fp8 = torch.ops.fp8pass
 
-GROUP_SIZE = 128
+WIRE_GROUP_SIZE = 128
 # The quantization of gradients. All ranks must use the same.
-QUANTIZATION = str(Quantization(E4M3, group(GROUP_SIZE)))
+WIRE_QUANTIZATION = str(Quantization(E4M3, group(WIRE_GROUP_SIZE)))
 
 
 def pack(rows: Tensor) -> Tensor:
@@ -34,10 +34,10 @@ def pack(rows: Tensor) -> Tensor:
     length = rows.shape[-1]
     if (kernels := load_kernels(rows.device)) is not None:
         wire = torch.empty(len(rows), packed_bytes(length), dtype=torch.uint8, device=rows.device)
-        kernels.pack(rows.contiguous(), wire, GROUP_SIZE)
+        kernels.pack(rows.contiguous(), wire, WIRE_GROUP_SIZE)
         return wire
     padded, scales = split_into_groups(rows)
-    data = fp8.quantize.default(padded, scales, QUANTIZATION).view(torch.uint8)
+    data = fp8.quantize.default(padded, scales, WIRE_QUANTIZATION).view(torch.uint8)
     return torch.cat((data[:, : _round_up_to_even(length)], scales.view(torch.uint8)), -1)
 
 
@@ -46,8 +46,8 @@ def split_into_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     Scales are rounded up: a scale below amax / 448 would clip the largest elements.
     """
-    padded = pad(rows.float(), (0, -rows.shape[-1] % GROUP_SIZE))
-    amax = padded.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1)
+    padded = pad(rows.float(), (0, -rows.shape[-1] % WIRE_GROUP_SIZE))
+    amax = padded.unflatten(-1, (-1, WIRE_GROUP_SIZE)).abs().amax(-1)
     scales = torch.where(amax.isfinite(), round_up_to_bf16(amax_quotient(amax, E4M3)), torch.nan)
     return padded, scales.to(GROUP_SCALE_DTYPE)
 
@@ -58,19 +58,19 @@ def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
     `into` is [R, N], contiguous, of any float dtype. The sums are computed in fp32. Return `into`.
     """
     if (kernels := load_kernels(wire.device)) is not None:
-        kernels.add_up(wire, into, factor, GROUP_SIZE)
+        kernels.add_up(wire, into, factor, WIRE_GROUP_SIZE)
         return into
     length = into.shape[-1]
     data, scales = wire.tensor_split([_round_up_to_even(length)], -1)
-    padded = pad(data[..., :length], (0, -length % GROUP_SIZE)).view(torch.float8_e4m3fn)
+    padded = pad(data[..., :length], (0, -length % WIRE_GROUP_SIZE)).view(torch.float8_e4m3fn)
     scales = scales.contiguous().view(GROUP_SCALE_DTYPE)
-    values = fp8.dequantize.default([padded], scales, QUANTIZATION, torch.float32)
+    values = fp8.dequantize.default([padded], scales, WIRE_QUANTIZATION, torch.float32)
     return into.copy_(values[..., :length].sum(0).mul_(factor))
 
 
 def packed_bytes(length: int) -> int:
     """Return the size in bytes of a packed row of `length` elements."""
-    return _round_up_to_even(length) + GROUP_SCALE_DTYPE.itemsize * -(-length // GROUP_SIZE)
+    return _round_up_to_even(length) + GROUP_SCALE_DTYPE.itemsize * -(-length // WIRE_GROUP_SIZE)
 
 
 def _round_up_to_even(length: int) -> int:

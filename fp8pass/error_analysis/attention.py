@@ -29,7 +29,7 @@ from sympy import Expr
 from torch import Tensor
 
 PERTURBATION = 1e-4  # small enough for linear effects, far above the rounding errors of fp64
-LARGEST_SAMPLE = 256  # tokens
+SAMPLED_TOKENS = 256  # tokens
 
 
 def derive_bounds(length: Expr, head_dim: Expr) -> dict[str, Expr]:
@@ -61,19 +61,19 @@ def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> 
     covers models in which q, k and v are the same value, with the gradient dq + dk + dv.
     """
     random = torch.Generator().manual_seed(0)
-    size = min(length, LARGEST_SAMPLE), head_dim
+    size = min(length, SAMPLED_TOKENS), head_dim
 
     def draw() -> Tensor:
         return torch.randn(size, generator=random, dtype=torch.float64, device="cpu")
 
     squares = 0.0
-    heads = max(1, LARGEST_SAMPLE // length)
+    heads = max(1, SAMPLED_TOKENS // length)
     for _ in range(heads):
         q, k, v, gradient = draw(), draw(), draw(), draw()
         noise = [1 + PERTURBATION * draw() * (operand in inexact) for operand in "qkvo"]
         pairs = zip(*_perturb((q, k, v), noise, gradient), strict=True)
         changes = [_relative_change(a, b) for a, b in pairs]
-        if inexact == "qkv" and length < LARGEST_SAMPLE:
+        if inexact == "qkv" and length < SAMPLED_TOKENS:
             exact, perturbed = _perturb(
                 (q, q, q), [*[noise[0]] * 3, torch.ones((), device="cpu")], gradient
             )

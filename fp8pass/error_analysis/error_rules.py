@@ -43,7 +43,7 @@ from fp8pass.error_analysis.summed_values import (
     find_scan_regions,
 )
 from fp8pass.graph.classify import FLEX_ATTENTION, Kind, attention_output, kind
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint_facts import JointFacts
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE

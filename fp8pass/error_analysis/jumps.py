@@ -26,11 +26,11 @@ from fp8pass.error_analysis.samples import ON_CPU, Samples, evaluate
 from fp8pass.graph.symbols import Magnitude, Sign, Underivable, UnitStep
 
 # Results that differ by less than this share of the largest result are equal within rounding.
-TOLERANCE = 2**-7
+JUMP_TOLERANCE = 2**-7
 
 # The search for thresholds tries these magnitudes of an input, with both signs.
 GRID = torch.logspace(-6, 7, 53, base=2, **ON_CPU)
-ROWS = 8  # samples of the inputs that are held constant
+OTHER_SAMPLES = 8  # samples of the inputs that are not varied
 BISECTIONS = 40
 LARGEST_BATCH = 4096  # thresholds along one input; the search ignores further thresholds
 
@@ -179,7 +179,7 @@ class ThresholdSearch:
     def _search_along(self, varied: Symbol) -> Crossings:
         """Find neighboring grid points of one input between which a comparison changes."""
         grid = torch.cat([-GRID.flip(0), GRID])
-        rows = min(self._inputs[varied].shape[1], ROWS)
+        rows = min(self._inputs[varied].shape[1], OTHER_SAMPLES)
         shape = len(grid), rows
         points = torch.stack([x[0, :rows, 0].expand(shape) for x in self._inputs.values()])
         points[list(self._inputs).index(varied)] = grid[:, None]
@@ -238,5 +238,5 @@ def _differs(before: list[Tensor], after: list[Tensor], scales: list[float]) -> 
     found = torch.zeros(before[0].shape, dtype=torch.bool)
     for a, b, scale in zip(before, after, scales, strict=True):
         largest = max(scale, float(a.abs().nan_to_num().max()), float(b.abs().nan_to_num().max()))
-        found |= ~((b - a).abs() <= TOLERANCE * largest)
+        found |= ~((b - a).abs() <= JUMP_TOLERANCE * largest)
     return found

@@ -35,7 +35,7 @@ DIVISOR = "used as a divisor, and its small values may be rounded to zero"
 FACTOR = 8.0
 GROWTH = FACTOR**4
 
-COLUMNS = 64  # elements of each row that are searched for divisors
+SEARCHED_COLUMNS = 64  # elements of each row that are searched for divisors
 
 
 def find_outliers(
@@ -98,7 +98,7 @@ def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
     The sum of a row is not rounded to zero, because the row contains the largest element of a
     group. But in the sum of a column, all terms may be rounded to zero.
     """
-    few = {s: x[..., :COLUMNS] for s, x in samples.values.items()}
+    few = {s: x[..., :SEARCHED_COLUMNS] for s, x in samples.values.items()}
     _, backward = split_at_gradients(expressions)
     fixed = expressions.constants.union(expressions.gradients, (d.symbol for d in backward))
     found: set[Symbol] = set()

@@ -26,7 +26,7 @@ from fp8pass.error_analysis.differences import COPIES, Differences
 from fp8pass.error_analysis.signs import KnownSign, infer_signs
 from fp8pass.graph.classify import PARTIAL_VIEWS, Kind, kind
 from fp8pass.graph.nodes import aten
-from fp8pass.graph.patterns import ADDITIONS, filled_with
+from fp8pass.graph.patterns import SUM_OPERATORS, filled_with
 from fp8pass.graph.pointwise import POINTWISE
 
 # Kinds of nodes in a region, apart from junctions.
@@ -188,7 +188,7 @@ class Splitter:
         if node not in self.backward and self.differences.is_of_equals(node):
             return True
         operands = node.all_input_nodes
-        if node.target not in ADDITIONS or len(operands) != 2:
+        if node.target not in SUM_OPERATORS or len(operands) != 2:
             return False
         first, second = (self._sources[n] for n in operands)
         return bool(first and second) and not first & second

@@ -30,7 +30,7 @@ from fp8pass.error_analysis.differences import COPIES, PRODUCTS
 from fp8pass.error_analysis.regions import Region, is_movement
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten
-from fp8pass.graph.patterns import ADDITIONS
+from fp8pass.graph.patterns import SUM_OPERATORS
 
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
 SCANNED = "its gradients are summed over positions, and the smallest may determine the sum"
@@ -64,7 +64,7 @@ def _reach(scan: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[f
             if node in found:
                 continue
             found.add(node)
-            if kind(node) is Kind.VIEW or is_movement(node) or node.target in ADDITIONS:
+            if kind(node) is Kind.VIEW or is_movement(node) or node.target in SUM_OPERATORS:
                 waiting.append(node)
     return found
 

@@ -5,11 +5,11 @@ tags.py            the keys that fp8pass sets in `node.meta`
 names.py           names of modules, values and operators; patterns that match them
 patterns.py        skip views, casts and transposes; match slices, fills and residual additions
 order.py           ancestors and dependences; topological order
-joint.py           which inputs of a joint graph are parameters, and other facts about inputs
+joint_facts.py     which inputs of a joint graph are parameters, and other facts about inputs
 symbols.py         the sympy functions that pointwise formulas use
 pointwise.py       pointwise operators: one row for each, in sympy and in Triton
 classify.py        the kind of an operator: GEMM, view, reduction, ...
-regions.py         inline the regions of nested_compile_region into Dynamo's graph
+inlined_regions.py inline the regions of nested_compile_region into Dynamo's graph
 collectives.py     collectives; all-gathers and the tensors that they gather
 origins.py         values that depend on the data, on parameters or on constants
 output_heads.py    layers that compute logits; MoE routers

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import graph
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint_facts import JointFacts
 
 
 def in_chunks(

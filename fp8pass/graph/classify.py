@@ -73,7 +73,7 @@ GROUPED_GEMMS = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 # GEMMs of a batch of matrices.
 BATCHED_GEMMS = {aten.bmm.default, aten.baddbmm.default}
 
-GEMMS = {
+GEMM_OPERATORS = {
     aten.mm.default,
     aten.addmm.default,
     aten.mv.default,
@@ -187,7 +187,7 @@ def kind(node: fx.Node) -> Kind:
 
 _KINDS: tuple[tuple[Set[Any], Kind], ...] = (
     (VIEWS, Kind.VIEW),
-    (GEMMS, Kind.GEMM),
+    (GEMM_OPERATORS, Kind.GEMM),
     (FLEX_ATTENTION, Kind.ATTENTION),
     (QUANTIZERS, Kind.QUANTIZE),
     (REDUCTIONS, Kind.REDUCTION),

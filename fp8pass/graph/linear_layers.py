@@ -41,7 +41,7 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.classify import BATCHED_GEMMS, GROUPED_GEMMS, Kind, kind
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint_facts import JointFacts
 from fp8pass.graph.names import warn_about_idle_patterns
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.origins import Origins

@@ -9,7 +9,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.collectives import ALL_GATHER
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint_facts import JointFacts
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def filled_with(node: fx.Node) -> float | None:
     return 1.0 if node.target in ONES else None
 
 
-ADDITIONS = {aten.add.Tensor, aten.sub.Tensor}
+SUM_OPERATORS = {aten.add.Tensor, aten.sub.Tensor}
 
 
 def is_residual_sum(node: fx.Node) -> bool:
@@ -205,7 +205,7 @@ def _is_term(node: fx.Node) -> bool:
 
 def is_same_shape_addition(node: fx.Node) -> bool:
     """Whether `node` adds or subtracts two values of its own shape."""
-    if node.target not in ADDITIONS or len(node.all_input_nodes) != 2:
+    if node.target not in SUM_OPERATORS or len(node.all_input_nodes) != 2:
         return False
     values = [value(n) for n in (node, *node.all_input_nodes)]
     shapes = [shape_text(x) for x in values if x is not None]  # a symbolic scalar has no shape

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.quantization import BY_ROW
 from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import matching_pattern
+from fp8pass.option_checks import ConfigError
 from fp8pass.tools.running import find_configuration
 
 if TYPE_CHECKING:

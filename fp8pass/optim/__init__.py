@@ -1,19 +1,19 @@
 """`AdamW`: a replacement for `torch.optim.AdamW` with FP8 states, one byte an element.
 
-    adamw.py       the optimizer
-    options.py     options of a parameter group, and presets
-    formats.py     formats of states, quantization with Dynamic Range Expansion
-    rounding.py    stochastic rounding
-    slots.py       keys and tensors of a parameter's states
-    shards.py      local shards of distributed parameters
-    checkpoint.py  conversion of checkpoints, also during loads by torch.distributed.checkpoint
-    update.py      the update in vectorized PyTorch
-    kernel.py      the update as Triton source
-    fused.py       launches of the kernel, also with offloaded states
-    offload.py     host memory, staging buffers, and `offload_weights`
-    backward.py    `step_in_backward`: updates within the backward
-    sums.py        sums of the gradients of several backwards
-    sum_kernel.py  Triton kernels for sums of gradients
+    adamw.py         the optimizer
+    group_options.py options of a parameter group, and presets
+    state_formats.py formats of states, quantization with Dynamic Range Expansion
+    rounding.py      stochastic rounding
+    slots.py         keys and tensors of a parameter's states
+    shards.py        local shards of distributed parameters
+    checkpoint.py    conversion of checkpoints, also during loads by torch.distributed.checkpoint
+    update.py        the update in vectorized PyTorch
+    kernel.py        the update as Triton source
+    fused.py         launches of the kernel, also with offloaded states
+    offload.py       host memory, staging buffers, and `offload_weights`
+    backward.py      `step_in_backward`: updates within the backward
+    sums.py          sums of the gradients of several backwards
+    sum_kernel.py    Triton kernels for sums of gradients
 
 Sources: section 4 of the paper COAT, section 2.2 of FP8-LM, section 3 of LLMQ.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.backward import step_in_backward
+from fp8pass.optim.group_options import PRESETS
 from fp8pass.optim.offload import offload_weights
-from fp8pass.optim.options import PRESETS
 
 __all__ = ["PRESETS", "AdamW", "offload_weights", "step_in_backward"]

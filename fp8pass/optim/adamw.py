@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from fp8pass.compat import prepare_loads
-from fp8pass.config import ConfigError
 from fp8pass.optim import checkpoint, fused
-from fp8pass.optim.formats import StateFormat
 from fp8pass.optim.fused import FusedUpdate, StreamedUpdate
-from fp8pass.optim.offload import Staging, check_host_memory, is_offloaded
-from fp8pass.optim.options import (
+from fp8pass.optim.group_options import (
     PRESET_OPTIONS,
     Storage,
     check_group,
     preset_options,
     warn_about_ignored,
 )
+from fp8pass.optim.offload import Staging, check_host_memory, is_offloaded
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
 from fp8pass.optim.slots import Slot, State, name_of, new_state
+from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.sums import GradientSum
 from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors
+from fp8pass.option_checks import ConfigError
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
@@ -358,8 +358,8 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer in any format, or of `torch.optim.AdamW`.
 
-        States are converted to the formats of this optimizer. The options in `options.OWN` keep
-        their values, and the other options come from the checkpoint.
+        States are converted to the formats of this optimizer. The options in `group_options.OWN`
+        keep their values, and the other options come from the checkpoint.
 
         Raises:
             ConfigError: the checkpoint was made by another class of optimizer or for parameters of

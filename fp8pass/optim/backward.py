@@ -24,17 +24,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass import compat
-from fp8pass.config import ConfigError
 from fp8pass.optim.adamw import AdamW
-from fp8pass.optim.formats import moment_format
 from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.shards import like_parameter, local, local_gradient
+from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GradientSum
+from fp8pass.option_checks import ConfigError
 
 log = logging.getLogger("fp8pass")
 
-# Sums of up to FEW gradients have 8 bits by default, and sums of more gradients have 16 bits.
-FEW = 8
+# Sums of up to FEW_GRADIENTS gradients have 8 bits by default, and sums of more gradients have 16
+# bits.
+FEW_GRADIENTS = 8
 BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
 # Value of `compat.running_backward` outside of a backward.
 NO_BACKWARD = -1
@@ -185,7 +186,7 @@ def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 
 def default_buffer(accumulate: int) -> str:
     """Return the default format for sums of `accumulate` gradients."""
-    return "e4m3" if accumulate <= FEW else "fp16"
+    return "e4m3" if accumulate <= FEW_GRADIENTS else "fp16"
 
 
 @dataclass

@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import graph
-from fp8pass.config import ConfigError
-from fp8pass.optim.formats import PLAIN, Quantized, StateFormat, dequantize, moment_format
-from fp8pass.optim.options import LARGEST_GROUP, OWN, SMALLEST_GROUP, Storage, check_group
+from fp8pass.optim.group_options import LARGEST_GROUP, OWN, SMALLEST_GROUP, Storage, check_group
 from fp8pass.optim.shards import DTensor, like_groups, like_parameter, local, shard_of
 from fp8pass.optim.slots import (
     State,
@@ -36,6 +34,8 @@ from fp8pass.optim.slots import (
     state_key,
     to_rows,
 )
+from fp8pass.optim.state_formats import PLAIN, Quantized, StateFormat, dequantize, moment_format
+from fp8pass.option_checks import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES = ("step", *MOMENTS, "master")

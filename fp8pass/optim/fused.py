@@ -25,17 +25,25 @@ import torch
 from torch import Tensor
 
 from fp8pass import hardware
-from fp8pass.optim import formats, rounding
-from fp8pass.optim.formats import Quantized
+from fp8pass.optim import rounding, state_formats
+from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
 from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
-from fp8pass.optim.options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot
-from fp8pass.optim.update import EagerUpdate, Group, Launches, PreparedUpdate, Tensors, factors
+from fp8pass.optim.state_formats import Quantized
+from fp8pass.optim.update import (
+    EagerUpdate,
+    Group,
+    LaunchedUpdate,
+    Launches,
+    PreparedUpdate,
+    Tensors,
+    factors,
+)
 
-# The kernel's threads read vectors if addresses are multiples of ALIGNMENT bytes and sizes are
-# multiples of ALIGNMENT elements.
-ALIGNMENT = 16
+# The kernel's threads read vectors if addresses are multiples of VECTOR_ALIGNMENT bytes and sizes
+# are multiples of VECTOR_ALIGNMENT elements.
+VECTOR_ALIGNMENT = 16
 
 
 @cache
@@ -44,7 +52,7 @@ def why_not(device: torch.device) -> str | None:
     return hardware.why_no_triton_kernels(device)
 
 
-class FusedUpdate(PreparedUpdate):
+class FusedUpdate(LaunchedUpdate):
     """Updates `slots` with the Triton kernel. Each program of the kernel updates a chunk of a slot.
 
     The step counts in `optimizer.state` become views of one tensor.
@@ -78,7 +86,7 @@ class FusedUpdate(PreparedUpdate):
         self.launches = self._make_launches(slots, gradients, separate=separate)
         # Formats without a table of values get a tensor that the kernel does not read.
         self.values = [
-            formats.values_of(format, self.device) if format.values else self.steps
+            state_formats.values_of(format, self.device) if format.values else self.steps
             for format in (storage.first, storage.second)
         ]
 
@@ -145,7 +153,7 @@ class FusedUpdate(PreparedUpdate):
         if pointers == self.pointers:
             return
         self.pointers = pointers
-        self.gradients_aligned = all(pointer % ALIGNMENT == 0 for pointer in pointers)
+        self.gradients_aligned = all(pointer % VECTOR_ALIGNMENT == 0 for pointer in pointers)
         addresses = torch.tensor(pointers, dtype=torch.int64)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             addresses = self.captured.copy_(addresses)
@@ -159,8 +167,8 @@ def _address_of_element_0(part: Tensor, first: int) -> int:
 
 def _is_aligned(slot: Slot) -> bool:
     tensors = [slot.parameter, *(stored.data for stored in slot.states.values())]
-    pointers = (x.data_ptr() % ALIGNMENT == 0 for x in tensors)
-    return slot.parameter.numel() % ALIGNMENT == 0 and all(pointers)
+    pointers = (x.data_ptr() % VECTOR_ALIGNMENT == 0 for x in tensors)
+    return slot.parameter.numel() % VECTOR_ALIGNMENT == 0 and all(pointers)
 
 
 @dataclass(frozen=True)
@@ -200,7 +208,7 @@ class StreamedUpdate(PreparedUpdate):
         self.slots, self.storage, self.staging = slots, storage, staging
         self.pieces = [piece for i, slot in enumerate(slots) for piece in self._divide(i, slot)]
         staged = [piece.slot for piece in self.pieces]
-        self.update: PreparedUpdate
+        self.update: LaunchedUpdate
         if fuses:
             parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
             self.update = FusedUpdate(staged, parts, storage, separate=True)

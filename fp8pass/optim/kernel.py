@@ -20,9 +20,9 @@ import torch
 from fp8pass import compat
 from fp8pass.codegen.kernels.device_functions import Instructions, shared_source, write_functions
 from fp8pass.dialect.scaling import SMALLEST_SCALE
-from fp8pass.optim.formats import DIGITS, MAX_POWER, MIN_POWER, SPARE, StateFormat
-from fp8pass.optim.options import PARAMETER, Storage
+from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, ROTATIONS, SECOND_FACTOR
+from fp8pass.optim.state_formats import DIGITS, MAX_POWER, MIN_POWER, SPARE, StateFormat
 from fp8pass.optim.update import SMALLEST_EPS
 
 CHUNK = 16384  # elements that a program updates

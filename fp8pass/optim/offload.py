@@ -40,11 +40,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import graph
-from fp8pass.config import ConfigError, Pattern, checked_patterns
+from fp8pass.config import Pattern
 from fp8pass.graph.names import common_reasons
+from fp8pass.optim.group_options import state_bytes
 from fp8pass.optim.kernel import CHUNK
-from fp8pass.optim.options import state_bytes
 from fp8pass.optim.shards import local
+from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.runtime.arena import Arena, available
 from fp8pass.weights.choice import choose_layers
 from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
@@ -53,14 +54,14 @@ log = logging.getLogger("fp8pass")
 
 # States of smaller parameters stay on the GPU: there are many norms and biases, but they need
 # little memory.
-SMALLEST = 1 << 16
+SMALLEST_OFFLOADED = 1 << 16
 # Number of staging buffers: one is filled, the second is updated, and the third is emptied.
 DEPTH = 3
 # Bytes of a buffer: enough for a weight of 4096 × 4096 elements with its states. Launching a piece
 # takes the CPU a fifth of the time that the link needs to copy the piece.
 STAGED_BYTES = 96 << 20
-# Tensors in a staging buffer start at multiples of ALIGNMENT bytes.
-ALIGNMENT = 512
+# Tensors in a staging buffer start at multiples of STAGING_ALIGNMENT bytes.
+STAGING_ALIGNMENT = 512
 # Maximum elements of the smallest possible piece: pieces consist of whole rows and whole chunks.
 LARGEST_PIECE = STAGED_BYTES // 16
 # Priorities of four streams: copies in, first kernels, second kernels, copies out. Work on streams
@@ -81,7 +82,7 @@ def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool
         return False
     values = local(parameter)
     has_slices = name != "states" or values.is_contiguous()  # pieces are views of the weights
-    return name in group["offload"] and values.numel() >= SMALLEST and has_slices
+    return name in group["offload"] and values.numel() >= SMALLEST_OFFLOADED and has_slices
 
 
 def check_host_memory(groups: Iterable[Mapping[str, Any]]) -> None:
@@ -136,7 +137,7 @@ class Staging:
             size = x.numel() * x.itemsize
             part = self.buffers[buffer][used : used + size]
             found.append(part.view(x.dtype).view(x.shape))
-            used += -(-size // ALIGNMENT) * ALIGNMENT
+            used += -(-size // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         return found
 
     def begin(self, values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
@@ -241,7 +242,7 @@ def _wait(later: Any, earlier: Any) -> None:
 
 def largest_piece(bytes_per_element: float, multiple: int) -> int:
     """Return how many elements fit into a staging buffer, as a multiple of `multiple`."""
-    room = STAGED_BYTES - 16 * ALIGNMENT
+    room = STAGED_BYTES - 16 * STAGING_ALIGNMENT
     return max(1, math.floor(room / bytes_per_element) // multiple) * multiple
 
 
@@ -320,7 +321,7 @@ def _why_not_offloaded(weight: Tensor) -> str:
         return f"it is in {graph.dtype_text(weight.dtype)}; call model.bfloat16() first"
     if math.lcm(CHUNK, weight.shape[-1]) > LARGEST_PIECE:
         return f"its rows of {weight.shape[-1]} elements do not fit into staging buffers"
-    return "it is too small" if weight.numel() < SMALLEST else ""
+    return "it is too small" if weight.numel() < SMALLEST_OFFLOADED else ""
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.optim.options import SMALLEST_GROUP, Storage
+from fp8pass.optim.group_options import SMALLEST_GROUP, Storage
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 if torch.distributed.is_available():

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
-from fp8pass.optim.formats import Quantized, StateFormat, quantize
-from fp8pass.optim.options import Storage
+from fp8pass.optim.group_options import Storage
 from fp8pass.optim.shards import like_groups, like_parameter, local
+from fp8pass.optim.state_formats import Quantized, StateFormat, quantize
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 State = dict[str, Any]

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8pass.dialect.scaling import BF16_BITS, SMALLEST_SCALE
+from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_MASK, SMALLEST_SCALE
 from fp8pass.dialect.triton_scaling import largest
-from fp8pass.optim.formats import EXPONENT_BITS, Quantized, StateFormat
 from fp8pass.optim.rounding import (
     FIRST_FACTOR,
     FOLDED_FACTORS,
@@ -20,14 +19,14 @@ from fp8pass.optim.rounding import (
     SumStamp,
     wrap_to_int32,
 )
+from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, StateFormat
 
-GROUP_SIZE = 128
 # Groups and warps of a program. With these numbers, each thread has eight elements.
-GROUPS, WARPS = 8, 4
+SUM_GROUPS, WARPS = 8, 4
 
 _MIX_1, _MIX_2 = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
 _FOLD_1, _FOLD_2 = map(tl.constexpr, FOLDED_FACTORS)
-_EXPONENT, _BITS = tl.constexpr(EXPONENT_BITS), tl.constexpr(BF16_BITS)
+_EXPONENT, _BITS = tl.constexpr(EXPONENT_MASK), tl.constexpr(BF16_BITS)
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
@@ -56,7 +55,7 @@ def _random_bits(key, element):
 
 @triton.jit
 def _round(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
-    """Round stochastically to the numbers of a float format, as `formats.quantize` does."""
+    """Round stochastically to the numbers of a float format, as `state_formats.quantize` does."""
     magnitude = tl.abs(x)
     binade = (magnitude.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
     step = tl.maximum(binade * 2.0**-MANTISSA, MIN)
@@ -68,11 +67,11 @@ def _round(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
 @triton.jit(do_not_specialize=["seed", "number", "count", "first"])
 def _add_to(
     gradient, data, scales, seed, number, step, count, first, length,
-    SIZE: tl.constexpr, GROUPS: tl.constexpr, HAS_SUM: tl.constexpr,
+    SIZE: tl.constexpr, SUM_GROUPS: tl.constexpr, HAS_SUM: tl.constexpr,
     MAX: tl.constexpr, MIN: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
-    begin = tl.program_id(0).to(tl.int64) * GROUPS
-    group = begin + tl.arange(0, GROUPS)
+    begin = tl.program_id(0).to(tl.int64) * SUM_GROUPS
+    group = begin + tl.arange(0, SUM_GROUPS)
     element = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     there, of_sum = element < length, group * SIZE < length
     x = tl.load(gradient + element, there, other=0.0).to(tl.float32)
@@ -96,9 +95,9 @@ def _add_to(
 
 
 @triton.jit
-def _add_from(gradient, data, scales, length, SIZE: tl.constexpr, GROUPS: tl.constexpr):
-    begin = tl.program_id(0).to(tl.int64) * GROUPS
-    group = begin + tl.arange(0, GROUPS)
+def _add_from(gradient, data, scales, length, SIZE: tl.constexpr, SUM_GROUPS: tl.constexpr):
+    begin = tl.program_id(0).to(tl.int64) * SUM_GROUPS
+    group = begin + tl.arange(0, SUM_GROUPS)
     element = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     there = element < length
     scale = tl.load(scales + group, group * SIZE < length, other=0.0).to(tl.float32)
@@ -129,8 +128,8 @@ def _launch(
     *numbers: Any,
     **options: Any,
 ) -> None:
-    grid = (triton.cdiv(len(gradient), GROUP_SIZE * GROUPS),)
+    grid = (triton.cdiv(len(gradient), SUM_GROUP_SIZE * SUM_GROUPS),)
     tensors = (gradient, sum_.data.view(format.dtype), sum_.scale)
-    options |= {"SIZE": GROUP_SIZE, "GROUPS": GROUPS, "num_warps": WARPS}
+    options |= {"SIZE": SUM_GROUP_SIZE, "SUM_GROUPS": SUM_GROUPS, "num_warps": WARPS}
     with torch.cuda.device_of(gradient) if gradient.is_cuda else nullcontext():
         kernel[grid](*tensors, *numbers, len(gradient), **options)

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from fp8pass.optim import fused
-from fp8pass.optim.formats import Quantized, StateFormat, dequantize, quantize
 from fp8pass.optim.offload import DEPTH, Staging, largest_piece
 from fp8pass.optim.rounding import SumStamp, random_bits
 from fp8pass.optim.slots import group_count, to_rows
+from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, StateFormat, dequantize, quantize
 from fp8pass.optim.update import batch_size
 from fp8pass.runtime.arena import Arena
 
-GROUP_SIZE = 128
 SCALE_DTYPE = torch.bfloat16
 
 
@@ -98,7 +97,9 @@ class GradientSum:
             yield SumPiece(0, _view_sum(memory, self.format))
             return
         arena, staging = self.offload
-        largest = largest_piece(_sum_bytes(GROUP_SIZE, self.format) / GROUP_SIZE, GROUP_SIZE)
+        largest = largest_piece(
+            _sum_bytes(SUM_GROUP_SIZE, self.format) / SUM_GROUP_SIZE, SUM_GROUP_SIZE
+        )
         for turn, first in enumerate(range(0, count, largest), start=self.number):
             size = _sum_bytes(min(largest, count - first), self.format)
             host, buffer = arena.empty(torch.Size([size]), torch.uint8), turn % DEPTH
@@ -133,16 +134,16 @@ class GradientSum:
 
 def _sum_bytes(count: int, format: StateFormat) -> int:
     """Return how many bytes the data and scales of a sum of `count` elements take."""
-    groups = group_count(count, GROUP_SIZE)
-    return groups * (GROUP_SIZE * format.storage_dtype.itemsize + SCALE_DTYPE.itemsize)
+    groups = group_count(count, SUM_GROUP_SIZE)
+    return groups * (SUM_GROUP_SIZE * format.storage_dtype.itemsize + SCALE_DTYPE.itemsize)
 
 
 def _view_sum(memory: Tensor, format: StateFormat) -> Quantized:
     """Return views of the data [R, G] and the scales [R] that follow in `memory`, uint8 [bytes]."""
-    each = GROUP_SIZE * format.storage_dtype.itemsize
+    each = SUM_GROUP_SIZE * format.storage_dtype.itemsize
     groups = len(memory) // (each + SCALE_DTYPE.itemsize)
     data, scales = memory.split([groups * each, groups * SCALE_DTYPE.itemsize])
-    data = data.view(format.storage_dtype).view(groups, GROUP_SIZE)
+    data = data.view(format.storage_dtype).view(groups, SUM_GROUP_SIZE)
     return Quantized(data, scales.view(SCALE_DTYPE))
 
 
@@ -165,7 +166,7 @@ def add_to(
         return
     key = stamp.key()
     for begin, part, stored in _chunks(gradient, sum_):
-        rows = to_rows(part, GROUP_SIZE, torch.float32)
+        rows = to_rows(part, SUM_GROUP_SIZE, torch.float32)
         if stamp.count > 1:
             rows += dequantize(stored, format)
         elements = torch.arange(rows.numel(), device=rows.device).view_as(rows) + first + begin
@@ -183,7 +184,7 @@ def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
         sum_kernel.add_from(sum_, gradient, format)
         return
     for _, part, stored in _chunks(gradient, sum_):
-        rows = to_rows(part, GROUP_SIZE, torch.float32) + dequantize(stored, format)
+        rows = to_rows(part, SUM_GROUP_SIZE, torch.float32) + dequantize(stored, format)
         part.copy_(rows.view(-1)[: len(part)])
 
 
@@ -193,8 +194,8 @@ def _has_kernel(device: torch.device, format: StateFormat) -> bool:
 
 def _chunks(gradient: Tensor, sum_: Quantized) -> Iterator[tuple[int, Tensor, Quantized]]:
     """Yield position, gradient and sum of each chunk. Small chunks need small temporaries."""
-    size = batch_size(gradient.device) // GROUP_SIZE * GROUP_SIZE
+    size = batch_size(gradient.device) // SUM_GROUP_SIZE * SUM_GROUP_SIZE
     for begin in range(0, len(gradient), size):
-        rows = slice(begin // GROUP_SIZE, group_count(begin + size, GROUP_SIZE))
+        rows = slice(begin // SUM_GROUP_SIZE, group_count(begin + size, SUM_GROUP_SIZE))
         parts = (None if x is None else x[rows] for x in sum_)
         yield begin, gradient[begin : begin + size], Quantized(*parts)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ for each group, so that small parameters share operator launches.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +24,14 @@ import torch
 from torch import Tensor
 
 from fp8pass.optim import rounding
-from fp8pass.optim.formats import Quantized, StateFormat, dequantize, quantize
-from fp8pass.optim.options import PARAMETER, Storage
+from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot, group_count
+from fp8pass.optim.state_formats import Quantized, StateFormat, dequantize, quantize
 
 # Number of elements that are updated at once. On a CPU, about ten fp32 temporaries of this size fit
 # into the cache. On other devices, these temporaries are small compared with the states.
 CPU_BATCH = 1 << 17
-BATCH = 1 << 24
+DEVICE_BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
 Launches = Sequence[Callable[[], object]]
@@ -40,7 +41,7 @@ SMALLEST_EPS = 2.0**-100
 
 def batch_size(device: torch.device) -> int:
     """Return how many elements are updated at once on a device."""
-    return CPU_BATCH if device.type == "cpu" else BATCH
+    return CPU_BATCH if device.type == "cpu" else DEVICE_BATCH
 
 
 def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,24 +122,31 @@ def update(
         _update_batch([s for s, _ in batch], [g for _, g in batch], group, storage, factor)
 
 
-class PreparedUpdate:
+class PreparedUpdate(ABC):
     """An update of the same parameters in every step."""
 
-    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
-        """Increment step counts, and return the functions that launch the update of this step."""
-        raise NotImplementedError
-
+    @abstractmethod
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         """Update with the gradients multiplied by `control[0]`.
 
         A fused update does nothing if `control[1]` is not 0. Before other updates, callers must
         check `control[1]`.
         """
+
+
+class LaunchedUpdate(PreparedUpdate):
+    """An update that consists of independent launches."""
+
+    @abstractmethod
+    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
+        """Increment step counts, and return the functions that launch the update of this step."""
+
+    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         for launch in self.prepare(gradients, group, control):
             launch()
 
 
-class EagerUpdate(PreparedUpdate):
+class EagerUpdate(LaunchedUpdate):
     """Updates `slots` with PyTorch operators. All slots have the same dtype and device.
 
     If `separate`, `prepare` returns one launch for each slot.

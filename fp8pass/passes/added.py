@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from fp8pass.config import AddedPass, Config, ConfigError, unknown
+from fp8pass.config import AddedPass, Config
+from fp8pass.option_checks import ConfigError, unknown
 from fp8pass.passes import ALL_PASSES, Pass
 
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from fp8pass.activation_memory.decision import Decision
 from fp8pass.config import Config
-from fp8pass.graph.joint import JointFacts
+from fp8pass.graph.joint_facts import JointFacts
 from fp8pass.plan import Plan
 
 

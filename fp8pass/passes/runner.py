@@ -23,9 +23,10 @@ from typing import Protocol
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.config import AddedPass, ConfigError, checks_are_on, unknown
+from fp8pass.config import AddedPass, checks_are_on
 from fp8pass.graph import spec
 from fp8pass.graph.chunks import chunks_of
+from fp8pass.option_checks import ConfigError, unknown
 from fp8pass.passes import ALL_PASSES, CONTRACTS, ENTRIES, Context, Entry, Pass
 from fp8pass.passes.added import insert_passes
 

@@ -110,7 +110,7 @@ class Noise(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in GEMMS and any(_is_weight(x) for x in _find_tensors(args)):
+        if func in GEMM_FUNCTIONS and any(_is_weight(x) for x in _find_tensors(args)):
             return self._run_gemm(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:  # hides its calls of F.linear from modes
             with patch.object(F, "linear", partial(self._run_gemm, F.linear)):
@@ -194,8 +194,8 @@ class _RoundGradient(torch.autograd.Function):
         return noise.truncate(rounded, columns, gradient.numel() // max(columns, 1)), None
 
 
-_COMPUTED = "computed_from_parameters"  # attribute that marks a tensor
-GEMMS = frozenset(
+_COMPUTED = "computed_from_parameters"  # an attribute of tensors
+GEMM_FUNCTIONS = frozenset(
     (
         F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
         Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.__matmul__, Tensor.__rmatmul__,

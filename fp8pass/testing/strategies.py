@@ -28,8 +28,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced": lambda x: torch.cat([x, x], -1)[:, : x.shape[1]],
     "strided": lambda x: x.repeat_interleave(2, -1)[:, ::2],
 }
-ROWS = (1, 2, 15, 16, 17, 33)  # FP8 GEMMs need multiples of 16
-NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
+ROW_COUNTS = (1, 2, 15, 16, 17, 33)  # FP8 GEMMs need multiples of 16
+NOT_FINITE_NUMBERS = (float("inf"), -float("inf"), float("nan"))
 
 
 def formats() -> st.SearchStrategy[Format]:
@@ -62,7 +62,7 @@ def matrices(
         finite: whether to exclude infinities and NaN.
     """
     count = columns if isinstance(columns, int) else draw(columns)
-    rows, dtype = draw(st.sampled_from(ROWS)), draw(st.sampled_from(dtypes))
+    rows, dtype = draw(st.sampled_from(ROW_COUNTS)), draw(st.sampled_from(dtypes))
     limit = {torch.float16: (-7, 4)}.get(dtype, (-38, 38))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     low, high = sorted((draw(st.integers(*limit)), draw(st.integers(*limit))))
@@ -71,7 +71,7 @@ def matrices(
     x[torch.rand(rows, count, generator=generator) < 0.1] = 0
     x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
     if not finite:
-        for value in draw(st.lists(st.sampled_from(NOT_FINITE), max_size=3)):
+        for value in draw(st.lists(st.sampled_from(NOT_FINITE_NUMBERS), max_size=3)):
             x.view(-1)[draw(st.integers(0, x.numel() - 1))] = value
     return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](x)
 
@@ -93,7 +93,7 @@ def edges(
     values += [format.max, format.max * (1 + step / 4), format.max * 2]
     shift = 2.0 ** draw(st.integers(-8, 8) if dtype is not torch.float16 else st.just(0))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    shape = draw(st.sampled_from(ROWS)), columns
+    shape = draw(st.sampled_from(ROW_COUNTS)), columns
     chosen = torch.randint(len(values), shape, generator=generator)
     signs = torch.randint(2, shape, generator=generator) * 2 - 1
     return (torch.tensor(values, dtype=torch.float64)[chosen] * signs * shift).to(dtype)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fp8pass import compat, graph
 from fp8pass.compilation import CompiledGraph
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.optim.shards import whole
+from fp8pass.option_checks import ConfigError
 from fp8pass.passes.runner import log
 from fp8pass.plan import Plan
 from fp8pass.tools import running

@@ -26,14 +26,14 @@ from fp8pass.tools.prediction import Predictor
 from fp8pass.tools.recording import Record, arrange_as, record_step
 from fp8pass.tools.running import check_configuration
 
-LAYERS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
+LAYER_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 
 # The table marks measured errors that exceed the predicted error by this factor.
 FAR_ABOVE = 3.0
 
 # Predicted errors below this bound are raised to it before the comparison, because BF16 rounding
 # and correlations between gradients and values cause errors up to this size.
-NEGLIGIBLE = 0.01
+NEGLIGIBLE_ERROR = 0.01
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LayerError:
     @property
     def far_above(self) -> bool:
         """Whether the error is too large for the rules to explain it; true for NaN."""
-        explained = FAR_ABOVE * max(self.predicted or 0.0, NEGLIGIBLE)
+        explained = FAR_ABOVE * max(self.predicted or 0.0, NEGLIGIBLE_ERROR)
         return not self.relative <= explained
 
 
@@ -181,7 +181,7 @@ def measure_errors(record: Record) -> Iterable[LayerError]:
     predictor.run(record.planned.graph)
     # Errors are measured where layers end: at GEMMs, attention, and outputs of non-linear regions.
     ends = {n for region in rules.regions for n in region.outputs}
-    ends |= {n for n in rules.backward if kind(n) in LAYERS}
+    ends |= {n for n in rules.backward if kind(n) in LAYER_KINDS}
     names = {original_name(n) for n in ends & rules.backward}
     regions = {original_name(n): i for i, r in enumerate(rules.regions) for n in r.nodes}
     interpreter = LocalErrorInterpreter(record.rewritten, exact, names, regions)

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ from rich.text import Text
 DEFAULT_WIDTH = 100
 
 
-class Result:
+class Result(ABC):
     """Result of a tool: printed as tables and sentences, or written as JSON."""
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready data."""
-        raise NotImplementedError
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return everything as JSON text. If `path` is given, also write the text to this file.
@@ -41,13 +42,13 @@ class Result:
             Path(path).write_text(text + "\n")
         return text
 
+    @abstractmethod
     def _parts(self) -> Iterable[Any]:
         """Yield the tables and sentences to print."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _summary(self) -> str:
         """Return the main figures in one line."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         return render_text(self._parts())

@@ -35,7 +35,7 @@ fp8 = torch.ops.fp8pass
 
 
 # The error of a GEMM is estimated on a sample of its result: at most this many rows and columns.
-LARGEST_SAMPLE = 512
+SAMPLED_ROWS = 512
 # Rows and columns of the sample for fast accumulation, which is slow to emulate.
 LARGEST_EMULATED = 32
 
@@ -120,7 +120,7 @@ class Predictor:
         exact, rounded = [], []
         for operand in (gemm.args[0], gemm.args[2]):
             matrix, error = self._find_operand(operand)  # type: ignore[arg-type]
-            count = min(len(matrix), LARGEST_SAMPLE)
+            count = min(len(matrix), SAMPLED_ROWS)
             rows = torch.linspace(0, len(matrix) - 1, count, dtype=torch.float64)
             some = matrix[rows.long().to(matrix.device)].double()
             exact.append(some)

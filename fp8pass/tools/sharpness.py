@@ -26,7 +26,7 @@ import torch
 from scipy import optimize
 from torch import Tensor, nn
 
-from fp8pass.config import ConfigError
+from fp8pass.option_checks import ConfigError
 from fp8pass.tools.running import restore_state
 
 EPSILON = 5e-4

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 
 from fp8pass import hardware
-from fp8pass.config import bytes_text
+from fp8pass.option_checks import bytes_text
 from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
 from fp8pass.progress.gain import slowdown_warning
 from fp8pass.tools import folding

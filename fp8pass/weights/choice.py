@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from fp8pass.config import ConfigError, Pattern
+from fp8pass.config import Pattern
 from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import clean_path, warn_about_idle_patterns
 from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_precision
+from fp8pass.option_checks import ConfigError
 
 
 @dataclass

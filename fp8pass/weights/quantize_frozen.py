@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import graph
-from fp8pass.config import ConfigError, bytes_text, checked_patterns
 from fp8pass.graph.names import common_reasons, first_reasons
+from fp8pass.option_checks import ConfigError, bytes_text, checked_patterns
 from fp8pass.weights.choice import choose_layers
 from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8pass
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
+from fp8pass.option_checks import ConfigError
 from fp8pass.testing import assert_close, assert_plan_is_true
 from fp8pass.tools.diagnosis import diagnose
 

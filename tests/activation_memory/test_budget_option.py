@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes
+from fp8pass.config import Config
+from fp8pass.option_checks import ConfigError, bytes_text, parse_bytes
 
 
 @pytest.mark.parametrize(

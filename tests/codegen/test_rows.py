@@ -39,7 +39,7 @@ def reading(request, monkeypatch):
     """Whether registers hold rows, or a loop reads them."""
     if request.param == "loop":
         monkeypatch.setattr(row_kernel, "LONGEST_HELD", 64)
-        monkeypatch.setattr(row_kernel, "CHUNK", 128)
+        monkeypatch.setattr(row_kernel, "ROW_CHUNK", 128)
 
 
 @both_devices

@@ -270,8 +270,8 @@ def test_programs_are_verified_when_they_are_emitted():
 
 
 def test_kernels_can_store_all_their_layouts():
-    assert tile_source.STORES.keys() == tile_kernel.FORMATS_BY_LAYOUT.keys()
-    assert row_source.STORES.keys() | {"row"} == row_kernel.FORMATS_BY_LAYOUT.keys()
+    assert tile_source.TILE_STORES.keys() == tile_kernel.FORMATS_BY_LAYOUT.keys()
+    assert row_source.ROW_STORES.keys() | {"row"} == row_kernel.FORMATS_BY_LAYOUT.keys()
 
 
 STORES = {

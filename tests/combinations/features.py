@@ -76,7 +76,7 @@ class OffloadedWeights(Feature):
     one_of = "weights"
 
     def change_model(self, t: Training) -> None:
-        with patch("fp8pass.optim.offload.SMALLEST", 1):
+        with patch("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1):
             fp8pass.optim.offload_weights(t.model, "cpu")
 
     def configure(self, t: Training) -> None:
@@ -248,7 +248,7 @@ class OffloadedStates(Feature):
 
     def configure(self, t: Training) -> None:
         t.optimizer_options = {**(t.optimizer_options or {}), "offload": ("states",)}
-        t.patches.enter_context(patch("fp8pass.optim.offload.SMALLEST", 1 << 10))
+        t.patches.enter_context(patch("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1 << 10))
 
     def finish(self, t: Training) -> None:
         assert all(group["offload"] == ("states",) for group in t.optimizer.param_groups)
@@ -264,7 +264,9 @@ class OffloadedActivations(Option):
 
     def configure(self, t: Training) -> None:
         super().configure(t)
-        t.patches.enter_context(patch("fp8pass.activation_memory.host_transfer.SMALLEST", 1 << 10))
+        t.patches.enter_context(
+            patch("fp8pass.activation_memory.host_transfer.SMALLEST_COPY", 1 << 10)
+        )
         copies.lane_of.cache_clear()
 
     def finish(self, t: Training) -> None:

@@ -18,7 +18,6 @@ from helpers import stock_eager
 
 import fp8pass
 from fp8pass import compat
-from fp8pass.config import bytes_text
 from fp8pass.demo import data as text
 from fp8pass.demo.compare import run_demo, summarize
 from fp8pass.demo.data import Data, read_text
@@ -27,6 +26,7 @@ from fp8pass.demo.options import add_options
 from fp8pass.demo.show import list_conclusions, make_table, write_plot
 from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import Run, learning_rate
+from fp8pass.option_checks import bytes_text
 from fp8pass.tools.cli import main
 from fp8pass.tools.cli.parsing import Parser
 

@@ -27,10 +27,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fp8pass.optim import AdamW, offload
-from fp8pass.optim.formats import Quantized, dequantize
-from fp8pass.optim.options import PRESETS
+from fp8pass.optim.group_options import PRESETS
 from fp8pass.optim.shards import local, storage_of
 from fp8pass.optim.slots import from_rows, state_key, to_rows
+from fp8pass.optim.state_formats import Quantized, dequantize
 
 
 def odd_model() -> nn.Module:
@@ -160,7 +160,7 @@ def from_the_host_to_the_device(device: str, preset: str, dtype: Any, folder: Pa
     On a CPU last bits may differ, because vectorized and scalar functions round differently.
     """
     there = Trained(device, None, preset, dtype)
-    with mock.patch.object(offload, "SMALLEST", 64):
+    with mock.patch.object(offload, "SMALLEST_OFFLOADED", 64):
         here = Trained(device, None, preset, dtype, offload=("states",))
         for trained in (here, there):
             trained.train(3)

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fp8pass
 from fp8pass.optim import PRESETS, AdamW
-from fp8pass.optim.formats import MOMENT_FORMATS
-from fp8pass.optim.options import WEIGHTS
+from fp8pass.optim.group_options import WEIGHTS
 from fp8pass.optim.slots import name_of
+from fp8pass.optim.state_formats import MOMENT_FORMATS
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -14,7 +14,8 @@ from optim_helpers import run, set_gradients
 from torch import Tensor, nn
 
 from fp8pass.optim import PRESETS, AdamW
-from fp8pass.optim.formats import (
+from fp8pass.optim.group_options import STATE_ROUNDINGS
+from fp8pass.optim.state_formats import (
     MAX_POWER,
     MIN_POWER,
     MOMENT_FORMATS,
@@ -25,7 +26,6 @@ from fp8pass.optim.formats import (
     moment_format,
     quantize,
 )
-from fp8pass.optim.options import STATE_ROUNDINGS
 
 GROUPED = tuple(name for name in MOMENT_FORMATS if name not in PLAIN)
 EXPANDED = tuple(name for name in GROUPED if name.endswith("+expand"))

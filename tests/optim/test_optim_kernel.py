@@ -19,7 +19,7 @@ from optim_helpers import (
 from torch import nn
 
 from fp8pass.optim import AdamW, fused, kernel
-from fp8pass.optim.formats import MOMENT_FORMATS
+from fp8pass.optim.state_formats import MOMENT_FORMATS
 
 pytest.importorskip("triton")
 
@@ -448,7 +448,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fp8pass.optim.kernel import LAUNCH, kernel
-from fp8pass.optim.options import Storage
+from fp8pass.optim.group_options import Storage
 
 POINTERS = {"tables": "i64", "gradients": "i64", "sizes": "i64", "numbers": "i32",
             "parameter_of": "i32", "first_chunk": "i32"}

@@ -18,9 +18,9 @@ from optim_helpers import (
 from torch import Tensor, nn
 
 from fp8pass.optim import AdamW, offload_weights, step_in_backward
-from fp8pass.optim.formats import Quantized, dequantize
-from fp8pass.optim.options import Storage
+from fp8pass.optim.group_options import Storage
 from fp8pass.optim.slots import state_key, to_rows
+from fp8pass.optim.state_formats import Quantized, dequantize
 
 SHAPES = ((3, 5), (2, 64, 3))
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of log2(0)
@@ -210,7 +210,7 @@ def test_values_that_are_not_finite_are_taken():
 @pytest.mark.parametrize("weights", ["fp32", "fp16"])
 @pytest.mark.parametrize("offload", [(), ("states",)], ids=str)
 def test_writes_between_backwards_that_step(monkeypatch, path, weights, offload):
-    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 64)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST_OFFLOADED", 64)
     models = [linear(0), linear(0)]
     for i, model in enumerate(models):
         optimizer = AdamW(model.parameters(), 0.01, weights=weights, offload=offload)
@@ -231,7 +231,7 @@ def test_writes_between_backwards_that_step(monkeypatch, path, weights, offload)
 
 def test_writes_to_weights_on_the_host(monkeypatch):
     """The device has FP8 data of the weights; a state dict writes to the values in host memory."""
-    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 64)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST_OFFLOADED", 64)
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)).bfloat16()
     new = {name: torch.full_like(x, 0.25) for name, x in model.state_dict().items()}
     offload_weights(model, "cpu", skip="1")

@@ -14,9 +14,9 @@ from optim_helpers import (
 )
 from torch import nn
 
-from fp8pass.config import ConfigError
 from fp8pass.optim import AdamW, fused, kernel, step_in_backward
 from fp8pass.optim import offload as host_memory
+from fp8pass.option_checks import ConfigError
 from fp8pass.runtime.arena import SMALLEST_BLOCK, Arena
 
 DEVICES = [
@@ -32,7 +32,7 @@ SHAPES = ((20, 1024), (100, 1000), (50, 100), (33,), ())
 def small_buffers(monkeypatch):
     """Use pieces of a few thousand elements, and offload small parameters."""
     monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 17)
-    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1 << 10)
 
 
 def on(device: str, params) -> list[nn.Parameter]:
@@ -77,7 +77,7 @@ def test_no_number_changes(device, dtype, options):
     offloaded, plain = both(device, dtype, range(20 if device == "cuda" else 4), **options)
     for p in all_parameters(offloaded):
         state = offloaded.state[p]
-        where = "cpu" if p.numel() >= host_memory.SMALLEST else device
+        where = "cpu" if p.numel() >= host_memory.SMALLEST_OFFLOADED else device
         assert all(x.device.type == where for name, x in state.items() if name != "step")
         for name, x in state.items():
             state[name] = x.to(device)

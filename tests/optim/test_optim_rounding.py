@@ -12,7 +12,13 @@ from optim_helpers import assert_same_state, moment_values, parameters, run
 from torch import nn
 
 from fp8pass.optim import AdamW, rounding
-from fp8pass.optim.formats import MOMENT_FORMATS, StateFormat, dequantize, moment_format, quantize
+from fp8pass.optim.state_formats import (
+    MOMENT_FORMATS,
+    StateFormat,
+    dequantize,
+    moment_format,
+    quantize,
+)
 
 ROUNDED = tuple(name for name in MOMENT_FORMATS if name != "fp32")
 # The largest distance of two values in the upper decade, relative to the largest value.

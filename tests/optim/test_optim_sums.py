@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8pass.optim import fused
-from fp8pass.optim.formats import Quantized, dequantize, moment_format
 from fp8pass.optim.rounding import SumStamp
 from fp8pass.optim.slots import group_count
-from fp8pass.optim.sums import GROUP_SIZE, add_from, add_to
+from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, dequantize, moment_format
+from fp8pass.optim.sums import add_from, add_to
 
 pytest.importorskip("triton")
 
@@ -24,8 +24,8 @@ DEVICES = [
 
 
 def make_sums(size: int, format, device: str) -> Quantized:
-    groups = group_count(size, GROUP_SIZE)
-    data = torch.full((groups, GROUP_SIZE), 7, dtype=format.storage_dtype, device=device)
+    groups = group_count(size, SUM_GROUP_SIZE)
+    data = torch.full((groups, SUM_GROUP_SIZE), 7, dtype=format.storage_dtype, device=device)
     return Quantized(data, torch.full((groups,), 3.0, dtype=torch.bfloat16, device=device))
 
 
@@ -47,7 +47,7 @@ def summed(monkeypatch, gradients, format, stamp, first, *, kernel: bool):
 @settings(max_examples=8, deadline=None)
 @given(
     size=st.integers(1, 3000), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    seed=st.integers(0, 1000), first=st.integers(0, 10).map(lambda n: n * GROUP_SIZE),
+    seed=st.integers(0, 1000), first=st.integers(0, 10).map(lambda n: n * SUM_GROUP_SIZE),
     scale=st.sampled_from([1e-30, 1e-4, 1.0, 1e4]),
 )  # fmt: skip
 def test_the_kernels_equal_the_reference(device, name, size, dtype, seed, first, scale):
@@ -88,7 +88,7 @@ def test_pieces_are_rounded_as_the_whole():
     whole, parts = make_sums(1000, format, "cpu"), make_sums(1000, format, "cpu")
     add_to(whole, gradient, format, stamp, 0)
     for first, size in ((0, 256), (256, 744)):
-        rows = slice(first // GROUP_SIZE, group_count(first + size, GROUP_SIZE))
+        rows = slice(first // SUM_GROUP_SIZE, group_count(first + size, SUM_GROUP_SIZE))
         piece = Quantized(parts.data[rows], parts.scale[rows])
         add_to(piece, gradient[first : first + size], format, stamp, first)
     assert torch.equal(dequantize(whole, format), dequantize(parts, format))

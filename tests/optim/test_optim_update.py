@@ -18,7 +18,7 @@ from optim_helpers import (
 from torch import Tensor, nn
 
 from fp8pass.optim import PRESETS, AdamW
-from fp8pass.optim.options import WEIGHTS
+from fp8pass.optim.group_options import WEIGHTS
 
 hyperparameters = st.fixed_dictionaries(
     {

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8pass
 from fp8pass import hardware
-from fp8pass.config import ConfigError
 from fp8pass.optim import AdamW, offload_weights, step_in_backward
+from fp8pass.option_checks import ConfigError
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
@@ -28,7 +28,7 @@ BATCH, WIDTH = 32, 64
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
     monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 18)
-    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 10)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1 << 10)
 
 
 class Model(nn.Module):

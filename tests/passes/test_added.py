@@ -13,8 +13,9 @@ from torch import nn
 import fp8pass
 from fp8pass import graph
 from fp8pass.compilation import Compilation
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.graph.nodes import aten
+from fp8pass.option_checks import ConfigError
 from fp8pass.passes import INFERENCE_PASSES, JOINT_PASSES, LOWERING_PASSES
 from fp8pass.passes.added import insert_passes
 

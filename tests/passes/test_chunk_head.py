@@ -26,9 +26,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import fp8pass
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.graph.chunks import chunks_of
+from fp8pass.option_checks import ConfigError
 from fp8pass.passes.joint.chunk_head import choose_chunks
 
 

@@ -23,8 +23,9 @@ from torch import fx, nn
 
 from fp8pass import explain, graph
 from fp8pass.activation_memory import host_transfer
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.graph.flops import is_expensive
+from fp8pass.option_checks import ConfigError
 from fp8pass.passes import JOINT_PASSES, offload_saved
 from fp8pass.passes.runner import run_passes
 from fp8pass.plan import HostCopy, Offload
@@ -39,7 +40,7 @@ HOST = {"memory_budget": 0.3, "offload": True, "host_bandwidth": FAST}
 
 @pytest.fixture(autouse=True)
 def small_tensors(monkeypatch):
-    monkeypatch.setattr(host_transfer, "SMALLEST", 1 << 10)
+    monkeypatch.setattr(host_transfer, "SMALLEST_COPY", 1 << 10)
 
 
 def config(recipe: str = "coat", **changes) -> Config:
@@ -168,7 +169,7 @@ def test_autograd_saves_the_planned_tensors(recipe):
 
 @pytest.mark.long
 def test_scales_and_statistics_stay(monkeypatch):
-    monkeypatch.setattr(host_transfer, "SMALLEST", 1 << 13)
+    monkeypatch.setattr(host_transfer, "SMALLEST_COPY", 1 << 13)
     _, plan = train(decoder, config())
     away = [t for s in plan.saved for t in s.tensors if t.on_host]
     assert away

@@ -54,7 +54,7 @@ def test_states_that_did_not_exist_are_dropped(name):
 
 
 def test_fp8_data_follow_restored_weights(monkeypatch):
-    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST", 1 << 8)
+    monkeypatch.setattr("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1 << 8)
     model = fp8pass.optim.offload_weights(MLP().bfloat16(), "cpu")
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=0.1)
     snapshot, want = Snapshot(), model.up.weight.fp8_data.clone()

@@ -19,7 +19,7 @@ from fp8pass import Config, graph
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
 from fp8pass.testing import hardware_accumulation
-from fp8pass.tools.diagnosis import NEGLIGIBLE, LayerError
+from fp8pass.tools.diagnosis import NEGLIGIBLE_ERROR, LayerError
 from fp8pass.tools.recording import record_step
 
 SIZE = replace(SIZES["small"], layers=2, seq=128)
@@ -75,7 +75,7 @@ def test_prediction_agrees_with_measurement(config, trained):
     as equal, because such a gradient is wrong anyway.
     """
     found = errors_of(config, trained)
-    layers = [y for y in found if y.predicted is not None and y.relative > NEGLIGIBLE]
+    layers = [y for y in found if y.predicted is not None and y.relative > NEGLIGIBLE_ERROR]
     assert len(layers) > 20
     assert config == UNIFORM or all(y.predicted is not None for y in found)
     measured = torch.tensor([min(y.relative, 1.0) for y in layers])
@@ -233,7 +233,7 @@ def test_all_layers_that_enter_a_region_are_measured(dtype):
     )
     assert not found.suspicious
     for y in found.layers:
-        if y.relative > NEGLIGIBLE or y.predicted > NEGLIGIBLE:
+        if y.relative > NEGLIGIBLE_ERROR or y.predicted > NEGLIGIBLE_ERROR:
             assert 1 / 3 < y.relative / y.predicted < 3, y
     assert any(y.gradient == "weight" and y.shape == "128" for y in found.layers)
 

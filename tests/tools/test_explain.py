@@ -16,7 +16,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, compat, explain
-from fp8pass.config import bytes_text, parse_bytes
+from fp8pass.option_checks import bytes_text, parse_bytes
 from fp8pass.passes import LOWERING_PASSES
 from fp8pass.tools.output import render_text
 from fp8pass.tools.saved_bytes import saved_bytes

@@ -23,7 +23,7 @@ from fp8pass.plan import Head
 from fp8pass.tools.fitting.candidates import Candidates, estimate_step
 from fp8pass.tools.fitting.fitting import _describe_heads, find_gpu
 from fp8pass.tools.fitting.parameters import Parameters
-from fp8pass.tools.fitting.planned import KINDS
+from fp8pass.tools.fitting.planned import REGION_KINDS
 from fp8pass.tools.fitting.setup import Setup
 
 
@@ -43,7 +43,7 @@ def test_the_kinds_of_memory_add_up_to_the_total(fitted):
     for candidate, why_not in fitted.tried:
         assert candidate.allocated == sum(candidate.gpu.values()) < candidate.gpu_bytes
         assert min(candidate.gpu.values()) >= 0
-        assert set(KINDS) < set(candidate.gpu)
+        assert set(REGION_KINDS) < set(candidate.gpu)
         assert "too much for the GPU" in why_not
         s = candidate.seconds
         assert s.total == pytest.approx(s.forward + s.backward + s.update + s.waiting)

@@ -16,7 +16,7 @@ from torch import nn
 import fp8pass
 from fp8pass import Config, compat, explain, fit
 from fp8pass.optim import AdamW, offload_weights, step_in_backward
-from fp8pass.tools.fitting.candidates import PLACES
+from fp8pass.tools.fitting.candidates import STATE_PLACES
 from fp8pass.tools.fitting.parameters import Parameters
 from fp8pass.tools.fitting.setup import Setup
 from fp8pass.tools.fitting.step import compute_own_loss, record_step
@@ -116,7 +116,7 @@ def test_bytes_of_quantized_weights_equal_offload_weights():
 
 
 @given(
-    place=st.sampled_from(PLACES),
+    place=st.sampled_from(STATE_PLACES),
     preset=st.sampled_from(["coat", "fp8-lm"]),
     accumulate=st.integers(1, 20),
 )

@@ -8,7 +8,7 @@ from fit_helpers import make_on_cpu
 
 import fp8pass
 from fp8pass import Config
-from fp8pass.tools.fitting.candidates import PLACES
+from fp8pass.tools.fitting.candidates import STATE_PLACES
 from fp8pass.tools.fitting.setup import Setup, format_config
 
 
@@ -26,7 +26,7 @@ def run_lines(text: str, accumulate: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", STATE_PLACES, ids=str)
 def test_lines_of_blocks_are_accepted(place):
     lines = Setup(Config(compiler="eager", memory_budget=0.9), *place).lines(2, ("blocks.*",))
     assert "memory_budget=0.9" in lines
@@ -35,7 +35,7 @@ def test_lines_of_blocks_are_accepted(place):
 
 @pytest.mark.long
 def test_lines_of_a_whole_model_are_accepted():
-    run_lines(Setup(Config(compiler="eager"), *PLACES[-1]).lines(2, ()), 2)
+    run_lines(Setup(Config(compiler="eager"), *STATE_PLACES[-1]).lines(2, ()), 2)
 
 
 def test_budgets_apply_to_blocks_of_a_list():

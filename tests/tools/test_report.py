@@ -17,12 +17,11 @@ from torch import nn
 
 import fp8pass
 from fp8pass import Config, explain
-from fp8pass.config import parse_bytes
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
+from fp8pass.option_checks import parse_bytes
 from fp8pass.tools.explanation_data import describe_operands
 from fp8pass.tools.report.diffs import diff_modules, split_code
-from fp8pass.tools.report.folding import find_layer, fold
 from fp8pass.tools.report.page import (
     FP8_LINEAR,
     count_operations,
@@ -32,7 +31,8 @@ from fp8pass.tools.report.page import (
     page_data,
     render,
 )
-from fp8pass.tools.report.picture import KINDS, DrawnOperator, Edge, Picture, draw
+from fp8pass.tools.report.picture import OPERATOR_KINDS, DrawnOperator, Edge, Picture, draw
+from fp8pass.tools.report.repeated_layers import find_layer, fold
 from fp8pass.tools.report.timeline import trace_timeline
 from fp8pass.tools.tables import shorten_operator
 
@@ -64,7 +64,7 @@ def test_every_saved_byte_is_drawn_once(llama_explanation, picture):
 def test_kinds(llama_explanation, picture):
     kinds = Counter(y.kind for y in picture.operators)
     plan = llama_explanation.graphs[0].plan
-    assert set(kinds) <= set(KINDS)
+    assert set(kinds) <= set(OPERATOR_KINDS)
     merged = sum(len(layers) - 1 for layers in plan.merged)
     assert merged == 4 * 3  # q, k and v; gate and up
     assert kinds["fp8"] == sum(len(y.fp8) for y in plan.linears) - merged

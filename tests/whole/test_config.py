@@ -15,17 +15,9 @@ from torch import nn
 import fp8pass
 from fp8pass import compat
 from fp8pass import config as config_module
-from fp8pass.config import (
-    GEMMS,
-    RECIPES,
-    Config,
-    ConfigError,
-    Simulation,
-    bytes_text,
-    parse_bytes,
-    split_options,
-)
+from fp8pass.config import GEMMS, RECIPES, Config, Simulation, split_options
 from fp8pass.dialect.formats import FORMATS, SAVED_FORMATS
+from fp8pass.option_checks import ConfigError, bytes_text, parse_bytes
 
 
 def test_the_default_is_coat():

@@ -17,7 +17,8 @@ from fp8pass import backend as make_backend
 from fp8pass.codegen.kernels.row_kernel import rows
 from fp8pass.codegen.kernels.tile_kernel import tiles
 from fp8pass.codegen.program.program_batch import Batch
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
+from fp8pass.option_checks import ConfigError
 
 
 def gradients(model, x, config, *, kernels_off, monkeypatch):

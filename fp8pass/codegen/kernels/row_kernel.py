@@ -28,7 +28,7 @@ LONGEST_SUMMED = 8192
 HELD = 44
 HELD_SUMMED = 32
 # Number of elements in a chunk if the row is read in a loop.
-CHUNK = 4096
+ROW_CHUNK = 4096
 SMALLEST_CHUNK = 128
 
 
@@ -62,7 +62,7 @@ def _check(program: Program, columns: int) -> None:
             problem = f"the row kernel cannot store {store.name} in a wider matrix"
             raise UnsupportedProgram(problem)
         size = store.group_size
-        if size > CHUNK or size & (size - 1):
+        if size > ROW_CHUNK or size & (size - 1):
             raise UnsupportedProgram(f"the row kernel cannot store groups of {size}")
     if sums_rows(program) and columns > LONGEST_HELD:
         raise UnsupportedProgram(f"the row kernel cannot sum over rows of {columns}")
@@ -71,7 +71,7 @@ def _check(program: Program, columns: int) -> None:
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     """Return how a row is cut into chunks, and the number of warps. Chunks contain whole groups."""
     if columns > LONGEST_HELD:
-        return Shape(columns, CHUNK, held=False), 4
+        return Shape(columns, ROW_CHUNK, held=False), 4
     held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)
     warps = next(w for w in (4, 8, 16) if columns <= 32 * w * held)
     largest_group = max((store.group_size for store in program.stores), default=1)

@@ -382,7 +382,7 @@ class RowWriter:
 
     def _write_store(self, i: int, number: int, layout: str) -> None:
         value = self._along(self.program.stores[number].name, i)
-        STORES[layout](self, i, number, value)
+        ROW_STORES[layout](self, i, number, value)
 
     def _store_sums(self, i: int, number: int, value: str) -> None:
         self.lines.append(f"sums_{number}_{i} += {self._only_there(value, i)}")
@@ -432,7 +432,7 @@ class RowWriter:
 
 
 # For each layout, the method that writes the store of a chunk. `_write_stage` handles layout `row`.
-STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
+ROW_STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
     "rows": RowWriter._store_rows,
     "groups": RowWriter._store_groups,
     "full": RowWriter._store_full,

@@ -27,8 +27,8 @@ from fp8pass.dialect.formats import FORMATS
 WORD = 4
 
 # Names of the kernel's parameters: run-time sizes and compile-time constants.
-SIZES = "M", "M_PADDED", "N"
-CONSTANTS = "M_TILE", "N_TILE", "FULL"
+SIZE_NAMES = "M", "M_PADDED", "N"
+CONSTANT_NAMES = "M_TILE", "N_TILE", "FULL"
 
 _TILE = """
 tiles_in_row = tl.cdiv(N, N_TILE)
@@ -88,8 +88,8 @@ class TileWriter:
         return Function(
             name_kernel("tiles", program),
             pointers=(*(f"in{i}" for i in range(program.input_count)), *results),
-            sizes=SIZES,
-            constants=CONSTANTS,
+            sizes=SIZE_NAMES,
+            constants=CONSTANT_NAMES,
             body="\n".join(part.strip("\n") for part in body),
         )
 
@@ -152,7 +152,7 @@ class TileWriter:
         if store.format:
             yield from self._code(store)
         for layout, pointer in zip(store.layouts, where, strict=True):
-            yield from STORES[layout](self, store, pointer)
+            yield from TILE_STORES[layout](self, store, pointer)
 
     def _code(self, store: Store) -> Iterator[str]:
         for i in range(self.slices):
@@ -196,7 +196,7 @@ def _place(load: Load, i: int) -> str:
     return f"{first} + in_tile_{i}[:, None] * {load.width} + in_row[None, :]"
 
 
-STORES: dict[str, Callable[[TileWriter, Store, str], Iterator[str]]] = {
+TILE_STORES: dict[str, Callable[[TileWriter, Store, str], Iterator[str]]] = {
     "rows": TileWriter._store_rows,
     "columns": TileWriter._store_columns,
     "amax": TileWriter._store_amax,

@@ -10,7 +10,7 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.buffers import is_buffer, store_in_buffer
-from fp8pass.codegen.program.ir import OPERANDS, Program, Step, Store
+from fp8pass.codegen.program.ir import OPERAND_KINDS, Program, Step, Store
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.codegen.program.reader import Reader, tensors_of
 from fp8pass.codegen.program.simplify import simplify
@@ -62,7 +62,7 @@ def _build_program(
     for reader in readers:
         steps |= _merge_steps(steps, reader.steps)
     loaded = {load.name for load in loads.values()}
-    read = sorted(loads, key=lambda n: (OPERANDS.index(loads[n].operand), n))
+    read = sorted(loads, key=lambda n: (OPERAND_KINDS.index(loads[n].operand), n))
     program = Program(
         tuple(loads[n] for n in read),
         tuple(step for n in sorted(steps) for step in steps[n] if step.name not in loaded),

@@ -26,7 +26,7 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 # How an operand is broadcast to the matrix: from shape [], [N], [M, 1] or [M, N]. A `groups`
 # operand is quantized, with a scale for each group of G elements in a row. It has several tensors:
 # data [M, N], or packed planes [M, N w / 8] with w bits of each element, then scales [M, N / G].
-OPERANDS = ("scalar", "column", "row", "full", "groups")
+OPERAND_KINDS = ("scalar", "column", "row", "full", "groups")
 # The first stage of an amax reduces tiles with this many rows and columns.
 AMAX_TILE = 64, 128
 # Number of partial sums over rows. Partial sum i adds rows i, i + 1024, ... in a fixed order.
@@ -41,7 +41,7 @@ class NotAMatrix(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """Reads the value `name` from memory. `operand` is one of `OPERANDS`.
+    """Reads the value `name` from memory. `operand` is one of `OPERAND_KINDS`.
 
     Only `groups` have a `group_size` (in elements) and a `format`. A matrix may be a *part* of a
     wider matrix in memory. The wider matrix has `width` columns, and the part consists of `columns`

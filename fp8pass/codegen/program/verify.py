@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.codegen.program.ir import OPERANDS, REDUCTION_STEPS, Load, Program, Step, Store
+from fp8pass.codegen.program.ir import OPERAND_KINDS, REDUCTION_STEPS, Load, Program, Step, Store
 from fp8pass.config import BUG
 from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
@@ -45,7 +45,7 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     """Raise MalformedProgram unless a program is well formed.
 
     - Every value is defined once, before its uses.
-    - The program reads a matrix. Every operand is one of `OPERANDS`.
+    - The program reads a matrix. Every operand is one of `OPERAND_KINDS`.
     - If a load reads a part of a wider matrix, the part lies within this matrix.
     - Kernels support every step. Reductions have one operand.
     - The program stores a value. Stores have known layouts, and the fields that these require.
@@ -84,7 +84,7 @@ def _define(definition: Load | Step, defined: set[str]) -> None:
 
 
 def _verify_load(load: Load) -> None:
-    _require(load.operand in OPERANDS, load, f"unknown operand '{load.operand}'")
+    _require(load.operand in OPERAND_KINDS, load, f"unknown operand '{load.operand}'")
     is_grouped = load.operand == "groups"
     _require(is_grouped == (load.group_size > 0), load, f"has groups of {load.group_size}")
     if is_grouped:

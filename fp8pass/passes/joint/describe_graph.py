@@ -21,7 +21,7 @@ fp8 = torch.ops.fp8pass
 
 # Operators that only prepare operands of FP8 GEMMs. `amax` and `quantize` also serve saved tensors,
 # so `_is_cast` checks their arguments.
-CASTS = (
+GEMM_CASTS = (
     fp8.segment_amax.default,
     fp8.transpose.default,
     fp8.transpose_segments.default,
@@ -76,4 +76,4 @@ def _is_cast(node: fx.Node) -> bool:
     """Whether an operator prepares an operand of FP8 GEMMs, and serves nothing else."""
     if graph.is_call(node, fp8.amax.default):
         return not parse_block(str(node.args[1]))[1]
-    return node.target in CASTS or is_quantized_operand(node)
+    return node.target in GEMM_CASTS or is_quantized_operand(node)

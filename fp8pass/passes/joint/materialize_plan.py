@@ -35,7 +35,7 @@ cast = prims.convert_element_type.default
 IN_BACKWARD = {"partitioner_tag": "is_backward"}
 
 # The decision about every value if `plan_saved_values` is disabled.
-SAVE_EXACT = Decision(EXACT, 0, "not planned")
+NOT_PLANNED = Decision(EXACT, 0, "not planned")
 
 
 def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
@@ -100,7 +100,7 @@ class Carrier:
         return self._carried[node]
 
     def _decision(self, node: fx.Node) -> Decision:
-        return self.ctx.decisions.get(node, SAVE_EXACT)
+        return self.ctx.decisions.get(node, NOT_PLANNED)
 
     def _operands_to_carry(self, node: fx.Node) -> list[fx.Node]:
         is_recomputed = node.op == "call_function" and self._decision(node).recomputed

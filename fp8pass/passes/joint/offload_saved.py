@@ -33,9 +33,9 @@ from fp8pass.activation_memory.host_transfer import (
     forward_wait,
     running_times,
 )
-from fp8pass.config import ConfigError
 from fp8pass.graph.flops import is_expensive
 from fp8pass.graph.tags import COPIED_VALUE, IS_OFFLOADED
+from fp8pass.option_checks import ConfigError
 from fp8pass.passes.context import Context
 from fp8pass.plan import HostCopy, Offload, SavedTensor
 from fp8pass.runtime.arena import available

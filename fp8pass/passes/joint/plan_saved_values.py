@@ -38,9 +38,9 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.needs import find_needs
 from fp8pass.activation_memory.propagated_errors import propagate_errors
 from fp8pass.activation_memory.raise_precision import raise_precision
-from fp8pass.config import bytes_text
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.formulas import summarize_rules
+from fp8pass.option_checks import bytes_text
 from fp8pass.passes.context import Context
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 # A budget that is a share, e.g. 0.5, does not apply to graphs that save fewer bytes than this, such
 # as the few operators between two graph breaks.
-NEGLIGIBLE = 4096
+NEGLIGIBLE_BYTES = 4096
 
 
 def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
@@ -91,7 +91,7 @@ def _within_budget(
     If `cuts` saves less than the budget allows, formats with more bits fill the rest.
     """
     most, is_share = saved_bytes(cuts, ctx.facts), isinstance(ctx.config.memory_budget, float)
-    if most < NEGLIGIBLE and is_share:
+    if most < NEGLIGIBLE_BYTES and is_share:
         return cuts
     budget = ctx.config.budget_bytes(most)
     if budget >= most:

@@ -33,7 +33,7 @@ from fp8pass.passes.context import Context
 fp8 = torch.ops.fp8pass
 
 # Operators that only copy, convert or rearrange the elements of their operand.
-COPIES = {
+CARRIERS = {
     *(WAIT_TENSOR, ALL_GATHER, aten.cat.default, aten.clone.default, *VIEWS, *CASTS),
     *(fp8.quantize.default, fp8.as_codes.default, fp8.transpose.default),
 }
@@ -62,7 +62,7 @@ def _recompute_copies(gather: fx.Node, backward: set[fx.Node]) -> None:
     while pending:
         node = pending.pop()
         compat.recompute_always(node)
-        pending += [n for n in node.users if n.target in COPIES and n not in backward]
+        pending += [n for n in node.users if n.target in CARRIERS and n not in backward]
         pending += [n for n in node.users if graph.is_getitem(n)]
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.row_kernel import CHUNK, rows
+from fp8pass.codegen.kernels.row_kernel import ROW_CHUNK, rows
 from fp8pass.codegen.kernels.supported import LARGEST_INPUTS, why_no_rows
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
@@ -146,7 +146,7 @@ def _can_store_groups(planes: list[fx.Node]) -> bool:
     """Whether the kernel supports the groups of `planes`, whose size must be a power of two."""
     how = quantization_of(planes[0])
     rows, size = how.block
-    fits = rows == 1 and 0 < size <= CHUNK and size & (size - 1) == 0
+    fits = rows == 1 and 0 < size <= ROW_CHUNK and size & (size - 1) == 0
     expected = [(*planes[0].args[:3], number) for number in range(len(how.format.planes))]
     if [(*plane.args, 0)[:4] for plane in planes] != expected:
         return False

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.config import ConfigError
 from fp8pass.optim.backward import steps_in_backward
+from fp8pass.option_checks import ConfigError
 from fp8pass.stability.guard.snapshots import Snapshots
 from fp8pass.stability.monitor import Monitor
 

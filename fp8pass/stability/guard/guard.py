@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8pass.config import ConfigError
 from fp8pass.optim.backward import steps_in_backward
+from fp8pass.option_checks import ConfigError
 from fp8pass.stability.callbacks import StepObserver
 from fp8pass.stability.guard.actions import ROLL_BACK, Actions
 from fp8pass.stability.guard.events import Event, Signal, Suspect

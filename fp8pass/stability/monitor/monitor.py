@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fp8pass import compat, graph
-from fp8pass.config import ConfigError, checked_patterns
+from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.stability.callbacks import StepObserver
 from fp8pass.stability.monitor.findings import Findings, Measured
 from fp8pass.stability.monitor.statistics import (

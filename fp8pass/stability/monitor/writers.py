@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fp8pass.config import ConfigError
+from fp8pass.option_checks import ConfigError
 from fp8pass.stability.monitor.statistics import COLUMNS, LANDSCAPE, TensorStatistics
 
 TENSORBOARD_SCALARS = ("amax", "saturated", "underflow", "sqnr_db", "nonfinite")

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 
 from fp8pass import __version__
-from fp8pass.config import unknown
+from fp8pass.option_checks import unknown
 from fp8pass.tools.cli import commands, env
 from fp8pass.tools.cli.parsing import Failure, Parser, UsageError, describe_error
 

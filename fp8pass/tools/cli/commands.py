@@ -6,8 +6,9 @@ import argparse
 from functools import partial
 from typing import Any
 
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.demo import options as demo
+from fp8pass.option_checks import ConfigError
 from fp8pass.tools.cli import target
 from fp8pass.tools.cli.model_run import make_loss_fn, run_alone
 from fp8pass.tools.cli.parsing import (
@@ -167,7 +168,7 @@ COMMANDS = (
         "explain",
         "show formats and memory of a model with fp8pass, and the reasons",
         "Show which linear layers run in FP8, the formats of saved tensors, and why. Runs one\n"
-        "forward of the model and trains nothing.\n\n" + target.DESCRIPTION,
+        "forward of the model and trains nothing.\n\n" + target.TARGET_HELP,
         (
             "fp8pass explain models:build",
             "fp8pass explain model.py:MLP --input 32x64:bfloat16",
@@ -184,7 +185,7 @@ COMMANDS = (
         "Show how much memory training takes on a GPU and its host, and the fastest options that\n"
         "fit, as lines to paste. fit runs nothing and needs neither the GPU nor its memory: a\n"
         "Hugging Face model is built on PyTorch's meta device, and a function may build its model\n"
-        "there, too (docs/fit.md).\n\n" + target.DESCRIPTION,
+        "there, too (docs/fit.md).\n\n" + target.TARGET_HELP,
         (
             "fp8pass fit llama/config.json --gpu RTX4090 --host 64GiB --blocks model.layers",
             "fp8pass fit llama/ --gpu 16GiB --accumulate 8 --input input_ids=4x2048:int64:32000 "
@@ -200,7 +201,7 @@ COMMANDS = (
         "measure the gradient error that each layer of a model adds",
         "Measure the gradient error that each layer adds on one batch, and compare it with the\n"
         "error that the rules predict. Much larger errors are marked, with the option that avoids\n"
-        "them.\n\n" + target.DESCRIPTION,
+        "them.\n\n" + target.TARGET_HELP,
         (
             "fp8pass diagnose models:build",
             "fp8pass diagnose llama/config.json --recipe agoq --plot errors.png",
@@ -213,7 +214,7 @@ COMMANDS = (
         "bisect",
         "find the layers and saved tensors that cause a large gradient error",
         "Find the linear layers and saved tensors that cause a large gradient error, by\n"
-        "running one step of the model with groups of them exact.\n\n" + target.DESCRIPTION,
+        "running one step of the model with groups of them exact.\n\n" + target.TARGET_HELP,
         (
             "fp8pass bisect models:build",
             "fp8pass bisect model.py:build --recipe agoq --device cuda --json",

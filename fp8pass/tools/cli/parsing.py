@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fp8pass.config import ConfigError, unknown
+from fp8pass.option_checks import ConfigError, unknown
 
 if TYPE_CHECKING:
     import torch

@@ -17,13 +17,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fp8pass.config import LISTS, RECIPES, Config, ConfigError, configured, unknown
+from fp8pass.config import LISTS, RECIPES, Config, configured
+from fp8pass.option_checks import ConfigError, unknown
 from fp8pass.tools.cli.parsing import UsageError, check_device, find_device, task
 
 if TYPE_CHECKING:
     import torch
 
-DESCRIPTION = """\
+TARGET_HELP = """\
 TARGET is one of
   package.module:build    a function without arguments, importable from here
   path/to/file.py:build   the same in a file
@@ -38,9 +39,9 @@ _RETURNS = (
     "the end"
 )
 
-FLOATS = ("bfloat16", "float16", "float32", "float64")
+FLOAT_NAMES = ("bfloat16", "float16", "float32", "float64")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
-DTYPE_NAMES = (*FLOATS, *INTEGERS, "bool")
+DTYPE_NAMES = (*FLOAT_NAMES, *INTEGERS, "bool")
 
 _INPUT = re.compile(
     r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?(?::(?P<below>\d+))?"
@@ -113,8 +114,8 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
     )
     if runs:
         add("--device", type=check_device, help="of model and inputs: cpu, cuda or cuda:N")
-    floats = partial(check_dtype, among=FLOATS)
-    add("--dtype", type=floats, help=f"of model and inputs: {', '.join(FLOATS)}")
+    floats = partial(check_dtype, among=FLOAT_NAMES)
+    add("--dtype", type=floats, help=f"of model and inputs: {', '.join(FLOAT_NAMES)}")
 
 
 def parse_config(options: argparse.Namespace) -> Config | None:

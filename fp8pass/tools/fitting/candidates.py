@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from fp8pass.activation_memory.planner import BudgetTooSmall
-from fp8pass.config import Config, ConfigError, bytes_text
+from fp8pass.config import Config
 from fp8pass.hardware import Gpu, Work
+from fp8pass.option_checks import ConfigError, bytes_text
 from fp8pass.tools.fitting.parameters import Parameters
-from fp8pass.tools.fitting.planned import KINDS
+from fp8pass.tools.fitting.planned import REGION_KINDS
 from fp8pass.tools.fitting.setup import Setup
 from fp8pass.tools.fitting.traced import TracedLayers, TracedStep
 
@@ -39,7 +40,7 @@ ATTACHED_SECONDS = 40e-6
 BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2)
 HEAD_CHUNKS = 8
 # The combinations of `step_in_backward` and `offload` to try.
-PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
+STATE_PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (False, ()),
     (True, ()),
     (False, ("states",)),
@@ -235,7 +236,7 @@ class Candidates:
                 self._too_small.add(replace(config, memory_budget=None))
             return []
         setups: dict[Setup, None] = {}
-        for step_in_backward, offload in PLACES:
+        for step_in_backward, offload in STATE_PLACES:
             if self.accumulate == 1:  # no sums of gradients exist
                 offload = tuple(name for name in offload if name != "gradients")
             if "weights" not in offload or (self.parameters.coded and self.gpu.has_fp8):
@@ -257,11 +258,11 @@ class Candidates:
         here, host = self.parameters.place(setup, self.accumulate)
         fate = self.parameters.decide_fate(setup, self.accumulate)
         moment = self._largest(setup.config, fate)
-        alive = {kind: getattr(moment, kind) for kind in KINDS}
+        alive = {kind: getattr(moment, kind) for kind in REGION_KINDS}
         half = "backward" if moment.backward else "forward"
         peak = f"{half} of {moment.module}" if moment.module else half
         gradients = self.parameters.gradient_bytes
         if not setup.step_in_backward and self.accumulate == 1 and gradients > sum(alive.values()):
-            alive, peak = {**dict.fromkeys(KINDS, 0.0), "gradients": gradients}, "update"
+            alive, peak = {**dict.fromkeys(REGION_KINDS, 0.0), "gradients": gradients}, "update"
         on_host = {name: x for name, x in vars(host).items() if x}
         return Candidate(setup, {**vars(here), **alive}, on_host, peak, seconds)

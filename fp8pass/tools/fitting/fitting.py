@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat, graph, hardware
-from fp8pass.config import Config, ConfigError, bytes_text, parse_bytes, unknown
+from fp8pass.config import Config
 from fp8pass.hardware import GPUS, REFERENCE, Gpu, known_gpu, normalize
+from fp8pass.option_checks import ConfigError, bytes_text, parse_bytes, unknown
 from fp8pass.plan import Plan
 from fp8pass.runtime import arena
 from fp8pass.tools import running
@@ -27,9 +28,9 @@ from fp8pass.tools.fitting.traced import trace
 # The result has a note about exposed copies if they take more than this share of the step.
 MUCH = 0.02
 # The result has a note about logits if they take more than this share of the used GPU memory.
-FEW = 0.001
+SMALL_SHARE = 0.001
 # The largest error of the predicted memory, as a share (docs/fit.md).
-ERROR = 0.04
+PREDICTION_ERROR = 0.04
 # If `gpu` is an integer below this bound, the caller probably meant GiB instead of bytes.
 LEAST = 1 << 20
 
@@ -160,10 +161,12 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
     if not found.fits and candidates.parameters.why_not_coded:
         found.notes.append(candidates.parameters.why_not_coded)
     used, memory = found.shown.gpu_bytes, found.gpu.memory
-    if found.fits and used > (1 - ERROR) * memory:
+    with_margin = (1 - PREDICTION_ERROR) * memory
+    if found.fits and used > with_margin:
         found.notes.append(
-            f"This is tight: the prediction may be {ERROR:.0%} too low, and {used / memory:.1%} of "
-            f"the memory is used. For a margin pass gpu='{bytes_text((1 - ERROR) * memory)}'."
+            f"This is tight: the prediction may be {PREDICTION_ERROR:.0%} too low, and "
+            f"{used / memory:.1%} of the memory is used. For a margin pass "
+            f"gpu='{bytes_text(with_margin)}'."
         )
     if setup.step_in_backward:
         found.notes.append(
@@ -175,7 +178,7 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
 def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
     """Yield a sentence about each output head with large logits that is not chunked."""
     for head in (head for plan in plans for head in plan.heads if head.reason):
-        if head.bytes > FEW * found.shown.gpu_bytes:
+        if head.bytes > SMALL_SHARE * found.shown.gpu_bytes:
             yield (
                 f"Logits of {head.module or 'the output head'}, {head.shape}, "
                 f"{bytes_text(head.bytes)}, exist for all tokens at once, because {head.reason}."

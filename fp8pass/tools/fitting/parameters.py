@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8pass.config import ConfigError
 from fp8pass.optim.adamw import WAITING
 from fp8pass.optim.backward import default_buffer
-from fp8pass.optim.formats import moment_format
+from fp8pass.optim.group_options import preset_options, state_bytes
 from fp8pass.optim.offload import DEPTH, STAGED_BYTES, is_offloaded, layers_to_code
-from fp8pass.optim.options import preset_options, state_bytes
-from fp8pass.optim.sums import GROUP_SIZE
+from fp8pass.optim.state_formats import SUM_GROUP_SIZE, moment_format
+from fp8pass.option_checks import ConfigError
 from fp8pass.tools.fitting.setup import Setup
 from fp8pass.tools.fitting.traced import Fate
 from fp8pass.weights.quantized_parameter import QuantizedWeight
@@ -76,7 +75,7 @@ class Parameters:
         gpu, host = Standing(weights=self.buffer_bytes), Standing()
         group = {"offload": setup.offload}
         stored = moment_format(default_buffer(accumulate), signed=True).storage_dtype
-        bytes_per_sum = stored.itemsize + 2 / GROUP_SIZE
+        bytes_per_sum = stored.itemsize + 2 / SUM_GROUP_SIZE
         for p in self.all:
             size = (
                 p.fp8_data.nbytes + p.scales.nbytes if isinstance(p, QuantizedWeight) else p.nbytes

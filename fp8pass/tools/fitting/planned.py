@@ -38,12 +38,12 @@ BYTES_PER_QUERY = 4
 # Share of attention's floating point operations that remain under a causal mask.
 CAUSAL_SHARE = 0.5
 
-KINDS = ("saved", "activations", "gradients", "workspace")
+REGION_KINDS = ("saved", "activations", "gradients", "workspace")
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes alive at one time of a step, by kind (`KINDS`).
+    """Bytes alive at one time of a step, by kind (`REGION_KINDS`).
 
     Attributes:
         module: path of the module whose operator runs; '' outside of compiled graphs.
@@ -154,7 +154,7 @@ def measure_memory(
     nodes = [n for n in g.nodes if n.op != "output"]
     position = {n: i for i, n in enumerate(nodes)}
     last = _find_last_uses(nodes, position)
-    changes = {name: [0.0] * (len(nodes) + 1) for name in KINDS}
+    changes = {name: [0.0] * (len(nodes) + 1) for name in REGION_KINDS}
 
     def add(name: str, size: float, start: int, end: int) -> None:
         changes[name][start] += size
@@ -172,7 +172,7 @@ def measure_memory(
         add("workspace", _measure_workspace(node), at, at)
     alive = {name: list(accumulate(x)) for name, x in changes.items()}
     return [
-        Moment(graph.module_path(n), False, *(alive[name][i] for name in KINDS))
+        Moment(graph.module_path(n), False, *(alive[name][i] for name in REGION_KINDS))
         for i, n in enumerate(nodes)
     ]
 

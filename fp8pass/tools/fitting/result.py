@@ -9,15 +9,15 @@ from typing import Any
 
 from rich.table import Table
 
-from fp8pass.config import ConfigError, bytes_text
 from fp8pass.hardware import GIB, REFERENCE, Gpu
+from fp8pass.option_checks import ConfigError, bytes_text
 from fp8pass.tools.fitting.candidates import PROCESS_BYTES, Candidate
 from fp8pass.tools.fitting.planned import Moment
 from fp8pass.tools.fitting.setup import format_config
 from fp8pass.tools.output import Result, make_figure
 
 # Kinds of memory: description and color in the plot.
-KINDS = {
+MEMORY_KINDS = {
     "weights": ("weights and buffers", "#4c78a8"),
     "states": ("states of the optimizer", "#9ecae9"),
     "sums": ("accumulated gradients", "#bab0ac"),
@@ -156,10 +156,11 @@ class Fit(Result):
         axes = figure.add_subplot(ylabel="GiB", xlabel="forward, backward", xticks=[])
         standing, count = self.shown.gpu, len(self.moments)
         heights = {
-            kind: [getattr(m, kind, standing[kind]) / GIB for m in self.moments] for kind in KINDS
+            kind: [getattr(m, kind, standing[kind]) / GIB for m in self.moments]
+            for kind in MEMORY_KINDS
         }  # kinds that a moment does not have are alive during the whole step
         shown = {kind: values for kind, values in heights.items() if max(values, default=0) > 0}
-        colors = [KINDS[kind][1] for kind in shown]
+        colors = [MEMORY_KINDS[kind][1] for kind in shown]
         axes.stackplot(
             range(count), *shown.values(), labels=list(shown), colors=colors, step="post"
         )
@@ -201,7 +202,7 @@ class Fit(Result):
         for title, (used, available) in sizes.items():
             footer = f"{bytes_text(used)} of {bytes_text(available)}"
             table.add_column(title, justify="right", footer=footer)
-        for kind, (name, _) in KINDS.items():
+        for kind, (name, _) in MEMORY_KINDS.items():
             here, there = shown.gpu.get(kind, 0.0), shown.host.get(kind, 0.0)
             if kind in ALWAYS or here or there:
                 table.add_row(name, _format_size(here), _format_size(there))

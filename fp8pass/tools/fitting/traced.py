@@ -23,10 +23,11 @@ from typing import Any
 
 from torch import nn
 
-from fp8pass.config import Config, ConfigError
+from fp8pass.config import Config
 from fp8pass.hardware import Work
+from fp8pass.option_checks import ConfigError
 from fp8pass.plan import Plan
-from fp8pass.tools.fitting.planned import KINDS, Moment, Planned, plan_region
+from fp8pass.tools.fitting.planned import REGION_KINDS, Moment, Planned, plan_region
 from fp8pass.tools.fitting.step import (
     Allocated,
     BackwardBegins,
@@ -163,7 +164,7 @@ class _Replay:
     ) -> None:
         self.plans, self.fate = plans, fate
         self.moments: list[Moment] = []
-        self._alive: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self._alive: dict[str, float] = dict.fromkeys(REGION_KINDS, 0.0)
         self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
         self._held: Counter[int] = Counter()  # for each storage: how many backwards will read it
         self._freed: set[int] = set()  # the model freed them before these backwards
@@ -188,8 +189,8 @@ class _Replay:
                     self._note(Moment())
 
     def _note(self, moment: Moment) -> None:
-        """Record a moment: the bytes of a region, plus the bytes that are alive outside of it."""
-        alive = {name: self._alive[name] + getattr(moment, name) for name in KINDS}
+        """Record a moment of a region, plus the bytes that are alive outside of the region."""
+        alive = {name: self._alive[name] + getattr(moment, name) for name in REGION_KINDS}
         self.moments.append(Moment(moment.module, self._backward, **alive))
 
     def _allocate(self, storage: int, bytes_: int) -> None:
@@ -351,7 +352,7 @@ class TracedLayers:
         `few` and `more` are the same moment of the two short models. `from_end` is true if they
         were matched by counting layers from the last one.
         """
-        values = {k: getattr(few, k) for k in KINDS}
+        values = {k: getattr(few, k) for k in REGION_KINDS}
         values = {k: x + self._further * (getattr(more, k) - x) for k, x in values.items()}
         module, layer = few.module, self._find_layer_number(few.module)
         if from_end and layer is not None:

@@ -18,16 +18,17 @@ from torch import fx
 
 from fp8pass import __version__, hardware
 from fp8pass.compilation import CompiledGraph
-from fp8pass.config import Config, bytes_text
+from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
+from fp8pass.option_checks import bytes_text
 from fp8pass.plan import Plan
 from fp8pass.tools import folding
 from fp8pass.tools.explanation_data import describe_operands
 from fp8pass.tools.report.comparison import compare
 from fp8pass.tools.report.diffs import diff_modules
-from fp8pass.tools.report.folding import fold
-from fp8pass.tools.report.picture import KINDS, draw, find_source_line, name_input
+from fp8pass.tools.report.picture import OPERATOR_KINDS, draw, find_source_line, name_input
+from fp8pass.tools.report.repeated_layers import fold
 from fp8pass.tools.report.timeline import trace_timeline
 from fp8pass.tools.running import find_recipe
 from fp8pass.tools.tables import format_remarks, shorten_operator, sort_points
@@ -103,7 +104,7 @@ def render(
         options={k: x for k, x in vars(explanation.config).items() if x != default[k]},
         diagnosis=diagnosis,
         comparison=compare(explanation, other) if other else None,
-        kinds=KINDS,
+        kinds=OPERATOR_KINDS,
         fp8_linear=FP8_LINEAR,
         rates_of=hardware.RATES_OF,
         remarks=format_remarks(explanation).split("\n"),
@@ -120,7 +121,7 @@ def render(
 def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict[str, Any]:
     """Return the data that scripts draw: pictures, timeline, memory against time, and errors."""
     return {
-        "kinds": KINDS,
+        "kinds": OPERATOR_KINDS,
         "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
         "timeline": [asdict(p) for p in trace_timeline(explanation.graphs)],
         "stock": [asdict(p) for p in trace_timeline(explanation.graphs, stock=True)],

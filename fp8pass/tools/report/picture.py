@@ -37,7 +37,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 HIDDEN = (Kind.VIEW, Kind.CREATION, Kind.SYMBOL)
 
-KINDS = {
+OPERATOR_KINDS = {
     "fp8": "linear layer in FP8",
     "linear": "other matrix product",
     "attention": "attention",
@@ -56,7 +56,7 @@ class DrawnOperator:
     Attributes:
         id: name of the node.
         label: text on the operator.
-        kind: a key of `KINDS`.
+        kind: a key of `OPERATOR_KINDS`.
         module: path of the module that the operator comes from.
         column: number of the column.
         backward: whether the operator runs in the backward.

@@ -25,19 +25,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8pass.config import ConfigError, unknown
 from fp8pass.dialect.formats import E4M3, E5M2, Format
 from fp8pass.dialect.scaling import (
+    EXPONENT_MASK,
     GROUP_SCALE_DTYPE,
     SMALLEST_SCALE,
     round_up_to_bf16,
     truncate_to_bf16,
 )
 from fp8pass.optim.rounding import round_to_bf16, uniform
+from fp8pass.option_checks import ConfigError, unknown
 
 EXPAND = "+expand"
 DYNAMIC_DECADES = 7
-EXPONENT_BITS = 0x7F800000
+# Consecutive elements of a sum of gradients that share a scale.
+SUM_GROUP_SIZE = 128
 # Bits of the noise for stochastic rounding to dynamic formats (`de8`).
 DIGITS = 23
 # Lower limit of powers. If the range of a group is wider than the square of the format's range, its
@@ -267,7 +269,7 @@ def _round_to_codes(x: Tensor, format: StateFormat, bits: Tensor | None) -> Tens
         return (below + (x - low > uniform(bits, DIGITS) * (high - low))).to(format.dtype)
     if bits is not None:
         magnitude = x.abs()
-        binade = (magnitude.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+        binade = (magnitude.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
         step = (binade * 2.0**-format.mantissa).clamp_min(format.min)
         # The noise has as many bits as rounding removes from fp32's mantissa, so the sum is exact.
         noise = uniform(bits, 23 - format.mantissa)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8pass import graph
-from fp8pass.config import ConfigError, check_choice
-from fp8pass.optim.formats import PLAIN, StateFormat, moment_format
+from fp8pass.optim.state_formats import PLAIN, StateFormat, moment_format
+from fp8pass.option_checks import ConfigError, check_choice
 
 WEIGHTS = ("stochastic", "nearest", "fp32", "fp16")
 STATE_ROUNDINGS = ("stochastic", "nearest")
