@@ -15,6 +15,7 @@ from fp8pass import compat, graph
 from fp8pass.compilation import Compilation, Inputs, match_names
 from fp8pass.config import Config, split_options
 from fp8pass.dialect import ops as ops  # defines the dialect
+from fp8pass.graph.dropped_logits import drop_logits
 from fp8pass.graph.flops import total_flops
 from fp8pass.graph.inlined_regions import inline_regions
 from fp8pass.graph.joint_facts import JointFacts, select_inputs
@@ -59,6 +60,8 @@ class Backend:
         compat.rename_self(gm)
         inline_regions(gm)
         config, given = self._choices(mode, options)
+        if not config.return_logits and torch.is_grad_enabled():
+            drop_logits(gm)
         config = _with_bandwidth(config, example_inputs)
         patches = {**inductor_defaults(config, example_inputs), **given}
         _check_can_compile(config, patches, example_inputs)

@@ -178,6 +178,9 @@ class Config:
             exist at once (section 3 of the paper LLMQ). None chooses the number by the sizes of the
             head's input; 1 disables chunking. The gradient of the head's weight is summed over
             chunks in the weight's dtype.
+        return_logits: whether a model that returns logits beside its loss, as models of Hugging
+            Face do, returns their values during training. With False, the model returns NaN instead
+            of the logits, and the output head can run in chunks.
         simulate: a format that linear layers simulate: a name such as `e8m3`, or a `Simulation`.
             With `simulate` no layer runs in FP8 and no tensor is saved in low-bit formats, as in
             recipe `exact`.
@@ -207,6 +210,7 @@ class Config:
     keep_exact: str | tuple[str, ...] = ()
     quantize_lm_head: bool = False
     head_chunks: int | None = None
+    return_logits: bool = True
     simulate: str | Simulation | None = None
     compiler: Compiler = "inductor"
     passes: tuple[AddedPass, ...] = ()
@@ -418,6 +422,7 @@ OPTION_CHECKS: dict[str, Check] = {
         field, x, "tensor name or module path", functions=False
     ),
     "quantize_lm_head": checked_switch,
+    "return_logits": checked_switch,
     "head_chunks": must_be(
         "a whole number of at least 1 (all tokens in one chunk), or None to choose by size",
         lambda x: x is None or (is_whole(x) and x >= 1),

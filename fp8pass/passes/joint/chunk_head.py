@@ -126,7 +126,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
         pending = list(_between(head.graph, part) - part)
         part |= set(pending)
     if any(node.op == "output" for node in part):
-        raise NotRowwise("the model returns the logits: return only the loss")
+        raise NotRowwise("the model returns the logits: set return_logits=False")
     return sorted(part)
 
 
