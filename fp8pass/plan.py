@@ -341,10 +341,10 @@ class Plan:
         total = sum(y.weights for y in self.linears)
         return sum(y.weights for y in self.unexpected) / total if total else 0.0
 
-    def accumulate_precisely(self, modules: Collection[str], role: str) -> None:
-        """Record that the GEMMs with this role in `modules` no longer use fast accumulation."""
+    def make_dgrads_precise(self, modules: Collection[str]) -> None:
+        """Record that the dgrads of `modules` no longer use fast accumulation."""
         self.linears = [
-            replace(y, fast=tuple(r for r in y.fast if r != role)) if y.module in modules else y
+            replace(y, fast=tuple(r for r in y.fast if r != "dgrad")) if y.module in modules else y
             for y in self.linears
         ]
 

@@ -31,7 +31,6 @@ from fp8pass.testing.steps import assert_same_step as assert_same_step
 from fp8pass.testing.steps import count_planned as count_planned
 from fp8pass.testing.steps import count_saved as count_saved
 from fp8pass.testing.steps import identical as identical
-from fp8pass.testing.steps import leaves as leaves
 from fp8pass.testing.steps import step as step
 from fp8pass.tools.explanation import Explanation
 

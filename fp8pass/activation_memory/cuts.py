@@ -148,7 +148,9 @@ class _ComponentCuts:
         for node in self.component:
             if math.isinf(self._recompute_price(node)):
                 continue
-            is_attention_mask = not _is_float(node) and not rigid.isdisjoint(node.all_input_nodes)
+            is_attention_mask = not graph.is_float(node) and not rigid.isdisjoint(
+                node.all_input_nodes
+            )
             if is_attention_mask or not self.choices.may_be_recomputed(node):
                 rigid.add(node)
         masks = exact | (rigid & everything)
@@ -217,15 +219,10 @@ class _ComponentCuts:
             if math.isfinite(self._recompute_price(node)):
                 exact = all(n in found for n in node.all_input_nodes if n in members)
             else:
-                exact = not _is_float(node)
+                exact = not graph.is_float(node)
             if exact:
                 found.add(node)
         return found
-
-
-def _is_float(node: fx.Node) -> bool:
-    val = graph.value(node)
-    return val is not None and val.is_floating_point()
 
 
 def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: bool) -> Decision:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -18,8 +17,9 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+from fp8pass.compat.operators import tensor_leaves
 
 __all__ = [
     "NEEDS_VALUES", "FakeTensor", "OperatorObserver", "RealPositions", "WeakIdKeyDictionary",
@@ -71,7 +71,7 @@ class RealPositions(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        operands = tensor_leaves((args, kwargs))
         any_fake = any(isinstance(x, FakeTensor) for x in operands)
         if func.overloadpacket is torch.ops.aten.arange if not operands else not any_fake:
             with unset_fake_temporarily():

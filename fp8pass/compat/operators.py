@@ -22,7 +22,8 @@ __all__ = [
     "FLEX_ATTENTION", "StorageWeakRef", "arg_tree_leaves", "calls_graphs", "enable_dynamic_shapes",
     "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm", "guard_count", "has_unbacked",
     "is_opaque", "is_operator", "is_sym_node", "real_tensors", "restrictions", "scaled_mm",
-    "schema_of", "size_hint", "statically_known_true", "stream_of", "tree_leaves", "tree_map_only",
+    "schema_of", "size_hint", "statically_known_true", "stream_of", "tensor_leaves", "tree_leaves",
+    "tree_map_only",
     "version_of", "weak_storage", "wrapper",
 ]  # fmt: skip
 
@@ -163,6 +164,11 @@ FLEX_ATTENTION = flex_attention, flex_attention_backward
 def calls_graphs(node: fx.Node) -> bool:
     """Whether an operator runs subgraphs that are passed to it, like `torch.cond` and `scan`."""
     return isinstance(node.target, HigherOrderOperator) and node.target not in FLEX_ATTENTION
+
+
+def tensor_leaves(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers and Hugging Face outputs."""
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 def schema_of(operator: Any) -> Any:

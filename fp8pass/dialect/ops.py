@@ -60,7 +60,7 @@ class Operator:
         """Run the reference implementation. Return a new tensor in the layout of the shape rule."""
         result, empty = self.reference(*args), self.fake(*args)
         storage = compat.weak_storage(result)
-        operands = (x for x in compat.tree_leaves(args) if isinstance(x, Tensor))
+        operands = compat.tensor_leaves(args)
         is_alias = any(storage == compat.weak_storage(x) for x in operands)
         if is_alias or result.stride() != empty.stride():
             return empty.copy_(result)

@@ -69,8 +69,8 @@ def pipeline_configs(
             f"{base.save_format!r} is the largest format. Pass a smaller format, such as base="
             "Config(save_format='e2m1', ...), or a memory_budget, such as '24GiB' or 0.6."
         )
-    order = _read_order(schedule, stages, ranks, microbatches)
-    held = [_find_peak(actions) for actions in order]
+    order = read_order(schedule, stages, ranks, microbatches)
+    held = [most_held(actions) for actions in order]
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     return [
         replace(base, memory_budget=_compute_budget(base, held[rank_of[stage]], max(held)))
@@ -78,14 +78,8 @@ def pipeline_configs(
     ]
 
 
-def held_microbatches(
-    schedule: object,
-    stages: int | None = None,
-    *,
-    ranks: int | None = None,
-    microbatches: int | None = None,
-) -> list[int]:
-    """Return how many micro-batches each rank holds at its peak, from the first rank to the last.
+def most_held(actions: list[PipelineAction]) -> int:
+    """Return how many micro-batches a rank holds at its peak.
 
     A micro-batch counts once for each stage of the rank, from the end of its forward to the end of
     its backward. In zero bubble schedules, which compute weight gradients in a separate action, it
@@ -93,20 +87,7 @@ def held_microbatches(
 
     For interleaved 1F1B with two stages on each of n ranks, rank i, counted from 1, holds
     3n - 2i + 1 micro-batches. Eq. 21 of AGoQ is n + 2i - 1, because it counts ranks backwards.
-
-    Args:
-        schedule: as in `pipeline_configs`.
-        stages: number of stages.
-        ranks: number of ranks.
-        microbatches: number of micro-batches in a batch.
-
-    Raises:
-        ConfigError: the schedule is unknown, or does not support these numbers.
     """
-    return [_find_peak(actions) for actions in _read_order(schedule, stages, ranks, microbatches)]
-
-
-def _find_peak(actions: list[PipelineAction]) -> int:
     held = peak = 0
     for action in actions:
         held += HELD_CHANGE.get(action.kind, 0)
@@ -126,7 +107,7 @@ def _compute_budget(base: Config, held: int, most: int) -> float | int:
     return min(share * most / held, LARGEST_SHARE)
 
 
-def _read_order(
+def read_order(
     schedule: object, stages: int | None, ranks: int | None, microbatches: int | None
 ) -> list[list[PipelineAction]]:
     """Return the schedule's actions on each rank, in order."""

@@ -243,7 +243,7 @@ def _log_layers(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, .
         log.info(
             "compress: FSDP2 gathers the weights of %d of %d linear layers in FP8%s",
             *(len(quantized), len(reasons)),
-            "".join(f"; {line}" for line in first_reasons(others, " in high precision: ")),
+            "".join(f"; {line}" for line in first_reasons(others)),
         )
     return quantized
 

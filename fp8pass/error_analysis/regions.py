@@ -178,10 +178,12 @@ class Splitter:
 
     def _is_discrete(self, node: fx.Node) -> bool:
         """Whether a forward node has integers or booleans that no formula in a region computes."""
-        if node in self.backward or graph.value(node) is None or _is_float(node):
+        if node in self.backward or graph.value(node) is None or graph.is_float(node):
             return False
         derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)
-        rounds = any(_is_float(n) for n in node.all_input_nodes) and node.target not in COMPARISONS
+        rounds = (
+            any(graph.is_float(n) for n in node.all_input_nodes) and node.target not in COMPARISONS
+        )
         return not derivable or not _has_formula(node) or rounds
 
     def _is_junction(self, node: fx.Node) -> bool:
@@ -202,7 +204,7 @@ class Splitter:
                 region.inputs[operand] = self._role(operand)
                 if operand in self._nonpositive:
                     region.nonpositive.add(operand)
-        if _is_float(node) and any(u not in self._members for u in node.users):
+        if graph.is_float(node) and any(u not in self._members for u in node.users):
             region.outputs.append(node)
 
     def _role(self, node: fx.Node) -> Role:
@@ -213,8 +215,3 @@ class Splitter:
 
 def _is_origin(node: fx.Node) -> bool:
     return kind(node) in ORIGINS or node.target is aten.embedding.default
-
-
-def _is_float(node: fx.Node) -> bool:
-    val = graph.value(node)
-    return val is not None and val.is_floating_point()

@@ -35,6 +35,7 @@ from fp8pass.graph.nodes import (
     dtype_text,
     emit,
     is_call,
+    is_float,
     is_getitem,
     is_non_tensor,
     nbytes,

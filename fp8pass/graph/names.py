@@ -77,10 +77,10 @@ def warn_about_idle_patterns(
             )
 
 
-def first_reasons(reasons: Mapping[str, str], between: str) -> Iterator[str]:
-    """Yield e.g. `layers.0.mlp: too narrow` for the first `MAX_LISTED` names, then `and 5 more`."""
+def first_reasons(reasons: Mapping[str, str]) -> Iterator[str]:
+    """Yield e.g. `a.b in high precision: too narrow` for `MAX_LISTED` names, then `and 5 more`."""
     for name, why in itertools.islice(reasons.items(), MAX_LISTED):
-        yield f"{name}{between}{why}"
+        yield f"{name} in high precision: {why}"
     if len(reasons) > MAX_LISTED:
         yield f"and {len(reasons) - MAX_LISTED} more"
 

@@ -57,6 +57,12 @@ def value(node: fx.Node) -> torch.Tensor | None:
     return val if isinstance(val, torch.Tensor) else None
 
 
+def is_float(node: fx.Node) -> bool:
+    """Whether the value of a node is a floating point tensor, which includes FP8 data."""
+    val = value(node)
+    return val is not None and val.is_floating_point()
+
+
 def tensor(node: fx.Node) -> torch.Tensor:
     """Return the fake tensor of a node. The value must be a tensor."""
     val = value(node)

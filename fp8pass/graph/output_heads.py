@@ -104,7 +104,7 @@ def _is_loss_kernel(node: fx.Node) -> bool:
     operands = [x for n in node.all_input_nodes if (x := value(n)) is not None]
     labels = [x for x in operands if x.dtype in (torch.int32, torch.int64) and x.ndim > 0]
     matrices = [x for x in operands if x.is_floating_point() and x.ndim > 1]
-    results = [x for x in compat.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+    results = compat.tensor_leaves(node.meta.get("val"))
     losses = [x for x in results if x.is_floating_point()]
     known = compat.statically_known_true
     return any(

@@ -196,7 +196,7 @@ def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quan
     if not format.expands:
         # The scale is rounded up to bf16, so that no scaled value exceeds the largest code.
         scale = round_up_to_bf16((amax * (1 / format.max)).clamp_min(SMALLEST_SCALE))
-        scale = _select_by_group(scale, amax, zero=1.0, not_finite=torch.nan)
+        scale = _select_by_group(scale, amax, not_finite=torch.nan)
         x = x * scale.float().reciprocal().unsqueeze(-1)
         return Quantized(_round_to_codes(x, format, bits), scale)
     scale, power = _compute_expansion(x.abs(), amax, format)
@@ -244,17 +244,17 @@ def _compute_expansion(
     high = amax.log2()
     low = torch.where(magnitude < SMALLEST_SCALE, torch.inf, magnitude).amin(-1).log2()
     low = torch.maximum(low, high - format.span / MIN_POWER)
-    scale = _select_by_group(((high + low) * 0.5).exp2(), amax, zero=1.0, not_finite=torch.nan)
+    scale = _select_by_group(((high + low) * 0.5).exp2(), amax, not_finite=torch.nan)
     center = scale.float().log2()
     reach = torch.maximum(high - center, center - low)
     power = ((format.span / 2 - SPARE) / reach).clamp_max(MAX_POWER)
-    return scale, _select_by_group(truncate_to_bf16(power), amax, zero=1.0, not_finite=1.0)
+    return scale, _select_by_group(truncate_to_bf16(power), amax, not_finite=1.0)
 
 
-def _select_by_group(x: Tensor, amax: Tensor, *, zero: float, not_finite: float) -> Tensor:
-    """Return `x` in bf16, but `zero` where `amax` is 0, and `not_finite` where it is not finite."""
+def _select_by_group(x: Tensor, amax: Tensor, *, not_finite: float) -> Tensor:
+    """Return `x` in bf16, but 1 where `amax` is 0, and `not_finite` where it is not finite."""
     x = torch.where(amax.isfinite(), x, not_finite)
-    return torch.where(amax == 0, zero, x).to(GROUP_SCALE_DTYPE)
+    return torch.where(amax == 0, 1.0, x).to(GROUP_SCALE_DTYPE)
 
 
 def _round_to_codes(x: Tensor, format: StateFormat, bits: Tensor | None) -> Tensor:

@@ -110,18 +110,20 @@ class Noise(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in GEMM_FUNCTIONS and any(_is_weight(x) for x in _find_tensors(args)):
+        if func in GEMM_FUNCTIONS and any(_is_weight(x) for x in compat.tensor_leaves(args)):
             return self._run_gemm(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:  # hides its calls of F.linear from modes
             with patch.object(F, "linear", partial(self._run_gemm, F.linear)):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if func not in EMBEDDINGS:
-            _mark_computed_weights(_find_tensors(result), _find_tensors((args, kwargs)))
+            _mark_computed_weights(
+                compat.tensor_leaves(result), compat.tensor_leaves((args, kwargs))
+            )
         return result
 
     def _run_gemm(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        length = max((x.shape[-1] for x in _find_tensors(args) if _is_weight(x)), default=0)
+        length = max((x.shape[-1] for x in compat.tensor_leaves(args) if _is_weight(x)), default=0)
         args = compat.tree_map_only(Tensor, self._round_operand, args)
         return _RoundGradient.apply(self.truncate(func(*args, **kwargs), length), self)
 
@@ -209,10 +211,6 @@ EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args)
-
-
-def _find_tensors(args: Any) -> list[Tensor]:
-    return [x for x in compat.tree_leaves(args) if isinstance(x, Tensor)]
 
 
 def _is_weight(x: Tensor) -> bool:

@@ -29,11 +29,6 @@ class TrainingStep:
     buffers: dict[str, Tensor]
 
 
-def leaves(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers and Hugging Face outputs."""
-    return [x for x in compat.tree_leaves(value) if isinstance(x, Tensor)]
-
-
 def step(
     run: Callable[..., Any], model: nn.Module | None, args: Sequence[Any], *, seed: int = 7
 ) -> TrainingStep:
@@ -51,7 +46,7 @@ def step(
     for x in wanted.values():
         x.grad = None
     torch.manual_seed(seed)
-    outputs = leaves(run(*args))
+    outputs = compat.tensor_leaves(run(*args))
     differentiable = [y for y in outputs if y.requires_grad]
     generator = torch.Generator().manual_seed(seed)
     incoming = [
@@ -122,7 +117,7 @@ def count_saved(
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        outputs = leaves(program(*args))
+        outputs = compat.tensor_leaves(program(*args))
     assert any(y.requires_grad for y in outputs), "no output requires a gradient"
     return found
 

@@ -80,7 +80,7 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
     log.info(
         "quantize_frozen: %d of %d frozen linear layers in FP8, %s instead of %s%s",
         *(layers, frozen, bytes_text(after), bytes_text(before)),
-        "".join(f"; {line}" for line in first_reasons(choice.reasons, " in high precision: ")),
+        "".join(f"; {line}" for line in first_reasons(choice.reasons)),
     )
     return model
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import _Action
 
 from fp8pass import Config, ConfigError, compat
 from fp8pass.activation_memory.decision import saved_bytes
-from fp8pass.distributed.pipeline_parallel import held_microbatches, pipeline_configs
+from fp8pass.distributed.pipeline_parallel import most_held, pipeline_configs, read_order
 from fp8pass.passes.joint.plan_saved_values import plan_saved_values
 from fp8pass.passes.joint.quantize_linears import quantize_linears
 from fp8pass.plan import Plan
@@ -40,12 +40,8 @@ class Numbers(NamedTuple):
     microbatches: int
 
     def held(self) -> list[int]:
-        return held_microbatches(
-            self.name,
-            self.ranks * self.stages_each,
-            ranks=self.ranks,
-            microbatches=self.microbatches,
-        )
+        stages = self.ranks * self.stages_each
+        return list(map(most_held, read_order(self.name, stages, self.ranks, self.microbatches)))
 
     def configs(self, base: Config | None = None) -> list[Config]:
         return pipeline_configs(
@@ -118,7 +114,8 @@ def test_ranks_do_not_hold_fewer_of_more_micro_batches(numbers):
 )
 def test_backwards_free_micro_batches(steps, held):
     table = {0: [None, *(_Action.from_str(s) for s in steps.split())]}
-    assert held_microbatches(SimpleNamespace(pipeline_order=table)) == [held]
+    order = read_order(SimpleNamespace(pipeline_order=table), None, None, None)
+    assert list(map(most_held, order)) == [held]
 
 
 def test_schedules_classes_and_names_give_equal_configurations():

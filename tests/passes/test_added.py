@@ -59,6 +59,7 @@ def test_several_at_one_position_run_in_their_order():
     assert found[at + 1 : at + 4] == ["sigmoids", "nothing", "sigmoids"]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("trains", [True, False])
 def test_it_changes_the_graph_and_is_recorded(trains):
     model, x = model_and_input()

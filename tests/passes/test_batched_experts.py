@@ -46,6 +46,7 @@ def assert_close(model: nn.Module, got: Any, batch: tuple[Tensor, ...], error: f
 # --- what runs in FP8 ---------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_all_gemms_of_every_spelling(name):
     spelling = SPELLINGS[name]
@@ -59,6 +60,7 @@ def test_all_gemms_of_every_spelling(name):
     assert_close(model, got, (x,), FP8_ERROR)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("equation", "shape"), [("tk,ekn->ten", (T, K)), ("bsk,ekn->bsen", (2, T, K))]
 )
@@ -107,6 +109,7 @@ def test_biased(in_front):
     assert_close(model, got, batch, FP8_ERROR)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["bmm", "in front", "expanded", "repeated"])
 def test_one_graph_for_any_number_of_tokens(name):
     spelling = SPELLINGS[name]
@@ -252,6 +255,7 @@ def test_results_are_kept_exactly_by_the_name_of_their_gemm():
 # --- what else there is -------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_saved_tensors_are_the_plan(recipe):
     """Results of experts are saved in low-bit formats."""

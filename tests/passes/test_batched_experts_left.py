@@ -35,6 +35,7 @@ from fp8pass.passes.joint.quantize_experts import quantize_experts
 from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["bmm", "matmul", "tokens first"])
 def test_recipe_exact(name):
     spelling = SPELLINGS[name]

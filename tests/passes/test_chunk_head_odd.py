@@ -144,6 +144,7 @@ def test_sizes_that_are_numbers_in_a_loss(loss):
     assert spy.plan.heads[0].chunks == 1
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("chunks", [3, None])
 def test_tokens_whose_number_depends_on_data(chunks):
     class Selecting(Model):

@@ -172,6 +172,7 @@ def test_gradients_of_any_magnitudes(exponents):
     assert relative(input_gradient(model, x.detach(), Config()), want) < 0.06
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_gradient_of_zeros(zero):
     factors = [1.0, 1e-3, 1e-3]
@@ -179,10 +180,14 @@ def test_a_gradient_of_zeros(zero):
     model, x = Parallel(factors=factors), inputs().detach().requires_grad_()
     want = torch.autograd.grad(sum(y.sum() for y in model(x)), x)[0]
     assert relative(input_gradient(model, x.detach(), Config()), want) < 0.06
+
+
+def test_gradients_that_are_all_zeros():
     nothing = Parallel(factors=[0.0] * 3)
-    assert not input_gradient(nothing, x.detach(), Config()).any()
+    assert not input_gradient(nothing, inputs().detach(), Config()).any()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_non_finite_values_reach_the_user(value):
     model = Parallel(factors=[1.0, value, 1.0])

@@ -273,6 +273,7 @@ SPELLINGS = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_heads_that_compute_gradients_in_the_forward_are_exact(spelling, recipe):

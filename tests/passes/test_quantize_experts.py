@@ -315,6 +315,7 @@ def _loop(x: Tensor, offsets: Tensor, experts: Experts) -> Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["coat", "agoq"])
 def test_saved_tensors_are_the_plan(recipe):
     """Results of experts are saved in low-bit formats."""

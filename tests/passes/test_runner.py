@@ -47,12 +47,6 @@ def test_dump(monkeypatch, tmp_path):
     assert text("plan_saved_values", "before") == text("quantize_linears", "after")
 
 
-def test_graphs_are_not_dumped_by_default(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    run()
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.long
 def test_torch_trace_gets_both_graphs(tmp_path):
     """In a separate process, since PyTorch reads the variable once."""
@@ -116,8 +110,14 @@ def test_the_code_names_modules_and_runs():
     assert last.nodes_after > last.nodes_before > 0
 
 
-def test_records():
-    _, _, spy = run()
+def test_records_and_the_log(caplog, monkeypatch, tmp_path):
+    """Without `FP8PASS_DUMP` no files are written."""
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.DEBUG, logger="fp8pass"):
+        _, _, spy = run()
+    assert not list(tmp_path.iterdir())
+    messages = [r.getMessage() for r in caplog.records if r.name == "fp8pass"]
+    assert any("quantize_linears took" in m for m in messages)
     (records,) = spy.passes
     for graph, names in GRAPHS.items():
         assert [r.name for r in records if r.graph == graph] == names
@@ -128,13 +128,6 @@ def test_records():
     assert "+" in diffs["quantize_linears"]
     assert diffs["plan_saved_values"] == ""  # planning changes no node
     assert all(r.seconds > 0 for r in records)
-
-
-def test_log(caplog):
-    with caplog.at_level(logging.DEBUG, logger="fp8pass"):
-        run()
-    messages = [r.getMessage() for r in caplog.records if r.name == "fp8pass"]
-    assert any("quantize_linears took" in m for m in messages)
 
 
 def test_passes_are_deterministic():

@@ -9,11 +9,12 @@ import math
 
 import pytest
 import torch
-from helpers import MLP, benchmark_models, cosine, gpt2, leaves, llama, relative, step, tokens
+from helpers import MLP, benchmark_models, cosine, gpt2, llama, relative, step, tokens
 from kernel_helpers import Layers, counts, interpret_halves
 from torch import nn
 
 from fp8pass import backend as make_backend
+from fp8pass import compat
 from fp8pass.codegen.kernels.row_kernel import rows
 from fp8pass.codegen.kernels.tile_kernel import tiles
 from fp8pass.codegen.program.program_batch import Batch
@@ -44,7 +45,9 @@ def test_kernels_do_not_change_gradients(make, shape, recipe, graphs, monkeypatc
     graphs.clear()
     got = gradients(model, x, config, kernels_off=False, monkeypatch=monkeypatch)
     assert counts(graphs)["tiles"]
-    for a, b in zip(leaves(got.outputs), leaves(want.outputs), strict=True):
+    for a, b in zip(
+        compat.tensor_leaves(got.outputs), compat.tensor_leaves(want.outputs), strict=True
+    ):
         assert cosine(a, b) > 0.9995
     for parameter, gradient in want.gradients.items():
         assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
@@ -292,7 +295,9 @@ def test_unusual_models_have_the_same_gradients(case, graphs, monkeypatch):
     x = (torch.randn(shape) * torch.rand(shape[0], 1).clamp_min(0.1)).bfloat16()
     want = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
     got = gradients(model, x, Config(), kernels_off=False, monkeypatch=monkeypatch)
-    for a, b in zip(leaves(got.outputs), leaves(want.outputs), strict=True):
+    for a, b in zip(
+        compat.tensor_leaves(got.outputs), compat.tensor_leaves(want.outputs), strict=True
+    ):
         if a.is_floating_point():
             assert cosine(a, b) > 0.999
     for parameter, gradient in want.gradients.items():

@@ -100,7 +100,7 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
             modules = tuple(graph.module_path(term.gemm) for term in group)
             fast = ctx.config.accumulates_fast("dgrad", sum(term.length for term in group))
             if not fast:
-                ctx.plan.accumulate_precisely(modules, "dgrad")
+                ctx.plan.make_dgrads_precise(modules)
             ctx.plan.merged.append(modules)
             _merge(gm.graph, group, fast_accumulation=fast)
     if ctx.plan.merged:

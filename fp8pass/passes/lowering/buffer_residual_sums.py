@@ -21,6 +21,5 @@ from fp8pass.passes.context import Context
 def buffer_residual_sums(gm: fx.GraphModule, ctx: Context) -> None:
     """Emit a buffer for each floating-point residual sum."""
     for node in list(gm.graph.nodes):
-        val = graph.value(node)
-        if val is not None and val.is_floating_point() and graph.is_residual_sum(node):
+        if graph.is_float(node) and graph.is_residual_sum(node):
             store_in_buffer(node)

@@ -99,11 +99,11 @@ def _find_column_sums(reader: Reader) -> list[fx.Node]:
     return found
 
 
-def _users_within(load: fx.Node, depth: int = 8) -> set[fx.Node]:
-    """Return the nodes that depend on a value through at most `depth` operators."""
+def _users_within(load: fx.Node) -> set[fx.Node]:
+    """Return the nodes that depend on a value through at most 8 operators."""
     found: set[fx.Node] = set()
     layer = {load}
-    for _ in range(depth):
+    for _ in range(8):
         layer = {user for node in layer for user in node.users} - found
         found |= layer
     return found

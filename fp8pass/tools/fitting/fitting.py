@@ -122,7 +122,7 @@ def _find_dtype(parameters: Sequence[Tensor]) -> str:
 
 def _describe_inputs(*values: Any) -> str:
     """Return the shape of the first input tensor as text, e.g. `4 × 2048 tokens`."""
-    first = next((x for x in compat.tree_leaves(values) if isinstance(x, Tensor)), None)
+    first = next(iter(compat.tensor_leaves(values)), None)
     if first is None:
         return "no tensors"
     is_tokens = not first.is_floating_point() and first.ndim <= 2

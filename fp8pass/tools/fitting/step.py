@@ -282,8 +282,8 @@ class _Recorder(compat.OperatorObserver):
                 handle.remove()
 
     def _record_operator(self, operator: Any, arguments: Any, result: Any) -> None:
-        given = {id(x.untyped_storage()) for x in _find_tensors(arguments)}
-        new = [x for x in _find_tensors(result) if id(x.untyped_storage()) not in given]
+        given = {id(x.untyped_storage()) for x in compat.tensor_leaves(arguments)}
+        new = [x for x in compat.tensor_leaves(result) if id(x.untyped_storage()) not in given]
         if new:
             self.events.append(Computed(_estimate_work(operator, arguments, result, new)))
         for x in new:
@@ -316,10 +316,6 @@ class _Recorder(compat.OperatorObserver):
         return lambda *inputs: _StandIn.apply(self, region, *inputs)
 
 
-def _find_tensors(values: Any) -> list[Tensor]:
-    return [x for x in compat.tree_leaves(values) if isinstance(x, Tensor)]
-
-
 def _estimate_work(operator: Any, arguments: Any, result: Any, new: Sequence[Tensor]) -> Work:
     """Estimate the work of an operator outside of compiled graphs.
 
@@ -331,7 +327,7 @@ def _estimate_work(operator: Any, arguments: Any, result: Any, new: Sequence[Ten
         return Work(bf16_flops=float(formula(*args, **kwargs, out_val=result)))
     if operator in CREATIONS:
         return Work()
-    return Work(bytes=float(sum(map(graph.bytes_of, (*_find_tensors(arguments), *new)))))
+    return Work(bytes=float(sum(map(graph.bytes_of, (*compat.tensor_leaves(arguments), *new)))))
 
 
 class _StandIn(torch.autograd.Function):
