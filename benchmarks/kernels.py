@@ -81,11 +81,6 @@ class Breakdown:
     kernels: list[Kernel]
 
 
-def kind_of(name: str) -> str:
-    """Return `gemm`, `attention`, `ours`, `generated` or `other`, by a kernel's name."""
-    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "other")
-
-
 def busiest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
     """Return the median milliseconds of a call. A copy keeps the GPU busy during the launch.
 
@@ -180,7 +175,7 @@ def profile(case: Case, compile_model: Variant, rounds: int) -> Breakdown:
     kernels = [
         Kernel(
             event.key,
-            kind_of(event.key),
+            next((kind for kind, names in KINDS.items() if names.search(event.key)), "other"),
             event.count / STEPS,
             event.self_device_time_total / STEPS / 1e3,
             float(sum(counted.get(event.key, ()))),

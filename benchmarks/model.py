@@ -93,17 +93,12 @@ def torchao_adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
     return AdamW8bit(model.parameters(), lr=LEARNING_RATE, bf16_stochastic_round=True)
 
 
-def fp8pass_adamw(model: nn.Module) -> AdamW:
-    """Return fp8pass's AdamW with FP8 states; weights are rounded stochastically."""
-    return AdamW(model.parameters(), lr=LEARNING_RATE)
-
-
 OPTIMIZERS: dict[str, Callable[[nn.Module], AbstractContextManager[torch.optim.Optimizer]]] = {
     "AdamW": lambda m: nullcontext(torch.optim.AdamW(m.parameters(), LEARNING_RATE, fused=True)),
     "torchao AdamW8bit": lambda m: nullcontext(torchao_adamw8bit(m)),
-    "fp8pass AdamW": lambda m: nullcontext(fp8pass_adamw(m)),
+    "fp8pass AdamW": lambda m: nullcontext(AdamW(m.parameters(), LEARNING_RATE)),
     "fp8pass step_in_backward": lambda m: nullcontext(
-        step_in_backward(m, fp8pass_adamw(m)).optimizer
+        step_in_backward(m, AdamW(m.parameters(), LEARNING_RATE)).optimizers[0]
     ),
 }
 

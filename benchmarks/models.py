@@ -159,14 +159,12 @@ class Experts(nn.Module):
         counts = F.one_hot(chosen.flatten(), self.COUNT).sum(0)
         used = counts / counts.sum()
         self.imbalance = self.COUNT * (used * shares.mean(0)).sum()
-        y = self._products(flat[order // self.TOP], counts.cumsum(0, dtype=torch.int32))
+        tokens, ends = flat[order // self.TOP].bfloat16(), counts.cumsum(0, dtype=torch.int32)
+        gate_up, down = (w.bfloat16().transpose(-2, -1) for w in (self.gate_up, self.down))
+        gate, up = torch._grouped_mm(tokens, gate_up, offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * up, down, offs=ends)
         y = y * (weights / weights.sum(-1, keepdim=True)).flatten()[order].unsqueeze(-1)
         return torch.zeros_like(y)[: len(flat)].index_add(0, order // self.TOP, y).view_as(x)
-
-    def _products(self, tokens: Tensor, ends: Tensor) -> Tensor:
-        gate_up, down = (w.bfloat16().transpose(-2, -1) for w in (self.gate_up, self.down))
-        gate, up = torch._grouped_mm(tokens.bfloat16(), gate_up, offs=ends).chunk(2, -1)
-        return torch._grouped_mm(F.silu(gate) * up, down, offs=ends)
 
 
 class MoEDecoder(Decoder):

@@ -52,11 +52,6 @@ CASES = (
 TINY = Case("tiny", 64, 8, 128, 2, 2, 32)
 
 
-def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply tokens by the weights [E, K, N] of their experts."""
-    return torch._grouped_mm(x, weights, offs=offsets)
-
-
 class MoELayer(nn.Module):
     """RMSNorm, a router, SwiGLU experts, and the sum with the residual stream.
 
@@ -72,7 +67,7 @@ class MoELayer(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
-        self.multiply: GroupedMM = grouped_mm
+        self.multiply: GroupedMM = lambda x, weights, ends: torch._grouped_mm(x, weights, offs=ends)
         self.multiple = 1
         self.norm = RMSNorm(case.hidden)
         self.router = nn.Linear(case.hidden, case.experts, bias=False)
@@ -91,16 +86,13 @@ class MoELayer(nn.Module):
         if self.multiple > 1:
             rows = len(tokens) + self.case.experts * self.multiple
             tokens = tokens.new_zeros(rows, tokens.shape[1]).index_copy(0, places, tokens)
-        y = self._experts(tokens, offsets)
+        gate, up = self.multiply(tokens, self.gate_up.transpose(-2, -1), offsets).chunk(2, -1)
+        y = self.multiply(F.silu(gate) * up, self.down.transpose(-2, -1), offsets)
         if self.multiple > 1:
             y = y[places]
         y = y * weights.flatten()[order].unsqueeze(-1)
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
         return x + y[back].unflatten(0, (-1, top)).sum(1).view_as(x)
-
-    def _experts(self, tokens: Tensor, offsets: Tensor) -> Tensor:
-        gate, up = self.multiply(tokens, self.gate_up.transpose(-2, -1), offsets).chunk(2, -1)
-        return self.multiply(F.silu(gate) * up, self.down.transpose(-2, -1), offsets)
 
     def _places(self, expert: Tensor) -> tuple[Tensor, Tensor]:
         """Return the padded positions of sorted tokens, and the end of each expert's tokens."""

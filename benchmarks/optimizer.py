@@ -15,7 +15,7 @@ sum's projection on the exact sum.
 
 `speed` runs optimizer steps on the parameters of Llama models, with weights and gradients in BF16.
 A step reads and writes weights and states, and reads gradients. `limit` is the time of these bytes
-at the bandwidth of a large copy in the same run.
+at the bandwidth of a large copy in the same run. Muon trains the matrices of hidden layers only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import learning_rate
-from fp8pass.optim import AdamW
+from fp8pass.optim import AdamW, Muon
 from fp8pass.optim.group_options import STATE_ROUNDINGS
 from fp8pass.optim.rounding import ROTATIONS, keys, random_bits, rotate
 from fp8pass.optim.slots import from_rows, to_rows
@@ -251,6 +251,9 @@ def contenders() -> dict[str, Make]:
         "fp8pass e4m3": lambda p: AdamW(p, first_moment="e4m3", second_moment="e4m3"),
         "fp8pass bf16": lambda p: AdamW(p, first_moment="bf16", second_moment="bf16"),
         "fp8pass fp8-lm": lambda p: AdamW(p, preset="fp8-lm"),
+        "torch Muon": lambda p: torch.optim.Muon(p),
+        "fp8pass Muon": lambda p: Muon(p),
+        "fp8pass Muon fp32": lambda p: Muon(p, momentum_format="fp32"),
     }
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
@@ -275,11 +278,11 @@ def measure_step(shape: str, name: str, make: Make, bandwidth: float) -> Result:
     """Measure time and memory of one optimizer's step."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    found = SHAPES[shape].parameters()
+    if "Muon" in name:
+        found = (s for s in found if len(s) == 2 and SHAPES[shape].vocabulary not in s)
     with torch.device("cuda"):
-        params = [
-            nn.Parameter(torch.randn(s, dtype=torch.bfloat16) * 0.02)
-            for s in SHAPES[shape].parameters()
-        ]
+        params = [nn.Parameter(torch.randn(s, dtype=torch.bfloat16) * 0.02) for s in found]
     for p in params:
         p.grad = torch.randn_like(p) * 1e-3
     weights = sum(p.numel() * p.itemsize for p in params)
@@ -344,7 +347,7 @@ def main() -> None:
             sys.exit("speed needs an NVIDIA GPU.")
         use_expandable_segments()
         data = measure_speed(out, args.shapes)
-        print_rows("a step of AdamW", optimizer_speed_table(data))
+        print_rows("a step", optimizer_speed_table(data))
     write_json(out, data)
 
 

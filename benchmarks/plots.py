@@ -40,7 +40,8 @@ def convergence(data: dict[str, Any]) -> Figure:
         x = [steps * (i + 1) / len(loss) for i in range(len(loss))]
         curves.plot(x, loss, color=color, label=f"{variant} ({len(runs)} seeds)")
         if seeds:
-            versus = [_relative(runs[s], losses["bf16"][s]) for s in seeds]
+            pairs = (zip(runs[s], losses["bf16"][s], strict=True) for s in seeds)
+            versus = [[(x / y - 1) * 100 for x, y in pair] for pair in pairs]
             difference.plot(x, running_mean(_mean(versus), SMOOTHING), color=color)
     curves.set(ylabel="train loss, nats per byte", yscale="log")
     for set_formatter in (curves.yaxis.set_major_formatter, curves.yaxis.set_minor_formatter):
@@ -53,10 +54,6 @@ def convergence(data: dict[str, Any]) -> Figure:
 
 def _mean(curves: list[list[float]]) -> list[float]:
     return [sum(values) / len(values) for values in zip(*curves, strict=True)]
-
-
-def _relative(values: list[float], base: list[float]) -> list[float]:
-    return [(x / y - 1) * 100 for x, y in zip(values, base, strict=True)]
 
 
 def stability(data: dict[str, Any]) -> Figure:

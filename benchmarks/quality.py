@@ -5,6 +5,7 @@
     python benchmarks/quality.py lengths               fast accumulation over 8,192 tokens
     python benchmarks/quality.py rates                 recipes at rising learning rates
     python benchmarks/quality.py mantissa              simulated formats at high learning rates
+    python benchmarks/quality.py muon                  Muon with momentum in FP32 and in FP8
     python benchmarks/quality.py large                 352M parameters, 300M tokens, on four GPUs
     python benchmarks/quality.py --variants coat --seeds 0 1 2 3
     python benchmarks/quality.py --tiny --out x.json   a minute on a CPU
@@ -60,7 +61,7 @@ from fp8pass.config import GEMMS
 from fp8pass.demo.data import Data
 from fp8pass.demo.sizes import Size
 from fp8pass.demo.train import free_memory
-from fp8pass.optim import AdamW
+from fp8pass.optim import split_parameters
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Variant:
     Attributes:
         options: options of fp8pass; None does not use fp8pass.
         torchao: float8 recipe of torchao; '' does not use torchao.
-        optimizer: options of fp8pass's AdamW; None uses PyTorch's, with FP32 states.
+        optimizer: options of fp8pass's optimizers; None uses PyTorch's, with FP32 states.
+        muon: whether Muon trains the matrices of hidden layers.
         ranks: number of GPUs that share a batch under FSDP2. fp8pass sends 8 bits (`compress`).
     """
 
@@ -78,6 +80,7 @@ class Variant:
     torchao: str = ""
     optimizer: dict[str, Any] | None = None
     ranks: int = 1
+    muon: bool = False
 
 
 BASELINE = "BF16"
@@ -114,7 +117,13 @@ ACCUMULATION = {
 FAST_UP_TO_8192 = "coat, fast up to 8192"
 SIMULATED = {name.upper(): Variant({"simulate": name}) for name in ("e8m5", "e8m4", "e8m3")}
 FOUR_RANKS = "BF16, 4 ranks"
-VARIANTS |= ACCUMULATION | SIMULATED | {FOUR_RANKS: Variant(ranks=4)}
+# The first one is the baseline.
+MUON = {
+    "BF16, torch Muon": Variant(muon=True),
+    "BF16, Muon, FP8 momentum": Variant(optimizer=FP8_STATES, muon=True),
+    "coat, Muon, FP8 momentum": Variant({"recipe": "coat"}, optimizer=FP8_STATES, muon=True),
+}
+VARIANTS |= MUON | ACCUMULATION | SIMULATED | {FOUR_RANKS: Variant(ranks=4)}
 VARIANTS[FAST_UP_TO_8192] = Variant({"longest_fast": 8192})
 
 MODEL = Size(768, 12, 12, 12, 3072, seq=1024, batch=16, steps=2000, peak_lr=6e-4)
@@ -158,6 +167,7 @@ EXPERIMENTS = {
         rates=(2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
     ),
     "mantissa": Experiment((BASELINE, *SIMULATED), seeds=2, rates=(4e-3, 8e-3)),
+    "muon": Experiment(tuple(MUON), CONTINUED, start=1200),
     "large": Experiment((FOUR_RANKS, "coat, FP8 AdamW, 8-bit wire, 4 ranks"), LARGE, seeds=1),
 }
 VOCABULARY = 256
@@ -272,17 +282,20 @@ class Trainer:
             if variant.options is not None:
                 fp8pass.distributed.compress(self.model)
 
-    def optimizer(self, rate: float) -> torch.optim.Optimizer:
-        """Return a new optimizer with weight decay for matrices, as in nanoGPT."""
-        parameters = list(self.model.parameters())
+    def optimizers(self, rate: float) -> list[Any]:
+        """Return new optimizers with weight decay for matrices, as in nanoGPT."""
+        hidden, others = split_parameters(self.model, skip=() if self.variant.muon else "*")
         groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in others if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        options: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.95)}
-        if self.variant.optimizer is not None:
-            return AdamW(groups, **options, **self.variant.optimizer)
-        return torch.optim.AdamW(groups, fused=self.device.type == "cuda", **options)
+        options = self.variant.optimizer or {}
+        module: Any = torch.optim if self.variant.optimizer is None else fp8pass.optim
+        fused = {"fused": True} if module is torch.optim and self.device.type == "cuda" else {}
+        found = [module.AdamW(groups, rate, (0.9, 0.95), **fused, **options)]
+        if hidden:  # with this option, learning rates of AdamW fit
+            found.append(module.Muon(hidden, rate, adjust_lr_fn="match_rms_adamw", **options))
+        return found
 
     def reset(self, job: Job, seed: int) -> str:
         """Set the weights that a seed starts from, and return their identifier."""
@@ -350,10 +363,11 @@ class Trainer:
         self, batches: Iterator[Batch], rate: float, share: Callable[[int, int], float]
     ) -> tuple[list[Tensor], float]:
         """Run all steps. Return their losses, and the seconds of all but the first few steps."""
-        optimizer = self.optimizer(rate)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: share(step, self.size.steps)
-        )
+        optimizers = self.optimizers(rate)
+        schedules = [
+            torch.optim.lr_scheduler.LambdaLR(each, lambda step: share(step, self.size.steps))
+            for each in optimizers
+        ]
         losses: list[Tensor] = []
         for step, batch in enumerate(batches):
             if step == FIRST_STEPS:
@@ -362,9 +376,9 @@ class Trainer:
             loss = self.loss(batch)
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+            for each in (*optimizers, *schedules):
+                each.step()
+            self.model.zero_grad()
             losses.append(loss.detach().clone())  # a CUDA graph overwrites its previous results
             if not (step + 1) % PROGRESS:
                 print(f"step {step + 1}: loss {loss.item():.3f}", file=sys.stderr, flush=True)

@@ -72,8 +72,10 @@ __all__ = [*_MODULES, *_SUBMODULES]
 # the right path, e.g. `fp8pass.optim.AdamW`.
 _ELSEWHERE = {
     "AdamW": "optim",
+    "Muon": "optim",
     "compress": "distributed",
     "offload_weights": "optim",
+    "split_parameters": "optim",
     "step_in_backward": "optim",
 }
 

@@ -1,13 +1,17 @@
-"""`AdamW`: a replacement for `torch.optim.AdamW` with FP8 states, one byte an element.
+"""`AdamW` and `Muon`: replacements for optimizers of PyTorch with FP8 states, one byte an element.
 
-    adamw.py         the optimizer
+    optimizer.py     `Optimizer`, the base class: step, states, checkpoints
+    adamw.py         AdamW
+    muon.py          Muon
+    newton_schulz.py orthogonalization of matrices, spread over ranks
+    split.py         which parameters Muon trains, and which AdamW
     group_options.py options of a parameter group, and presets
     state_formats.py formats of states, quantization with Dynamic Range Expansion
     rounding.py      stochastic rounding
     slots.py         keys and tensors of a parameter's states
     shards.py        local shards of distributed parameters
     checkpoint.py    conversion of checkpoints, also during loads by torch.distributed.checkpoint
-    update.py        the update in vectorized PyTorch
+    update.py        updates in vectorized PyTorch
     kernel.py        the update as Triton source
     fused.py         launches of the kernel, also with offloaded states
     offload.py       host memory, staging buffers, and `offload_weights`
@@ -23,6 +27,8 @@ from __future__ import annotations
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.backward import step_in_backward
 from fp8pass.optim.group_options import PRESETS
+from fp8pass.optim.muon import Muon
 from fp8pass.optim.offload import offload_weights
+from fp8pass.optim.split import split_parameters
 
-__all__ = ["PRESETS", "AdamW", "offload_weights", "step_in_backward"]
+__all__ = ["PRESETS", "AdamW", "Muon", "offload_weights", "split_parameters", "step_in_backward"]

@@ -1,4 +1,4 @@
-"""`step_in_backward`: an optimizer that updates each parameter within the backward.
+"""`step_in_backward`: optimizers that update each parameter within the backward.
 
 A parameter is updated as soon as its gradient is final, and the gradient is freed before the next
 gradient is computed. Therefore the gradients of all parameters never occupy memory at the same
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass import compat
-from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.offload import is_offloaded
+from fp8pass.optim.optimizer import Optimizer
 from fp8pass.optim.shards import like_parameter, local, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GradientSum
@@ -46,16 +46,16 @@ IN_TWO_PARTS = {"I", "W"}
 
 @dataclass(frozen=True, eq=False)
 class Attached:
-    """An optimizer that steps within the backward, until `detach` is called.
+    """Optimizers that step within the backward, until `detach` is called.
 
     Attributes:
-        optimizer: the optimizer that steps.
-        parameters: the parameters that the optimizer updates.
-        accumulated: the sum of each parameter's gradients; {} if the optimizer steps in every
+        optimizers: the optimizers that step.
+        parameters: the parameters that the optimizers update.
+        accumulated: the sum of each parameter's gradients; {} if the optimizers step in every
             backward.
     """
 
-    optimizer: AdamW
+    optimizers: tuple[Optimizer, ...]
     parameters: frozenset[Tensor] = field(repr=False)
     accumulated: dict[Tensor, GradientSum] = field(repr=False)
     _handles: list[RemovableHandle] = field(repr=False)
@@ -78,14 +78,15 @@ _ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
 def step_in_backward(
-    model: nn.Module, optimizer: AdamW, *, accumulate: int = 1, buffer: str | None = None
+    model: nn.Module, *optimizers: Optimizer, accumulate: int = 1, buffer: str | None = None
 ) -> Attached:
     """Make `loss.backward()` update the parameters of `model`.
 
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4)
         fp8pass.optim.step_in_backward(model, optimizer)
 
-    Learning rate schedules and checkpoints work as before. `optimizer.step()` only applies
+    With Muon, pass both optimizers: `step_in_backward(model, muon, adamw)`. Learning rate
+    schedules and checkpoints work as before. `optimizer.step()` only applies
     incomplete sums, which contain fewer than `accumulate` gradients: sums of parameters that not
     every backward used, or sums at the end of an epoch. Call `optimizer.step()` after the last
     backward of a step, or never. With FSDP2 a shard is updated as soon as its gradient has been
@@ -98,7 +99,7 @@ def step_in_backward(
 
     Args:
         model: the module to train. A parameter that the module uses several times is updated once.
-        optimizer: the optimizer of all trainable parameters of `model`.
+        optimizers: the optimizers of all trainable parameters of `model`.
         accumulate: number of backwards between two updates. A parameter is updated with the sum of
             its gradients since the last update.
         buffer: format of the sum: `e4m3`, `e5m2`, `de8`, or `fp16`, which has two bytes an element.
@@ -106,32 +107,38 @@ def step_in_backward(
             sum, and the errors of many roundings to 8 bits become as large as the sum.
 
     Raises:
-        ConfigError: the optimizer is not an `fp8pass.optim.AdamW` or lacks a parameter, parameters
-            are already attached, the model's gradients are reduced over ranks, or an option has an
-            invalid value.
+        ConfigError: an optimizer is not from `fp8pass.optim`, the optimizers lack a parameter,
+            parameters are already attached, the model's gradients are reduced over ranks, or an
+            option has an invalid value.
     """
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
     buffer = default_buffer(accumulate) if buffer is None else buffer
     if buffer not in BUFFERS:
         raise ConfigError(f"buffer must be one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
-    if not isinstance(optimizer, AdamW):
-        raise ConfigError(
-            "step_in_backward takes an fp8pass.optim.AdamW, got "
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}. Create an "
-            "fp8pass.optim.AdamW with the same parameters."
-        )
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                "step_in_backward takes an fp8pass.optim.AdamW or Muon, got "
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}. Create an "
+                "fp8pass.optim.AdamW with the same parameters."
+            )
     _check_no_wrapper(model)
     if torch.distributed.is_available():
         _watch_wrappers()
     # Indices instead of the groups, because loading a checkpoint replaces the groups.
-    groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = {
+        p: (number, i)
+        for number, optimizer in enumerate(optimizers)
+        for i, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }
     # Includes frozen parameters, which may be unfrozen later.
     updated = {name: p for name, p in model.named_parameters() if p in groups}
     trained = (name for name, p in model.named_parameters() if p.requires_grad)
     if missing := [name for name in trained if name not in updated]:
         raise ConfigError(
-            f"The optimizer lacks parameters of the model: {', '.join(missing[:3])}. Create it "
+            f"The optimizers lack parameters of the model: {', '.join(missing[:3])}. Create them "
             "with model.parameters(), or freeze the missing parameters with requires_grad_(False)."
         )
     # Compare by identity, because == would compare elements.
@@ -144,9 +151,11 @@ def step_in_backward(
     sums: dict[Tensor, GradientSum] = {}
     if accumulate > 1:
         format = moment_format(buffer, signed=True)
-        sums |= {p: optimizer.make_sum(groups[p], p, format) for p in updated.values()}
+        for p in updated.values():
+            number, group = groups[p]
+            sums[p] = optimizers[number].make_sum(group, p, format)
     hooks = BackwardHooks(
-        ref(optimizer),
+        [ref(optimizer) for optimizer in optimizers],
         ref(model),
         names=frozenset(updated),
         ids=frozenset(map(id, updated.values())),
@@ -154,17 +163,19 @@ def step_in_backward(
         sums=[(ref(p), x) for p, x in sums.items()],
     )
     hooks.find_schedule()
-    handles = [optimizer.register_step_pre_hook(hooks.before_step)]
-    if accumulate > 1:
+    handles = [x.register_step_pre_hook(hooks.before_step) for x in optimizers]
+    for number, optimizer in enumerate(optimizers) if accumulate > 1 else ():
         # A hook after the step, because the step's closure may run the last backward.
-        finish = partial(_update_by_incomplete_sums, groups, sums)
+        own = {p: (groups[p][1], x) for p, x in sums.items() if groups[p][0] == number}
+        finish = partial(_update_by_incomplete_sums, own)
         handles.append(optimizer.register_step_post_hook(finish))
     for parameter in updated.values():
-        take: Callable[[AdamW, Tensor], bool] = partial(_step, groups[parameter])
+        number, group = groups[parameter]
+        take: Callable[[Optimizer, Tensor], bool] = partial(_step, group)
         if accumulate > 1:
-            take = partial(_accumulate, groups[parameter], sums[parameter], accumulate)
+            take = partial(_accumulate, group, sums[parameter], accumulate)
         # Without `disable`, Dynamo would trace the hook if compiled autograd runs the backward.
-        hook = torch.compiler.disable(partial(hooks.take_gradient, take))
+        hook = torch.compiler.disable(partial(hooks.take_gradient, number, take))
         # PyTorch refuses to register hooks on frozen parameters.
         was_trained = parameter.requires_grad
         parameter.requires_grad_(True)
@@ -172,7 +183,7 @@ def step_in_backward(
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
         finally:
             parameter.requires_grad_(was_trained)
-    attached = Attached(optimizer, frozenset(updated.values()), sums, handles)
+    attached = Attached(optimizers, frozenset(updated.values()), sums, handles)
     for module in model.modules():
         if any(p in groups for p in module.parameters(recurse=False)):
             _ATTACHED.setdefault(module, []).append(attached)
@@ -181,7 +192,10 @@ def step_in_backward(
 
 def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is attached. If so, its `step()` finds no gradients."""
-    return any(x.optimizer is optimizer for found in _ATTACHED.values() for x in found)
+    everything = (
+        x for found in _ATTACHED.values() for attached in found for x in attached.optimizers
+    )
+    return any(x is optimizer for x in everything)
 
 
 def default_buffer(accumulate: int) -> str:
@@ -203,9 +217,9 @@ class Backward:
 
 @dataclass(eq=False)
 class BackwardHooks:
-    """The hooks of an attached optimizer, which must not keep the model or parameters alive."""
+    """The hooks of attached optimizers, which must not keep the model or parameters alive."""
 
-    optimizer: ref[AdamW]
+    optimizers: Sequence[ref[Optimizer]]
     model: ref[nn.Module]
     names: frozenset[str]  # names of the parameters that have hooks
     ids: frozenset[int]  # `id` of these parameters
@@ -233,13 +247,15 @@ class BackwardHooks:
                 "optimizer.step() instead of step_in_backward."
             )
 
-    def take_gradient(self, take: Callable[[AdamW, Tensor], bool], parameter: Tensor) -> None:
+    def take_gradient(
+        self, number: int, take: Callable[[Optimizer, Tensor], bool], parameter: Tensor
+    ) -> None:
         """Pass a final gradient to `take`, which returns whether it updated the parameter.
 
-        The gradient is dropped even if `take` fails. Otherwise autograd would add the next gradient
-        to this gradient.
+        `number` is the index of the parameter's optimizer. The gradient is dropped even if `take`
+        fails. Otherwise autograd would add the next gradient to this gradient.
         """
-        optimizer = self.optimizer()
+        optimizer = self.optimizers[number]()
         if optimizer is None:
             raise RuntimeError(
                 "A parameter got a gradient after its module and its optimizer were deleted. Keep "
@@ -280,15 +296,16 @@ class BackwardHooks:
         return self._count_trained()
 
     def _end(self, number: int) -> None:
-        backward, optimizer = self._running.pop(number), self.optimizer()
-        if optimizer is not None and backward.updates:  # the next computation uses the new weights
-            optimizer.join()
-        elif optimizer is not None:  # only the next addition reads the sums
-            optimizer.release()
+        updates = self._running.pop(number).updates
+        for optimizer in self._living():
+            if updates:  # the next computation uses the new weights
+                optimizer.join()
+            else:  # only the next addition reads the sums
+                optimizer.release()
 
     def _fail(self, number: int) -> None:
-        backward, optimizer = self._running.pop(number), self.optimizer()
-        if optimizer is not None:
+        backward = self._running.pop(number)
+        for optimizer in self._living():
             optimizer.abandon()
         for _, sum_ in self.sums:
             sum_.clear()
@@ -298,6 +315,10 @@ class BackwardHooks:
             *(backward.gradients, backward.parameters, backward.updates),
             " All accumulated gradients were dropped." if self.sums else "",
         )
+
+    def _living(self) -> list[Optimizer]:
+        """Return the optimizers that exist."""
+        return [x for reference in self.optimizers if (x := reference()) is not None]
 
     def _count_trained(self) -> int:
         """Return the number of trainable parameters; raise ConfigError if one has no hook."""
@@ -425,7 +446,7 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _step(group: int, optimizer: AdamW, parameter: Tensor) -> bool:
+def _step(group: int, optimizer: Optimizer, parameter: Tensor) -> bool:
     """Update a parameter with its gradient; return True."""
     optimizer.update(optimizer.param_groups[group], [parameter])
     return True
@@ -433,7 +454,7 @@ def _step(group: int, optimizer: AdamW, parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def _accumulate(
-    group: int, accumulated: GradientSum, backwards: int, optimizer: AdamW, parameter: Tensor
+    group: int, accumulated: GradientSum, backwards: int, optimizer: Optimizer, parameter: Tensor
 ) -> bool:
     """Add a gradient to its sum. If the sum is complete, update the parameter and return True."""
     options = optimizer.param_groups[group]
@@ -448,7 +469,7 @@ def _accumulate(
 
 
 def _update_by_sum(
-    group: int, accumulated: GradientSum, optimizer: AdamW, parameter: Tensor, gradient: Tensor
+    group: int, accumulated: GradientSum, optimizer: Optimizer, parameter: Tensor, gradient: Tensor
 ) -> None:
     """Update a parameter with its last gradient plus the sum of the previous gradients."""
     accumulated.move_to(gradient)
@@ -460,18 +481,21 @@ def _update_by_sum(
 
 @torch.no_grad()
 def _update_by_incomplete_sums(
-    groups: Mapping[Tensor, int], sums: Mapping[Tensor, GradientSum], optimizer: AdamW, *_: Any
+    sums: Mapping[Tensor, tuple[int, GradientSum]], optimizer: Optimizer, *_: Any
 ) -> None:
-    """Update parameters with their incomplete sums. This is a hook after `optimizer.step()`."""
-    for parameter, sum_ in sums.items():
+    """Update parameters with their incomplete sums. This is a hook after `optimizer.step()`.
+
+    `sums` are the group and the sum of each parameter of the optimizer.
+    """
+    for parameter, (_group, sum_) in sums.items():
         if not parameter.requires_grad:  # frozen during the accumulation
             sum_.clear()
-    pending = [parameter for parameter, sum_ in sums.items() if sum_.count]
+    pending = {parameter: found for parameter, found in sums.items() if found[1].count}
     try:
-        for parameter in pending:
+        for parameter, (group, sum_) in pending.items():
             shape = local(parameter).shape
             zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-            _update_by_sum(groups[parameter], sums[parameter], optimizer, parameter, zeros)
+            _update_by_sum(group, sum_, optimizer, parameter, zeros)
     finally:
         for parameter in pending:
             parameter.grad = None

@@ -1,8 +1,9 @@
 """Conversion of checkpointed states to an optimizer's formats, also during DCP loads.
 
-A checkpoint may contain states in other formats, or states of `torch.optim.AdamW`. The format of a
-state is read from its keys (`slots.py`), and the group size follows from the number of scales. The
-options in the checkpoint's parameter groups are not needed for the conversion.
+A checkpoint may contain states in other formats, or states of the optimizer of the same name in
+`torch.optim`. The format of a state is read from its keys (`slots.py`), and the group size follows
+from the number of scales. The options in the checkpoint's parameter groups are not needed for the
+conversion.
 
 `torch.distributed.checkpoint` (DCP) reads entries of a checkpoint into the optimizer's tensors with
 the same keys. If a state has another format in the checkpoint, DCP reads it into new tensors of
@@ -22,7 +23,17 @@ import torch
 from torch import Tensor
 
 from fp8pass import graph
-from fp8pass.optim.group_options import LARGEST_GROUP, OWN, SMALLEST_GROUP, Storage, check_group
+from fp8pass.optim.group_options import (
+    FORMATS,
+    LARGEST_GROUP,
+    METHODS,
+    MOMENTS,
+    OWN,
+    SMALLEST_GROUP,
+    Storage,
+    check_group,
+    is_signed,
+)
 from fp8pass.optim.shards import DTensor, like_groups, like_parameter, local, shard_of
 from fp8pass.optim.slots import (
     State,
@@ -37,11 +48,12 @@ from fp8pass.optim.slots import (
 from fp8pass.optim.state_formats import PLAIN, Quantized, StateFormat, dequantize, moment_format
 from fp8pass.option_checks import ConfigError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES = ("step", *MOMENTS, "master")
+# Moments of the optimizers whose counterpart in `torch.optim` does not count updates.
+UNCOUNTED = {x for m in METHODS if "step" not in m.torch_states for x in m.moments.values()}
 # Suffixes of the keys of scales and powers.
 PARTS = (":scale", ":power")
-# Options that a parameter group of `torch.optim.AdamW` does not have.
+# Options that parameter groups of `torch.optim` do not have.
 UNKNOWN_TO_TORCH = (*OWN, "seed", "state_rounding")
 PLAIN_OF_DTYPE = {format.dtype: format for format in PLAIN.values()}
 
@@ -147,7 +159,7 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
     States that already have the right format are copied bit by bit.
 
     Args:
-        values: a state in any formats, of this optimizer or of `torch.optim.AdamW`.
+        values: a state in any formats, of this optimizer or of the one in `torch.optim`.
         parameter: float [...], or a DTensor.
         storage: how the result is stored.
 
@@ -157,13 +169,15 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
     """
     formats = storage.states(parameter.dtype)
     found = {name: _find(name, values, format) for name, format in formats.items()}
-    for name in ("step", *MOMENTS):
+    method = storage.method
+    for name in method.torch_states:
         if found.get(name) is None and name not in values:
             raise ConfigError(
                 f"The checkpoint is from another optimizer: a parameter has {', '.join(values)}, "
-                f"but no {name}. Load a checkpoint of fp8pass.optim.AdamW or torch.optim.AdamW."
+                f"but no {name}. Load a checkpoint of fp8pass.optim.{method.name} or "
+                f"torch.optim.{method.name}."
             )
-    step = torch.as_tensor(values["step"], dtype=torch.float32)
+    step = torch.as_tensor(values.get("step", 0.0), dtype=torch.float32)
     state: State = {"step": step.to(parameter.device, copy=True)}
     for name, format in formats.items():
         saved, size = found[name], storage.group_size
@@ -230,12 +244,11 @@ def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
         if not data.is_floating_point():
             raise ConfigError(
                 f"The checkpoint's {name} is {graph.dtype_text(data.dtype)}, not floating point, "
-                "so its format is unknown. Load a checkpoint of fp8pass.optim.AdamW or "
-                "torch.optim.AdamW."
+                "so its format is unknown. Load what optimizer.state_dict() returned."
             )
         return SavedState(data)
     try:
-        format = moment_format(key.removeprefix(f"{name}:"), signed=name != "exp_avg_sq")
+        format = moment_format(key.removeprefix(f"{name}:"), signed=is_signed(name))
     except ConfigError as error:
         raise ConfigError(f"The checkpoint cannot be loaded. {name}: {error}") from None
     parts = [state_key(name, format, part) for part in format.parts]
@@ -267,10 +280,10 @@ def stage_states(
     for (prefix, name), own in _group_by_state(state_dict).items():
         found = theirs.get((prefix, name), {})
         is_equal = own.keys() == found.keys() and all(own[k].shape == found[k].size for k in own)
-        if is_equal or not _is_of_adamw(prefix, state_dict):  # loaded unconverted
+        if is_equal or not _is_of_fp8pass(prefix, state_dict):  # loaded unconverted
             continue
         staged = _make_staging_tensors(name, own, found)
-        if not found and name == "master" and (prefix, MOMENTS[0]) in theirs:
+        if not found and name == "master" and any((prefix, x) in theirs for x in MOMENTS):
             # Do not change the master copy: the next step replaces elements of the copy that differ
             # from the loaded weights.
             staged = {}
@@ -284,6 +297,10 @@ def stage_states(
         for key, x in staged.items():
             state_dict[prefix + key] = x
             conversions[prefix + key] = convert_entries
+    # Do not load the number of updates that `torch.optim.Muon` does not save.
+    for entry in [f"{prefix}step" for prefix, name in theirs if name in UNCOUNTED]:
+        if entry not in saved:
+            state_dict.pop(entry, None)
     # Do not load options that the checkpoint lacks: the optimizer keeps its own values.
     prefixes = tuple({_groups_prefix(prefix) for prefix, _ in theirs})
     for entry in [x for x in state_dict if x not in saved and x.startswith(prefixes)]:
@@ -320,9 +337,10 @@ def _groups_prefix(prefix: str) -> str:
     return prefix.rpartition("state.")[0] + "param_groups."
 
 
-def _is_of_adamw(prefix: str, state_dict: Mapping[str, Any]) -> bool:
+def _is_of_fp8pass(prefix: str, state_dict: Mapping[str, Any]) -> bool:
     groups = _groups_prefix(prefix)
-    return any(x.startswith(groups) and x.endswith(".first_moment") for x in state_dict)
+    options = tuple(f".{option}" for option in FORMATS)
+    return any(x.startswith(groups) and x.endswith(options) for x in state_dict)
 
 
 def _data_key(entries: Mapping[str, Any]) -> str:

@@ -37,6 +37,7 @@ from fp8pass.optim.update import (
     LaunchedUpdate,
     Launches,
     PreparedUpdate,
+    Rule,
     Tensors,
     factors,
 )
@@ -87,7 +88,7 @@ class FusedUpdate(LaunchedUpdate):
         # Formats without a table of values get a tensor that the kernel does not read.
         self.values = [
             state_formats.values_of(format, self.device) if format.values else self.steps
-            for format in (storage.first, storage.second)
+            for format in storage.moments.values()
         ]
 
     def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
@@ -193,7 +194,8 @@ class StreamedUpdate(PreparedUpdate):
     Args:
         slots, gradients, storage: as in `FusedUpdate`.
         staging: the staging buffers of the device.
-        fuses: whether to use the Triton kernel instead of PyTorch operators.
+        rule: the rule of an `EagerUpdate`; None uses the Triton kernel.
+        counts: whether an `EagerUpdate` increments step counts.
     """
 
     def __init__(
@@ -202,18 +204,19 @@ class StreamedUpdate(PreparedUpdate):
         gradients: Tensors,
         storage: Storage,
         staging: Staging,
+        rule: Rule | None,
         *,
-        fuses: bool,
+        counts: bool = True,
     ) -> None:
         self.slots, self.storage, self.staging = slots, storage, staging
         self.pieces = [piece for i, slot in enumerate(slots) for piece in self._divide(i, slot)]
         staged = [piece.slot for piece in self.pieces]
         self.update: LaunchedUpdate
-        if fuses:
+        if rule is None:
             parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
             self.update = FusedUpdate(staged, parts, storage, separate=True)
         else:
-            self.update = EagerUpdate(staged, storage, separate=True)
+            self.update = EagerUpdate(staged, storage, rule, separate=True, counts=counts)
 
     def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
         """Divide the slot of the parameter with this index into pieces that fit into a buffer.

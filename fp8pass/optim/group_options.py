@@ -1,10 +1,13 @@
-"""Options of a parameter group: presets, checks, and the formats of states that options select."""
+"""Options of a parameter group: presets, checks, and the formats of states that options select.
+
+`METHODS` lists the optimizers. The options of a group determine the optimizer of the group.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,20 +39,28 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # Limits of `group_size` that the kernels support.
 SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
+# Options of Muon. More Newton–Schulz iterations than these are refused, as in `torch.optim.Muon`.
+ADJUST, ADJUSTMENTS, MOST_NS_STEPS = "adjust_lr_fn", ("original", "match_rms_adamw"), 100
 # Key of the parameter itself in dicts and tables that also contain its states.
 PARAMETER = "parameter"
-# Options that determine how states are stored. Loading a checkpoint converts its states to them.
-STORAGE = ("first_moment", "second_moment", "weights", "group_size")
-# Options that loading a checkpoint does not change.
-OWN = (*STORAGE, "offload")
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """An optimizer: the names of its states, and the check of its own options."""
+
+    name: str  # of the class in `fp8pass.optim` and in `torch.optim`
+    moments: Mapping[str, str]  # names of states, by the option that selects the state's format
+    torch_states: tuple[str, ...]  # keys of the states that the optimizer in `torch.optim` saves
+    check: Callable[[Mapping[str, Any]], None]  # raises ConfigError about an option of a group
 
 
 @dataclass(frozen=True, eq=False)
 class Storage:
     """How the states of parameters are stored. Groups with equal options share one instance."""
 
-    first: StateFormat
-    second: StateFormat
+    method: Method
+    moments: Mapping[str, StateFormat]  # by name
     weights: str  # one of `WEIGHTS`
     group_size: int  # number of elements that share a scale
     state_rounding: str  # one of `STATE_ROUNDINGS`, for moments and FP16 master copies
@@ -66,16 +77,19 @@ class Storage:
         Raises:
             ConfigError: an option has an invalid value.
         """
-        first, second, weights, size = (group[name] for name in STORAGE)
+        method = method_of(group)
+        formats = tuple(group[option] for option in method.moments)
+        weights, size = group["weights"], group["group_size"]
         # Checkpoints of older versions lack this option.
         state_rounding = group.get("state_rounding", "stochastic")
-        storage = _make_storage(first, second, weights, size, state_rounding)
+        storage = _make_storage(method, formats, weights, size, state_rounding)
         if group_size is None:
             return storage
         if group_size:
-            return _make_storage(first, second, weights, group_size, state_rounding)
+            return _make_storage(method, formats, weights, group_size, state_rounding)
         weights = "fp32" if weights == "fp16" else weights
-        return _make_storage("fp32", "fp32", weights, size, state_rounding)
+        formats = ("fp32",) * len(formats)
+        return _make_storage(method, formats, weights, size, state_rounding)
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:
         """Return the format of master copies for parameters of `dtype`; None means no copies."""
@@ -85,9 +99,8 @@ class Storage:
 
     def states(self, dtype: torch.dtype) -> dict[str, StateFormat]:
         """Return the format of each state of a parameter of `dtype`, by name."""
-        found = {"exp_avg": self.first, "exp_avg_sq": self.second}
         master = self.master(dtype)
-        return found | {"master": master} if master else found
+        return {**self.moments, "master": master} if master else dict(self.moments)
 
     def rounded(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Return the names of the tensors that an update rounds stochastically.
@@ -112,7 +125,7 @@ def state_bytes(group: Mapping[str, Any], parameter: Tensor) -> float:
 
 @cache
 def _make_storage(
-    first: str, second: str, weights: str, group_size: int, state_rounding: str
+    method: Method, formats: tuple[str, ...], weights: str, group_size: int, state_rounding: str
 ) -> Storage:
     check_choice("weights", weights, WEIGHTS)
     check_choice("state_rounding", state_rounding, STATE_ROUNDINGS)
@@ -120,13 +133,18 @@ def _make_storage(
     if not in_range or group_size & (group_size - 1):
         sizes = f"from {SMALLEST_GROUP} to {LARGEST_GROUP}"
         raise ConfigError(f"group_size must be a power of two {sizes}, got {group_size!r}.")
-    formats = []
-    for option, name in (("first_moment", first), ("second_moment", second)):
+    moments = {}
+    for (option, state), name in zip(method.moments.items(), formats, strict=True):
         try:
-            formats.append(moment_format(name, signed=option == "first_moment"))
+            moments[state] = moment_format(name, signed=is_signed(state))
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from None
-    return Storage(formats[0], formats[1], weights, group_size, state_rounding)
+    return Storage(method, moments, weights, group_size, state_rounding)
+
+
+def is_signed(state: str) -> bool:
+    """Return whether the state with this name has negative values."""
+    return state != "exp_avg_sq"
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +173,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an option has an invalid value, or a parameter cannot be optimized.
     """
-    lr, betas, offload, seed = (group[name] for name in ("lr", "betas", "offload", "seed"))
+    method, (lr, offload, seed) = method_of(group), (group[x] for x in ("lr", "offload", "seed"))
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr as a tensor must have one element, got {tuple(lr.shape)}.")
     for name in ("lr", "eps", "weight_decay"):
@@ -163,16 +181,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         is_tensor = name == "lr" and isinstance(value, Tensor)
         if not is_tensor and (not _is_number(value) or not value >= 0):
             raise ConfigError(f"{name} must be a number >= 0, got {value!r}.")
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ConfigError(f"betas must be two numbers, such as (0.9, 0.999), got {betas!r}.")
-    for i, beta in enumerate(betas):
-        if not _is_number(beta) or not 0 <= beta < 1:
-            raise ConfigError(f"betas[{i}] must be a number in [0, 1), got {beta!r}.")
-    for name in ("amsgrad", "differentiable"):
-        if group.get(name):
-            raise ConfigError(
-                f"fp8pass.optim.AdamW does not support {name}: use torch.optim.AdamW instead."
-            )
+    method.check(group)
     Storage.of(group)
     if not isinstance(offload, tuple):
         raise ConfigError(
@@ -183,17 +192,83 @@ def check_group(group: Mapping[str, Any]) -> None:
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError(f"seed must be an int, got {seed!r}.")
     for parameter in group["params"]:
-        if parameter.dtype in PARAMETER_DTYPES:
-            continue
-        dtype = graph.dtype_text(parameter.dtype)
-        text = f"A parameter of shape {tuple(parameter.shape)} has dtype {dtype}: "
-        if parameter.dtype.is_complex:
-            raise ConfigError(f"{text}pass torch.view_as_real(parameter) to the optimizer instead.")
+        _check_parameter(parameter, method)
+
+
+def _check_parameter(parameter: Tensor, method: Method) -> None:
+    """Raise ConfigError if the optimizer `method` cannot update a parameter."""
+    if method is MUON and parameter.ndim != 2:
         raise ConfigError(
-            f"{text}fp8pass.optim.AdamW takes float32, bfloat16 and float16. Pass this parameter "
-            "to another optimizer, such as torch.optim.AdamW."
+            f"fp8pass.optim.Muon takes matrices, got a parameter of shape {tuple(parameter.shape)}."
+            " Pass this parameter to fp8pass.optim.AdamW; fp8pass.optim.split_parameters(model) "
+            "returns the parameters for both optimizers."
         )
+    if parameter.dtype in PARAMETER_DTYPES:
+        return
+    dtype = graph.dtype_text(parameter.dtype)
+    text = f"A parameter of shape {tuple(parameter.shape)} has dtype {dtype}: "
+    if parameter.dtype.is_complex:
+        raise ConfigError(f"{text}pass torch.view_as_real(parameter) to the optimizer instead.")
+    raise ConfigError(
+        f"{text}fp8pass.optim.{method.name} takes float32, bfloat16 and float16. Pass this "
+        f"parameter to another optimizer, such as torch.optim.{method.name}."
+    )
+
+
+def _check_adamw(group: Mapping[str, Any]) -> None:
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"betas must be two numbers, such as (0.9, 0.999), got {betas!r}.")
+    for i, beta in enumerate(betas):
+        _check_decay(f"betas[{i}]", beta)
+    for name in ("amsgrad", "differentiable"):
+        if group.get(name):
+            raise ConfigError(
+                f"fp8pass.optim.AdamW does not support {name}: use torch.optim.AdamW instead."
+            )
+
+
+def _check_muon(group: Mapping[str, Any]) -> None:
+    _check_decay("momentum", group["momentum"])
+    coefficients, steps, adjust = (group[x] for x in ("ns_coefficients", "ns_steps", ADJUST))
+    is_row = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
+    if not is_row or not all(map(_is_number, coefficients)):
+        raise ConfigError(
+            "ns_coefficients must be three numbers, such as (3.4445, -4.775, 2.0315), got "
+            f"{coefficients!r}."
+        )
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MOST_NS_STEPS:
+        raise ConfigError(f"ns_steps must be an int from 0 to {MOST_NS_STEPS - 1}, got {steps!r}.")
+    if adjust is not None:
+        check_choice(ADJUST, adjust, ADJUSTMENTS)
+
+
+def _check_decay(name: str, value: object) -> None:
+    if not _is_number(value) or not 0 <= value < 1:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number in [0, 1), got {value!r}.")
 
 
 def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+ADAMW = Method(
+    "AdamW",
+    {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"},
+    ("step", "exp_avg", "exp_avg_sq"),
+    _check_adamw,
+)
+MUON = Method("Muon", {"momentum_format": "momentum_buffer"}, ("momentum_buffer",), _check_muon)
+METHODS = (ADAMW, MUON)
+MOMENTS = tuple(state for method in METHODS for state in method.moments.values())
+# Options that select the formats of moments.
+FORMATS = tuple(option for method in METHODS for option in method.moments)
+# Options that determine how states are stored. Loading a checkpoint converts its states to them.
+STORAGE = (*FORMATS, "weights", "group_size")
+# Options that loading a checkpoint does not change.
+OWN = (*STORAGE, "offload")
+
+
+def method_of(group: Mapping[str, Any]) -> Method:
+    """Return the optimizer to which a parameter group belongs."""
+    return next(x for x in METHODS if x.moments.keys() <= group.keys())

@@ -22,9 +22,9 @@ FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
 FOLDED_FACTORS = (0xB7E15163, 0xADF85459)
 LOW_WORD = 0xFFFFFFFF
 # For each tensor, how far an element's hash is rotated left, in bits. Rounding uses the upper bits
-# of the result, so each tensor uses different bits. `master` and `parameter` may share a
-# rotation, because a parameter with a master copy is not rounded stochastically.
-ROTATIONS = {"exp_avg_sq": 0, "exp_avg": 8, "master": 16, "parameter": 16}
+# of the result, so each tensor of an optimizer uses different bits. `master` and `parameter` may
+# share a rotation, because a parameter with a master copy is not rounded stochastically.
+ROTATIONS = {"exp_avg_sq": 0, "exp_avg": 8, "momentum_buffer": 8, "master": 16, "parameter": 16}
 
 
 def mix(x: Tensor) -> Tensor:

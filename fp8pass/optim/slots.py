@@ -36,6 +36,7 @@ class Slot:
     entries: State  # the parameter's entries in `optimizer.state`
     offloaded: QuantizedWeight | None = None  # the parameter, if its weights are in host memory
     first: int = 0  # position of the first element in the parameter
+    shape: tuple[int, ...] = ()  # of the whole parameter, also if the slot is a shard or a slice
 
     def narrow(self, first: int, size: int, group_size: int) -> Slot:
         """Return a slot with views of up to `size` elements, from element `first` on.
@@ -65,7 +66,8 @@ class Slot:
             for name, format in storage.states(parameter.dtype).items()
         }
         offloaded = parameter if isinstance(parameter, QuantizedWeight) else None
-        return cls(number, local(parameter), state["step"], states, state, offloaded)
+        shape = tuple(parameter.shape)
+        return cls(number, local(parameter), state["step"], states, state, offloaded, shape=shape)
 
 
 def state_key(name: str, format: StateFormat, part: str = "") -> str:

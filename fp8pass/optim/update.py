@@ -1,6 +1,6 @@
-"""The AdamW update of many parameters in vectorized PyTorch.
+"""Updates of many parameters in vectorized PyTorch: the AdamW update, and parts of other updates.
 
-This update runs on any device. Tests compare the Triton kernel with this reference.
+These updates run on any device. Tests compare the Triton kernel with this reference.
 
     w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
     w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
@@ -105,23 +105,6 @@ class Rows:
         return [part.view(-1)[:n] for part, n in zip(parts, self.sizes, strict=True)]
 
 
-def update(
-    slots: Sequence[Slot], gradients: Tensors, group: Group, storage: Storage, factor: Tensor
-) -> None:
-    """Update parameters and their states in place.
-
-    Args:
-        slots: parameters with the same dtype, device and `storage`; their step counts include this
-            update.
-        gradients: gradients of the slots, in any float dtype.
-        group: options of the update.
-        storage: how the states are stored.
-        factor: fp32 [], multiplies the gradients.
-    """
-    for batch in _batches(slots, gradients, storage.group_size):
-        _update_batch([s for s, _ in batch], [g for _, g in batch], group, storage, factor)
-
-
 class PreparedUpdate(ABC):
     """An update of the same parameters in every step."""
 
@@ -149,22 +132,44 @@ class LaunchedUpdate(PreparedUpdate):
 class EagerUpdate(LaunchedUpdate):
     """Updates `slots` with PyTorch operators. All slots have the same dtype and device.
 
-    If `separate`, `prepare` returns one launch for each slot.
+    Args:
+        slots: the parameters to update.
+        storage: how the states are stored.
+        rule: reads and writes the tensors of a batch.
+        separate: whether `prepare` returns one launch for each slot.
+        counts: whether `prepare` increments step counts.
     """
 
-    def __init__(self, slots: Sequence[Slot], storage: Storage, *, separate: bool = False) -> None:
-        self.storage = storage
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        storage: Storage,
+        rule: Rule,
+        *,
+        separate: bool = False,
+        counts: bool = True,
+    ) -> None:
+        self.storage, self.rule = storage, rule
         self.batches = [slice(i, i + 1) for i in range(len(slots))] if separate else [slice(None)]
         self.slots = slots
-        self.steps = list({id(slot.step): slot.step for slot in slots}.values())
+        self.steps = list({id(slot.step): slot.step for slot in slots}.values()) if counts else []
 
     def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
         for step in self.steps:
             step.add_(1)
         return [
-            partial(update, self.slots[i], gradients[i], group, self.storage, control[0])
+            partial(self._update, self.slots[i], gradients[i], group, control[0])
             for i in self.batches
         ]
+
+    def _update(
+        self, slots: Sequence[Slot], gradients: Tensors, group: Group, factor: Tensor
+    ) -> None:
+        """Update parameters and states in place; `factor`, fp32 [], multiplies the gradients."""
+        for found in _batches(slots, gradients, self.storage.group_size):
+            some = [slot for slot, _ in found]
+            batch = Batch(some, group, self.storage)
+            self.rule(batch, batch.rows.join([g for _, g in found], torch.float32) * factor)
 
 
 def _batches(
@@ -193,51 +198,95 @@ def _batches(
         yield batch
 
 
-def _update_batch(
-    slots: Sequence[Slot], gradients: Tensors, group: Group, storage: Storage, factor: Tensor
-) -> None:
-    parameters, dtype = [s.parameter for s in slots], slots[0].parameter.dtype
-    rows = Rows(tuple(p.numel() for p in parameters), storage.group_size)
-    steps = torch.stack([s.step for s in slots])
-    decay, rate, correction = (rows.repeat(x) for x in factors(group, steps))
-    (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)
-    master = storage.master(dtype)
+class Batch:
+    """Slots that are updated at once, and access to their parameters and states as rows [R, G].
 
-    gradient = rows.join(gradients, torch.float32) * factor
-    m = _read_state(rows, slots, "exp_avg", storage.first).lerp(gradient, 1 - beta1)
-    v = _read_state(rows, slots, "exp_avg_sq", storage.second) * beta2
-    v = v.addcmul(gradient, gradient, value=1 - beta2)
-    weights = rows.join(parameters, torch.float32)
-    if master:
-        copies = _read_state(rows, slots, "master", master)
-        weights = torch.where(copies.to(dtype).float() == weights, copies, weights)
-    weights = weights * decay - rate * (m / (v.sqrt() * correction + eps))
+    Attributes:
+        slots: parameters of one dtype and device; their step counts include this update.
+        group: options of the update.
+        storage: how the states are stored.
+        rows: the layout of the rows.
+        steps: the step count of each slot, fp32 [n].
+    """
 
-    bits: dict[str, Tensor] = {}
-    if names := storage.rounded(dtype):
-        numbers = torch.tensor([s.number for s in slots], dtype=torch.int32, device=steps.device)
-        keys = rows.repeat(rounding.keys(group["seed"], numbers, steps))
-        shared = rounding.random_bits(keys, rows.positions((s.first for s in slots), steps.device))
-        bits = {name: rounding.rotate(shared, rounding.ROTATIONS[name]) for name in names}
-    values = {"exp_avg": m, "exp_avg_sq": v, "master": weights}
-    for name, format in storage.states(dtype).items():
-        stored = quantize(values[name], format, bits.get(name))
-        into = [s.states[name] for s in slots]
-        rows.split(stored.data, [x.data for x in into])
+    def __init__(self, slots: Sequence[Slot], group: Group, storage: Storage) -> None:
+        self.slots, self.group, self.storage = slots, group, storage
+        self.rows = Rows(tuple(s.parameter.numel() for s in slots), storage.group_size)
+        self.steps = torch.stack([s.step for s in slots])
+        self.dtype = slots[0].parameter.dtype
+
+    def read(self, name: str) -> Tensor:
+        """Return a state of all slots, fp32 [R, G]."""
+        stored, format = [s.states[name] for s in self.slots], self._formats[name]
+        data = self.rows.join([x.data for x in stored], format.storage_dtype, format.zero_code)
+        parts = (torch.cat([getattr(x, part) for x in stored]) for part in format.parts)
+        return dequantize(Quantized(data, *parts), format)
+
+    def read_weights(self) -> Tensor:
+        """Return the weights, fp32 [R, G], from master copies if the storage has them."""
+        weights = self.rows.join([s.parameter for s in self.slots], torch.float32)
+        if "master" not in self._formats:
+            return weights
+        copies = self.read("master")
+        return torch.where(copies.to(self.dtype).float() == weights, copies, weights)
+
+    def write(self, values: dict[str, Tensor]) -> None:
+        """Round and store new fp32 values [R, G] of states, and of weights as `PARAMETER`."""
+        if PARAMETER in values and "master" in self._formats:
+            values = {**values, "master": values[PARAMETER]}
+        bits = self._draw([x for x in self.storage.rounded(self.dtype) if x in values])
+        weights = values.get(PARAMETER)
+        for name in [name for name in values if name != PARAMETER]:
+            stored = self._write_state(name, values[name], bits.get(name))
+            if name == "master":  # the next update compares the parameter with this stored copy
+                weights = dequantize(stored, self._formats[name])
+        if weights is not None:
+            if PARAMETER in bits:
+                weights = rounding.round_to_bf16(weights, bits[PARAMETER])
+            self.write_parameter(weights)
+
+    def write_parameter(self, values: Tensor) -> None:
+        """Store values [R, G] in the parameters, rounded to nearest."""
+        self.rows.split(values, [s.parameter for s in self.slots])
+
+    @property
+    def _formats(self) -> dict[str, StateFormat]:
+        return self.storage.states(self.dtype)
+
+    def _draw(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the random bits that round each of the named tensors, int32 [R, G]."""
+        if not names:
+            return {}
+        device = self.steps.device
+        numbers = torch.tensor([s.number for s in self.slots], dtype=torch.int32, device=device)
+        keys = self.rows.repeat(rounding.keys(self.group["seed"], numbers, self.steps))
+        places = self.rows.positions((s.first for s in self.slots), device)
+        shared = rounding.random_bits(keys, places)
+        return {name: rounding.rotate(shared, rounding.ROTATIONS[name]) for name in names}
+
+    def _write_state(self, name: str, values: Tensor, bits: Tensor | None) -> Quantized:
+        """Quantize and store a state; return the stored rows."""
+        format, into = self._formats[name], [s.states[name] for s in self.slots]
+        stored = quantize(values, format, bits)
+        self.rows.split(stored.data, [x.data for x in into])
         for part in format.parts:
-            parts = getattr(stored, part).split(rows.counts)
+            parts = getattr(stored, part).split(self.rows.counts)
             for x, new in zip(into, parts, strict=True):
                 getattr(x, part).copy_(new)
-        if name == "master":  # the next update compares the parameter with this stored copy
-            weights = dequantize(stored, format)
-    if PARAMETER in bits:
-        weights = rounding.round_to_bf16(weights, bits[PARAMETER])
-    rows.split(weights, parameters)
+        return stored
 
 
-def _read_state(rows: Rows, slots: Sequence[Slot], name: str, format: StateFormat) -> Tensor:
-    """Return a state of all slots as fp32 [R, G]."""
-    stored = [s.states[name] for s in slots]
-    data = rows.join([x.data for x in stored], format.storage_dtype, format.zero_code)
-    parts = (torch.cat([getattr(x, part) for x in stored]) for part in format.parts)
-    return dequantize(Quantized(data, *parts), format)
+# Updates a batch in place, given its gradients, fp32 [R, G].
+Rule = Callable[[Batch, Tensor], None]
+
+
+def update_adamw(batch: Batch, gradient: Tensor) -> None:
+    """Update parameters and moments by the formulas in the module's docstring."""
+    group = batch.group
+    decay, rate, correction = (batch.rows.repeat(x) for x in factors(group, batch.steps))
+    (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)
+    m = batch.read("exp_avg").lerp(gradient, 1 - beta1)
+    v = batch.read("exp_avg_sq") * beta2
+    v = v.addcmul(gradient, gradient, value=1 - beta2)
+    weights = batch.read_weights() * decay - rate * (m / (v.sqrt() * correction + eps))
+    batch.write({"exp_avg": m, "exp_avg_sq": v, PARAMETER: weights})

@@ -44,6 +44,16 @@ class Optimizer(Feature):
         t.optimizer_options = {**(t.optimizer_options or {}), **self.options}
 
 
+class Muon(Optimizer):
+    """Muon for the matrices of hidden layers, and AdamW for all other parameters."""
+
+    ours = False
+
+    def configure(self, t: Training) -> None:
+        super().configure(t)
+        t.muon = True
+
+
 class Attach(Optimizer):
     """Updates within the backward."""
 
@@ -129,7 +139,8 @@ class Clipping(Feature):
 
     def between_backward_and_step(self, t: Training, step: int) -> None:
         if t.scaler:
-            t.scaler.unscale_(t.optimizer)
+            for optimizer in t.optimizers:
+                t.scaler.unscale_(optimizer)
         if t.steps_in_backward:
             raise Impossible("gradients are freed before they could be clipped")
         t.way.clip(t, 1.0)
@@ -154,11 +165,13 @@ class Loading(Feature):
 
     def before_step(self, t: Training, step: int) -> None:
         if step == CHANGE:
-            t.saved = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
+            states = [optimizer.state_dict() for optimizer in t.optimizers]
+            t.saved = copy.deepcopy((t.model.state_dict(), states))
         if step == CHANGE + 2:
-            model, optimizer = t.saved
+            model, states = t.saved
             t.model.load_state_dict(model)
-            t.optimizer.load_state_dict(optimizer)
+            for optimizer, saved in zip(t.optimizers, states, strict=True):
+                optimizer.load_state_dict(saved)
 
 
 class Checkpointing(Feature):
@@ -208,7 +221,7 @@ class Guarded(Feature):
     def start(self, t: Training) -> None:
         act = () if t.steps_in_backward else ("lower lr",)
         act = (*act, "roll back") if t.way.ranks == 1 else ()
-        t.guard = fp8pass.Guard(model=t.model, optimizer=t.optimizer, act=act, every=2)
+        t.guard = fp8pass.Guard(model=t.model, optimizer=t.optimizers[0], act=act, every=2)
 
     def after_step(self, t: Training, step: int) -> None:
         t.guard.step(torch.tensor(t.losses[-1] if t.losses else 5.5))
@@ -251,7 +264,8 @@ class OffloadedStates(Feature):
         t.patches.enter_context(patch("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1 << 10))
 
     def finish(self, t: Training) -> None:
-        assert all(group["offload"] == ("states",) for group in t.optimizer.param_groups)
+        for optimizer in t.optimizers:
+            assert all(group["offload"] == ("states",) for group in optimizer.param_groups)
 
 
 class OffloadedActivations(Option):
@@ -305,6 +319,7 @@ FEATURES: tuple[Feature, ...] = (
     Optimizer("fp8pass AdamW"),
     Optimizer("preset fp8-lm", preset="fp8-lm"),
     Optimizer("preset coat-paper", preset="coat-paper"),
+    Muon("Muon"),
     Attach("step_in_backward"),
     OffloadedStates("states in host memory"),
     Frozen("frozen weights", quantized=False),

@@ -83,7 +83,7 @@ def test_a_training_that_loses_weights_is_found():
         ours = True
 
         def start(self, t):
-            for group in t.optimizer.param_groups:
+            for group in t.optimizers[0].param_groups:
                 group["lr"] = 1e-6
 
     assert any("the loss ends at" in complaint for complaint in complaints_of(Stuck("stuck")))

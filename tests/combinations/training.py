@@ -23,6 +23,7 @@ import fp8pass
 from fp8pass.demo.model import Decoder
 from fp8pass.demo.sizes import Size
 
+MUON_LR = 0.02
 SIZE = Size(64, 2, 2, 2, 128, seq=32, batch=4, steps=16, peak_lr=5e-3)
 CHANGE = SIZE.steps // 2  # features interrupt a training before this step
 MEASURED = range(CHANGE + 1, SIZE.steps, 2)  # steps with checked gradients
@@ -156,7 +157,8 @@ class Training:
         dtype: the dtype of the weights.
         autocast: the dtype of autocast, or None without autocast.
         param_dtype: the dtype that FSDP2 gathers weights in, or None for the dtype of the weights.
-        optimizer_options: the options of fp8pass's AdamW, or None for PyTorch's AdamW.
+        optimizer_options: the options of fp8pass's optimizers, or None for PyTorch's optimizers.
+        muon: whether Muon trains the matrices of hidden layers.
         accumulate: micro-batches of a step.
         losses: the losses of the steps, the mean over ranks.
         steps_in_backward: whether `loss.backward()` updates the weights.
@@ -175,6 +177,7 @@ class Training:
     autocast: torch.dtype | None = None
     param_dtype: torch.dtype | None = None
     optimizer_options: dict[str, Any] | None = None
+    muon: bool = False
     accumulate: int = 1
     losses: list[float] = field(default_factory=list)
     steps_in_backward: bool = False
@@ -197,13 +200,10 @@ class Training:
                 if step in MEASURED and not self.plain:
                     self.measured[step] = self.way.weights(self), self.way.gradients(self)
                 self._each("between_backward_and_step", step)
-                if self.scaler:
-                    self.scaler.step(self.optimizer)
-                    self.scaler.update()
-                else:
-                    self.optimizer.step()
+                self._step()
                 self._each("after_step", step)
-                self.optimizer.zero_grad()
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad()
             self._each("finish")
         if self.way.ranks > 1:
             self.way.check_replicas(self)
@@ -223,12 +223,22 @@ class Training:
         )
         self.way.distribute(self)
         self._each("after_distribution")
-        self.optimizer = self._new_optimizer()
+        self.optimizers = self._new_optimizers()
         self._each("start")
 
     def _each(self, stage: str, *args: Any) -> None:
         for feature in self.features:
             getattr(feature, stage)(self, *args)
+
+    def _step(self) -> None:
+        """Run the step of each optimizer."""
+        for optimizer in self.optimizers:
+            if self.scaler:
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if self.scaler:
+            self.scaler.update()
 
     def _backwards(self, batches: list[Tensor]) -> float:
         """Run the backwards of a step, and return its loss on this rank."""
@@ -251,12 +261,23 @@ class Training:
         if not self.plain:
             module.compile(backend=fp8pass.backend(config or self.config, monitor=self.monitor))
 
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        options: dict[str, Any] = {"lr": SIZE.peak_lr, "betas": (0.9, 0.95)}
-        if self.plain or self.optimizer_options is None:
-            return torch.optim.AdamW(parameters, **options)
-        return fp8pass.optim.AdamW(parameters, **options, **self.optimizer_options)
+    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return AdamW, and Muon before it if `muon` is set."""
+        matrices, others = self._split(p for p in self.model.parameters() if p.requires_grad)
+        theirs = self.plain or self.optimizer_options is None
+        module, ours = (torch.optim, {}) if theirs else (fp8pass.optim, self.optimizer_options)
+        adamw = module.AdamW(others, SIZE.peak_lr, (0.9, 0.95), **ours)
+        if not matrices:
+            return [adamw]
+        if theirs and self.way.shards:  # PyTorch's Muon takes minutes for DTensors
+            return [fp8pass.optim.Muon(matrices, MUON_LR, momentum_format="fp32"), adamw]
+        return [module.Muon(matrices, MUON_LR, **ours), adamw]
+
+    def _split(self, parameters: Iterable[nn.Parameter]) -> tuple[list[Any], list[Any]]:
+        """Return the parameters for Muon, and the parameters for AdamW."""
+        matrices = fp8pass.optim.split_parameters(self.model)[0] if self.muon else []
+        of_muon, found = {id(p) for p in matrices}, list(parameters)
+        return [p for p in found if id(p) in of_muon], [p for p in found if id(p) not in of_muon]
 
     def add_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train more parameters from now on."""
@@ -267,7 +288,8 @@ class Training:
             return
         if self.attached:
             self.attached.detach()
-        self.optimizer.add_param_group({"params": added})
+        for optimizer, found in zip(self.optimizers[::-1], self._split(added)[::-1], strict=False):
+            optimizer.add_param_group({"params": found})
         if self.attached:
             self.step_in_backward()
 
@@ -275,7 +297,7 @@ class Training:
         """Update the weights in the backward from now on."""
         backwards = self.accumulate * self.way.backwards
         self.attached = fp8pass.optim.step_in_backward(
-            self.model, self.optimizer, accumulate=backwards
+            self.model, *self.optimizers, accumulate=backwards
         )
 
     def first_block(self) -> list[nn.Parameter]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import compat, graph
-from fp8pass.optim.adamw import AdamW
+from fp8pass.optim.optimizer import Optimizer
 from fp8pass.optim.shards import local, whole
 from fp8pass.stability.guard.past import Numbers
 from fp8pass.weights.quantized_parameter import QuantizedWeight
@@ -111,13 +111,13 @@ class LossScale:
     GradScaler divides gradients before the step, unless the optimizer has the attribute
     `_step_supports_amp_scaling`. For such an optimizer, GradScaler stores the factor in
     `optimizer.grad_scale`, and a nonzero `optimizer.found_inf` if a gradient is not finite. Fused
-    optimizers of PyTorch divide finite gradients in place. `fp8pass.optim.AdamW` does not.
+    optimizers of PyTorch divide finite gradients in place. Optimizers of fp8pass do not.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._factor: Tensor | None = None
         self._skipped: Tensor | None = None
-        self._leaves_factor = isinstance(optimizer, AdamW)
+        self._leaves_factor = isinstance(optimizer, Optimizer)
         self._handle = optimizer.register_step_pre_hook(self._read)
 
     def unscale(self, norms: Tensor) -> Tensor:

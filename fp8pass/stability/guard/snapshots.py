@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.optim.adamw import AdamW
+from fp8pass.optim.optimizer import Optimizer
 from fp8pass.optim.shards import local
 from fp8pass.runtime.arena import Arena
 
@@ -76,7 +76,7 @@ class Snapshot:
         for key in tensors.keys() & self.tensors.keys():
             tensors[key].copy_(self.tensors[key], non_blocking=True)
         _set_values(optimizer, self.values)
-        if isinstance(optimizer, AdamW):
+        if isinstance(optimizer, Optimizer):
             optimizer.prepare_again()
 
     def _load_states(self, optimizer: torch.optim.Optimizer) -> None:

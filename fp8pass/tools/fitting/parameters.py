@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8pass.optim.adamw import WAITING
 from fp8pass.optim.backward import default_buffer
 from fp8pass.optim.group_options import preset_options, state_bytes
 from fp8pass.optim.offload import DEPTH, STAGED_BYTES, is_offloaded, layers_to_code
+from fp8pass.optim.optimizer import WAITING
 from fp8pass.optim.state_formats import SUM_GROUP_SIZE, moment_format
 from fp8pass.option_checks import ConfigError
 from fp8pass.tools.fitting.setup import Setup

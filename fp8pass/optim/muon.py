@@ -1,0 +1,258 @@
+"""`Muon`: momentum in FP8, orthogonalized by Newton–Schulz iterations.
+
+    m ← μ m + (1 - μ) g        u = μ m + (1 - μ) g, or m without Nesterov momentum
+    w ← w (1 - lr·λ) - lr · r · NS(u)
+
+`r` adjusts the learning rate to the shape of the matrix. The first line and the last line are
+elementwise, and use the parts of `update.py`. `newton_schulz.py` computes NS(u) of whole matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.optim.fused import StreamedUpdate
+from fp8pass.optim.group_options import PARAMETER, Storage
+from fp8pass.optim.newton_schulz import newton_schulz, orthogonalize, ranks_of
+from fp8pass.optim.offload import Staging, is_offloaded
+from fp8pass.optim.optimizer import Optimizer
+from fp8pass.optim.shards import like_parameter
+from fp8pass.optim.slots import Slot
+from fp8pass.optim.update import Batch, EagerUpdate, Group, PreparedUpdate, Rule, Tensors
+from fp8pass.weights.quantized_parameter import QuantizedWeight
+
+# Matrices are updated in rounds of at least so many elements on each rank, and at least one matrix
+# for each rank. Small rounds need little memory for the directions.
+ROUND = 1 << 26
+MOMENTUM = "momentum_buffer"
+
+
+class Muon(Optimizer):
+    """`torch.optim.Muon` with momentum in FP8, for the matrices of hidden layers.
+
+        matrices, others = fp8pass.optim.split_parameters(model)
+        optimizers = [fp8pass.optim.Muon(matrices, lr=0.02), fp8pass.optim.AdamW(others, lr=3e-4)]
+
+    Muon replaces the momentum of a matrix by the nearest orthogonal matrix (Jordan et al., "Muon:
+    An optimizer for hidden layers in neural networks", 2024). The options have the same meaning as
+    in `torch.optim.Muon`, apart from the formats of momentum and weights, and can be set for each
+    parameter group. Under FSDP2 and tensor parallelism each rank orthogonalizes a part of the
+    matrices.
+
+    Args:
+        params: matrices in float32, bfloat16 or float16, or groups of them.
+        lr: learning rate, a number or a tensor of one element.
+        weight_decay: decoupled weight decay, multiplied by `lr`.
+        momentum: decay of the momentum.
+        nesterov: whether to use Nesterov momentum.
+        ns_coefficients: coefficients a, b and c of the Newton–Schulz iteration.
+        eps: lower limit of the norm by which the iteration divides a matrix.
+        ns_steps: number of iterations.
+        adjust_lr_fn: factor of the learning rate for a matrix [M, N]. `original` (also None) is
+            max(1, M / N)^½. `match_rms_adamw` is 0.2 max(M, N)^½ ("Muon is Scalable for LLM
+            Training", section 2.2), for learning rates that were tuned for AdamW.
+        momentum_format: `e4m3`, `e5m2` or `de8` (8-bit dynamic exponent), each also with `+expand`;
+            `fp16`, `bf16`, `fp32`.
+        weights: how 16-bit parameters receive small updates, as in `AdamW`.
+        state_rounding: rounding of momentum and FP16 master copies, `stochastic` or `nearest`.
+        group_size: number of consecutive elements that share a scale, a power of two.
+        seed: seed of stochastic rounding.
+        offload: `("states",)` stores the states in host memory, as in `AdamW`.
+
+    Raises:
+        ConfigError: an option has an invalid value, a parameter is not a matrix or cannot be
+            optimized, or host memory is too small.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        momentum_format: str = "e4m3+expand",
+        weights: str = "stochastic",
+        state_rounding: str = "stochastic",
+        group_size: int = 128,
+        seed: int = 0,
+        offload: Iterable[str] = (),
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "momentum_format": momentum_format,
+            "weights": weights,
+            "state_rounding": state_rounding,
+            "group_size": group_size,
+            "seed": seed,
+            "offload": offload,
+        }
+        super().__init__(params, defaults)
+
+    def _fuses(self, parameter: Tensor) -> bool:
+        return False
+
+    def _streams(self, group: Group, parameter: Tensor) -> bool:
+        # All ranks must update the same matrices together, also if the shards of some ranks are too
+        # small to be offloaded.
+        return isinstance(parameter, QuantizedWeight) or "states" in group["offload"]
+
+    def _make_update(
+        self,
+        group: Group,
+        parameters: Tensors,
+        slots: Sequence[Slot],
+        gradients: Tensors,
+        how: tuple[Storage, bool, bool],
+    ) -> PreparedUpdate:
+        storage, _, streams = how
+        offloaded = [is_offloaded(group, "states", p) for p in parameters]
+        staging = self._staging_of(parameters[0].device) if streams else None
+        return MuonUpdate(parameters, slots, storage, staging, offloaded)
+
+
+class MuonUpdate(PreparedUpdate):
+    """Updates matrices in rounds, so that few directions are in memory at once.
+
+    Args:
+        parameters: matrices of one dtype and device.
+        slots: the slots of the matrices.
+        storage: how the states are stored.
+        staging: the staging buffers of offloaded states, or None.
+        offloaded: whether the states of each matrix are offloaded.
+    """
+
+    def __init__(
+        self,
+        parameters: Tensors,
+        slots: Sequence[Slot],
+        storage: Storage,
+        staging: Staging | None,
+        offloaded: Sequence[bool],
+    ) -> None:
+        self.parameters, self.slots = parameters, slots
+        self.storage, self.staging, self.offloaded = storage, staging, offloaded
+        self.rounds = list(_rounds(parameters))
+
+    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
+        """Update with the gradients multiplied by `control[0]`."""
+        for members in self.rounds:
+            found = [gradients[i] for i in members]
+            directions = [
+                torch.empty(g.shape, dtype=torch.bfloat16, device=g.device) for g in found
+            ]
+            slots = [
+                replace(slot, parameter=u, states={MOMENTUM: slot.states[MOMENTUM]}, offloaded=None)
+                for slot, u in zip([self.slots[i] for i in members], directions, strict=True)
+            ]
+            self._run(members, slots, update_momentum, found, group, control)
+            found = self._orthogonalize(members, directions, group)
+            slots = [self._without_momentum(self.slots[i]) for i in members]
+            # The momentum contains the factor of gradients already.
+            self._run(members, slots, update_weights, found, group, torch.ones_like(control))
+
+    def _run(
+        self,
+        members: Sequence[int],
+        slots: Sequence[Slot],
+        rule: Rule,
+        gradients: Tensors,
+        group: Group,
+        control: Tensor,
+    ) -> None:
+        """Run a rule for all slots; stream the slots with tensors in host memory."""
+        counts = rule is update_momentum
+        streamed: list[tuple[Slot, Tensor]] = []
+        present: list[tuple[Slot, Tensor]] = []
+        for i, pair in zip(members, zip(slots, gradients, strict=True), strict=True):
+            on_host = pair[0].states or pair[0].offloaded is not None
+            (streamed if self.offloaded[i] and on_host else present).append(pair)
+        if present:
+            some, found = zip(*present, strict=True)
+            EagerUpdate(some, self.storage, rule, counts=counts).step(found, group, control)
+        if streamed:
+            assert self.staging is not None
+            some, found = zip(*streamed, strict=True)
+            update = StreamedUpdate(some, found, self.storage, self.staging, rule, counts=counts)
+            update.step(found, group, control)
+            self.staging.join()
+
+    def _orthogonalize(
+        self, members: Sequence[int], directions: Tensors, group: Group
+    ) -> list[Tensor]:
+        """Return the local shards of the orthogonalized directions."""
+        function = partial(
+            newton_schulz,
+            coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"],
+            eps=group["eps"],
+        )
+        whole = [
+            like_parameter(u, self.parameters[i]) for i, u in zip(members, directions, strict=True)
+        ]
+        return orthogonalize(whole, self.slots[members[0]].number, function)
+
+    @staticmethod
+    def _without_momentum(slot: Slot) -> Slot:
+        return replace(slot, states={k: x for k, x in slot.states.items() if k != MOMENTUM})
+
+
+def _rounds(parameters: Tensors) -> Iterator[list[int]]:
+    """Yield the indices of the matrices of each round; equal on all ranks."""
+    members: list[int] = []
+    size = 0
+    for i, parameter in enumerate(parameters):
+        members.append(i)
+        ranks = ranks_of(parameter)
+        size += parameter.numel() // ranks
+        if size >= ROUND and len(members) >= ranks:
+            yield members
+            members, size = [], 0
+    if members:
+        yield members
+
+
+def update_momentum(batch: Batch, gradient: Tensor) -> None:
+    """Update the momentum, and write the direction u into the parameters of the slots."""
+    beta = batch.group["momentum"]
+    momentum = batch.read(MOMENTUM).lerp(gradient, 1 - beta)
+    batch.write({MOMENTUM: momentum})
+    batch.write_parameter(gradient.lerp(momentum, beta) if batch.group["nesterov"] else momentum)
+
+
+def update_weights(batch: Batch, direction: Tensor) -> None:
+    """Update the weights by orthogonalized directions."""
+    group, device = batch.group, direction.device
+    lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=device).reshape(())
+    ratios = [adjust_lr(group["adjust_lr_fn"], slot.shape) for slot in batch.slots]
+    rates = lr * torch.tensor(ratios, dtype=torch.float64, device=device)
+    decay = (1 - lr * group["weight_decay"]).float()
+    rates = batch.rows.repeat(rates.float())
+    batch.write({PARAMETER: batch.read_weights() * decay - rates * direction})
+
+
+def adjust_lr(how: str | None, shape: Sequence[int]) -> float:
+    """Return the factor of the learning rate for a matrix; see `adjust_lr_fn` of `Muon`."""
+    rows, columns = shape
+    if how == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

@@ -1,0 +1,206 @@
+"""Orthogonalization of matrices by a Newton–Schulz iteration, spread over ranks.
+
+The iteration needs whole matrices. Therefore the ranks that share a matrix send their shards to one
+of these ranks, the owner. The owner orthogonalizes the matrix, and sends the shards of the result
+back. Each rank owns about as many matrices as the other ranks. If one dimension of the device mesh
+divides a matrix (FSDP2, HSDP, tensor parallelism), the ranks along this dimension exchange shards
+in one all-to-all before the iteration and in one after it. If several dimensions divide a matrix,
+or none, every rank gathers the matrix, and the owner broadcasts the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fp8pass.optim.shards import DTensor, shard_of, whole
+
+Orthogonalize = Callable[[Tensor], Tensor]
+
+
+def newton_schulz(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Return an approximation of U Vᵀ for a matrix U S Vᵀ [M, N], in BF16.
+
+        X ← X / max(‖X‖, ε)        X ← a X + (b A + c A²) X    with A = X Xᵀ
+
+    The iteration is from Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
+    (2024). With five steps and the default coefficients a, b and c, most singular values of the
+    result are between 0.7 and 1.2. The iteration transposes tall matrices, so that A is small.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp_min(eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def orthogonalize(
+    matrices: Sequence[Tensor], first_owner: int, function: Orthogonalize
+) -> list[Tensor]:
+    """Apply `function` to whole matrices, and return the local shards of the results.
+
+    Args:
+        matrices: BF16 [M, N], plain tensors or DTensors, in the same order on all ranks.
+        first_owner: selects the owner of the first matrix. If calls with one matrix have different
+            numbers, different ranks own their matrices.
+        function: maps a BF16 matrix to a BF16 matrix of the same shape.
+    """
+    results: list[Any] = [None] * len(matrices)
+    shared: dict[Any, list[int]] = defaultdict(list)
+    for i, x in enumerate(matrices):
+        dimension = find_dimension(x)
+        if dimension is None:
+            results[i] = function(x.to_local() if isinstance(x, DTensor) else x)
+        else:
+            is_divided = _dividing_dimensions(x) == [dimension]  # type: ignore[arg-type]
+            shared[x.device_mesh, dimension, is_divided].append(i)  # type: ignore[attr-defined]
+    for (mesh, dimension, is_divided), members in shared.items():
+        ranks = Ranks(mesh.get_group(dimension), mesh.size(dimension), first_owner)
+        spread = exchange_shards if is_divided else broadcast_results
+        found = spread([matrices[i] for i in members], ranks, dimension, function)  # type: ignore[misc]
+        for i, result in zip(members, found, strict=True):
+            results[i] = result
+    return results
+
+
+def ranks_of(matrix: Tensor) -> int:
+    """Return the number of ranks among which `orthogonalize` spreads matrices like `matrix`."""
+    dimension = find_dimension(matrix)
+    return 1 if dimension is None else matrix.device_mesh.size(dimension)  # type: ignore[attr-defined]
+
+
+def find_dimension(matrix: Tensor) -> int | None:
+    """Return the mesh dimension along which ranks share a matrix, or None if they do not.
+
+    A dimension that divides the matrix is preferred, then the longest dimension.
+    """
+    if not isinstance(matrix, DTensor) or matrix.device_mesh.size() == 1:
+        return None
+    mesh, dividing = matrix.device_mesh, _dividing_dimensions(matrix)
+    return max(range(mesh.ndim), key=lambda d: (d in dividing, mesh.size(d)))
+
+
+def _dividing_dimensions(matrix: DTensor) -> list[int]:
+    """Return the mesh dimensions that divide a matrix among ranks."""
+    mesh = matrix.device_mesh
+    sharded = (d for d, placement in enumerate(matrix.placements) if hasattr(placement, "dim"))
+    return [d for d in sharded if mesh.size(d) > 1]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that share the orthogonalization of matrices."""
+
+    group: Any
+    size: int
+    first_owner: int  # index of the rank that owns the first matrix, modulo `size`
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank."""
+        return dist.get_rank(self.group)
+
+    def owned(self, count: int) -> list[list[int]]:
+        """Return for each rank the indices of the matrices that it owns, of `count` matrices."""
+        firsts = [(rank - self.first_owner) % self.size for rank in range(self.size)]
+        return [list(range(first, count, self.size)) for first in firsts]
+
+    def swap(
+        self,
+        sent: Sequence[Sequence[Tensor]],
+        shapes: Sequence[Sequence[Sequence[int]]],
+        device: torch.device,
+    ) -> list[list[Tensor]]:
+        """Send the BF16 tensors `sent[r]` to rank r, and return the tensors from each rank.
+
+        `shapes[r]` are the shapes of the tensors that rank r sends to this rank.
+        """
+        empty = torch.empty(0, dtype=torch.bfloat16, device=device)
+        sends = torch.cat([empty, *(x.reshape(-1) for tensors in sent for x in tensors)])
+        counts = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
+        received = sends.new_empty(sum(map(sum, counts)))
+        # As bytes, because gloo cannot send BF16 in all versions of PyTorch.
+        dist.all_to_all_single(
+            received.view(torch.uint8),
+            sends.view(torch.uint8),
+            [2 * sum(count) for count in counts],
+            [2 * sum(x.numel() for x in tensors) for tensors in sent],
+            self.group,
+        )
+        flat = iter(received.split([count for of_rank in counts for count in of_rank]))
+        return [[next(flat).view(tuple(shape)) for shape in of_rank] for of_rank in shapes]
+
+
+def exchange_shards(
+    matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
+) -> list[Tensor]:
+    """Apply `function` to matrices that only the mesh dimension `dimension` divides.
+
+    Returns:
+        The local shards of the results.
+    """
+    shards = [x.to_local() for x in matrices]
+    shapes = [_shard_shapes(x, dimension) for x in matrices]
+    axes = [x.placements[dimension].dim for x in matrices]  # type: ignore[attr-defined]
+    owned, device = ranks.owned(len(matrices)), shards[0].device
+    mine = owned[ranks.rank]
+    received = ranks.swap(
+        [[shards[i] for i in members] for members in owned],
+        [[shapes[i][rank] for i in mine] for rank in range(ranks.size)],
+        device,
+    )
+    results = []
+    for i, parts in zip(mine, zip(*received, strict=True), strict=True):
+        result = function(torch.cat(parts, axes[i]))
+        results.append(result.split([shape[axes[i]] for shape in shapes[i]], axes[i]))
+    received = ranks.swap(
+        [[result[rank] for result in results] for rank in range(ranks.size)],
+        [[shards[i].shape for i in members] for members in owned],
+        device,
+    )
+    found = {
+        i: x
+        for members, tensors in zip(owned, received, strict=True)
+        for i, x in zip(members, tensors, strict=True)
+    }
+    return [found[i] for i in range(len(matrices))]
+
+
+def broadcast_results(
+    matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
+) -> list[Tensor]:
+    """Apply `function` to matrices with any placements; the owners broadcast along `dimension`.
+
+    Returns:
+        The local shards of the results.
+    """
+    wholes = [whole(x).contiguous() for x in matrices]
+    owned = ranks.owned(len(matrices))
+    for i in owned[ranks.rank]:
+        wholes[i] = function(wholes[i]).contiguous()
+    for owner, members in enumerate(owned):
+        for i in members:
+            dist.broadcast(wholes[i].view(torch.uint8), group_src=owner, group=ranks.group)
+    return [shard_of(result, x) for result, x in zip(wholes, matrices, strict=True)]
+
+
+def _shard_shapes(matrix: DTensor, dimension: int) -> list[list[int]]:
+    """Return the shape of the shard of each rank along a mesh dimension that divides a matrix."""
+    axis = matrix.placements[dimension].dim  # type: ignore[attr-defined]
+    ranks, length = matrix.device_mesh.size(dimension), matrix.shape[axis]
+    longest = -(-length // ranks)  # as in torch.chunk
+    shapes = [list(matrix.shape) for _ in range(ranks)]
+    for rank, shape in enumerate(shapes):
+        shape[axis] = max(0, min(longest, length - rank * longest))
+    return shapes

@@ -1,0 +1,352 @@
+"""`Optimizer`: implements PyTorch's optimizer interface, and selects how parameters are updated."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.compat import prepare_loads
+from fp8pass.optim import checkpoint, fused
+from fp8pass.optim.group_options import Storage, check_group
+from fp8pass.optim.offload import Staging, check_host_memory, is_offloaded
+from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
+from fp8pass.optim.slots import Slot, State, name_of, new_state
+from fp8pass.optim.state_formats import StateFormat
+from fp8pass.optim.sums import GradientSum
+from fp8pass.optim.update import Group, PreparedUpdate, Tensors
+from fp8pass.option_checks import ConfigError
+from fp8pass.runtime.arena import Arena
+from fp8pass.weights.quantized_parameter import QuantizedWeight
+
+# Gradients may wait for offloaded states. They may occupy at most 1 / WAITING of the bytes of all
+# parameters, which are the bytes of two layers in a model of 32.
+WAITING = 16
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base class of the optimizers, with states in the formats of `state_formats.py`.
+
+    A subclass defines the options of parameter groups, and `_make_update`.
+
+    Args:
+        params: parameters in float32, bfloat16 or float16, or groups of them.
+        defaults: values of the options.
+
+    Raises:
+        ConfigError: an option has an invalid value, a parameter cannot be optimized, or host memory
+            is too small.
+    """
+
+    # With this attribute, GradScaler does not unscale gradients. Instead, it sets the optimizer's
+    # attributes `grad_scale` and `found_inf`.
+    _step_supports_amp_scaling = True
+    # Keys of parameter groups that set several options.
+    _shorthands: tuple[str, ...] = ()
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        offload = defaults["offload"]
+        if isinstance(offload, Iterable) and not isinstance(offload, str):
+            defaults["offload"] = tuple(offload)
+        self._staging: dict[torch.device, Staging] = {}
+        self._reset_caches()
+        super().__init__(params, defaults)
+        check_host_memory(self.param_groups)
+
+    def _reset_caches(self) -> None:
+        """Drop all caches that depend on parameters or states."""
+        self._numbers: dict[Tensor, int] = {}
+        self._constants: dict[Any, Tensor] = {}
+        self._arenas: dict[torch.device, Arena] = {}
+        self._prepared: dict[tuple[int, ...], tuple[Any, list[Any], PreparedUpdate]] = {}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters with its own options.
+
+        Raises:
+            ConfigError: an option is invalid or misspelled, or a parameter cannot be optimized.
+        """
+        options = [*self.defaults, *self._shorthands]
+        for name in sorted(map(str, set(param_group) - {"params", *options})):
+            nearest = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
+            if nearest and len(name) > 4:  # a short name such as `eps2` may be the user's own
+                raise ConfigError(
+                    f"Unknown option {name!r} of a parameter group. Did you mean {nearest[0]!r}?"
+                )
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient, and return the result of `closure`.
+
+        Raises:
+            RuntimeError, ConfigError: as in `update`. No parameter has been updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
+        for group, parameters in groups:
+            Storage.of(group)  # raises ConfigError before any group is updated
+            for parameter in parameters:
+                _check_can_be_updated(parameter)
+        try:
+            for group, parameters in groups:
+                self.update(group, parameters)
+        finally:
+            self.join()
+        return loss
+
+    @torch.no_grad()
+    def update(self, group: Group, parameters: Tensors) -> None:
+        """Update some parameters of a group with their gradients.
+
+        Parameters with offloaded states are updated on another stream; `join` waits for it.
+
+        Raises:
+            RuntimeError: a gradient is sparse, a parameter is a DTensor and its gradient is not, or
+                a weight exists only in FP8.
+            ConfigError: an option of the group has an invalid value.
+        """
+        batches: dict[Any, list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            _check_can_be_updated(parameter)
+            device = parameter.device
+            fuses = self._fuses(parameter)
+            streams = self._streams(group, parameter)
+            storage = storage_of(group, parameter)
+            batches[parameter.dtype, device, (storage, fuses, streams)].append(parameter)
+        for (_, device, how), batch in batches.items():
+            control = self._control(group, device)
+            _, fuses, _ = how
+            found = getattr(self, "found_inf", None)
+            if not fuses and found is not None and found.item():
+                continue
+            gradients = [local_gradient(p) for p in batch]
+            if fuses:
+                gradients = [g.contiguous() for g in gradients]
+            self._prepare(group, batch, gradients, how).step(gradients, group, control)
+            if fuses:
+                # In-place operators do the same. A backward that needs the old weights then raises
+                # an error instead of reading the new weights.
+                torch.autograd.graph.increment_version([local(p) for p in batch])
+
+    def count_updates(self, group: Group, parameter: Tensor) -> Tensor:
+        """Return the number of updates of a parameter, fp32 []; create its state if missing."""
+        if not self.state.get(parameter):
+            self._make_slot(storage_of(group, parameter), group, parameter)
+        return self.state[parameter]["step"].to(parameter.device)
+
+    def make_sum(self, group: int, parameter: Tensor, format: StateFormat) -> GradientSum:
+        """Return an empty sum of gradients for a parameter of the group with index `group`."""
+        offload = None
+        if is_offloaded(self.param_groups[group], "gradients", parameter):
+            offload = self._arena_of(parameter.device), self._staging_of(parameter.device)
+        return GradientSum(format, offload, self._number(parameter))
+
+    def join(self) -> None:
+        """Make the current stream wait for all updates launched so far."""
+        for staging in self._staging.values():
+            staging.join()
+
+    def abandon(self) -> None:
+        """Wait on the CPU for all updates launched so far, and release gradients."""
+        for staging in self._staging.values():
+            staging.abandon()
+
+    def release(self) -> None:
+        """Drop references to gradients. Their memory stays valid for pending additions."""
+        for staging in self._staging.values():
+            staging.release()
+
+    def prepare_again(self) -> None:
+        """Drop prepared updates. Call this after a write to states: updates contain step counts."""
+        self._prepared.clear()
+
+    def _control(self, group: Group, device: torch.device) -> Tensor:
+        """Return fp32 [2]: the factor of gradients, and 1 if a gradient is not finite, else 0."""
+        key = device, bool(group.get("maximize"))
+        if key not in self._constants:
+            sign = -1.0 if group.get("maximize") else 1.0
+            self._constants[key] = torch.tensor([sign, 0.0], dtype=torch.float32, device=device)
+        control = self._constants[key]
+        scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        if scale is not None:
+            control = torch.stack([control[0] / scale.to(device).reshape(()), control[1]])
+        if found is not None:
+            control = torch.stack([control[0], found.to(device).reshape(())])
+        return control
+
+    def _prepare(
+        self, group: Group, parameters: Tensors, gradients: Tensors, how: tuple[Storage, bool, bool]
+    ) -> PreparedUpdate:
+        """Return the prepared update of these parameters.
+
+        `how` contains the storage of states, whether the kernel runs, and whether states are
+        offloaded. An update is reused until an option, parameter, dtype or state tensor changes.
+        Only then are states checked and converted again.
+        """
+        key, (storage, fuses, streams) = tuple(map(id, parameters)), how
+        # An eager update does not need the address of a plain parameter, and a FakeTensor has none.
+        layouts = [
+            (p.shape, x.data_ptr() if fuses or streams or x is not p else 0)
+            for p, x in zip(parameters, map(local, parameters), strict=True)
+        ]
+        dtypes = parameters[0].dtype, parameters[0].device, [g.dtype for g in gradients]
+        signature = (layouts, dtypes, how)
+        states = [self.state[p] for p in parameters]
+        if found := self._prepared.get(key):
+            old, tensors, prepared = found
+            if old == signature and all(states[i].get(name) is x for i, name, x in tensors):
+                return prepared
+        slots = [self._make_slot(storage, group, p) for p in parameters]
+        # A fused update replaces the step tensors of its parameters. Other prepared updates of
+        # these parameters would count steps in the old tensors.
+        for other in [x for x in self._prepared if not set(key).isdisjoint(x)]:
+            del self._prepared[other]
+        prepared = self._make_update(group, parameters, slots, gradients, how)
+        tensors = [
+            (i, name, x)
+            for i, state in enumerate(states)
+            for name, x in state.items()
+            if name_of(name) in checkpoint.STATES
+        ]
+        self._prepared[key] = signature, tensors, prepared
+        return prepared
+
+    def _fuses(self, parameter: Tensor) -> bool:
+        """Return whether a Triton kernel updates a parameter."""
+        return fused.why_not(parameter.device) is None and local(parameter).is_contiguous()
+
+    def _streams(self, group: Group, parameter: Tensor) -> bool:
+        """Return whether an update copies states of a parameter from host memory."""
+        return is_offloaded(group, "states", parameter)
+
+    def _make_update(
+        self,
+        group: Group,
+        parameters: Tensors,
+        slots: Sequence[Slot],
+        gradients: Tensors,
+        how: tuple[Storage, bool, bool],
+    ) -> PreparedUpdate:
+        """Return the update of some parameters of one dtype and device.
+
+        `gradients` are examples of local shards, with the dtypes of every step. `how` is described
+        in `_prepare`.
+        """
+        raise NotImplementedError
+
+    def _staging_of(self, device: torch.device) -> Staging:
+        if device not in self._staging:
+            everything = (p for group in self.param_groups for p in group["params"])
+            size = sum(local(p).numel() * p.itemsize for p in everything if p.device == device)
+            self._staging[device] = Staging(device, size // WAITING)
+        return self._staging[device]
+
+    def _arena_of(self, device: torch.device) -> Arena:
+        if device not in self._arenas:
+            self._arenas[device] = Arena(device)
+        return self._arenas[device]
+
+    def _make_slot(self, storage: Storage, group: Group, parameter: Tensor) -> Slot:
+        """Return the slot of a parameter. Create its state, or convert it if necessary."""
+        state = self.state[parameter]
+        offloaded = is_offloaded(group, "states", parameter)
+        device = torch.device("cpu") if offloaded else parameter.device
+        if not state:
+            state.update(self._move_to_host(new_state(parameter, storage), group, parameter))
+        elif not checkpoint.is_converted(state, parameter, storage, device):
+            new = checkpoint.convert(state, parameter, storage)
+            new = self._move_to_host(new, group, parameter)
+            for key in [key for key in state if name_of(key) in checkpoint.STATES]:
+                del state[key]
+            state.update(new)
+        return Slot.of(self._number(parameter), parameter, state, storage)
+
+    def _move_to_host(self, state: State, group: Group, parameter: Tensor) -> State:
+        """Return `state`, moved to host memory if the options offload the state."""
+        if not is_offloaded(group, "states", parameter):
+            return state
+        copy = self._arena_of(parameter.device).take
+        return {name: x if name == "step" else with_local(x, copy) for name, x in state.items()}
+
+    def _number(self, parameter: Tensor) -> int:
+        """Return the index of a parameter among all parameters of the optimizer."""
+        if parameter not in self._numbers:
+            everything = (p for group in self.param_groups for p in group["params"])
+            self._numbers = {p: i for i, p in enumerate(everything)}
+        return self._numbers[parameter]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Wait for copies to host memory, and return a checkpoint.
+
+        `torch.distributed.checkpoint` can load states of any format into the returned dict.
+        """
+        for staging in self._staging.values():
+            staging.synchronize()
+        prepare_loads(checkpoint.stage_states)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer in any format, or of its namesake in `torch.optim`.
+
+        States are converted to the formats of this optimizer. The options in `group_options.OWN`
+        keep their values, and the other options come from the checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint was made by another class of optimizer or for parameters of
+                other shapes, or has an option with an invalid value.
+            ValueError: the checkpoint has other parameter groups.
+        """
+        if not isinstance(state_dict, dict):  # PyTorch would fail before calling the hook
+            checkpoint.check_has_states(state_dict)
+        # PyTorch would cast states to the dtype of their parameter, so this hook hides the states.
+        # The hook is registered last, so that hooks of users get the original checkpoint.
+        handle = self.register_load_state_dict_pre_hook(checkpoint.hide_states)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        loaded = {  # converted first: an invalid checkpoint raises an error before any change
+            key: checkpoint.convert(x, key.parameter, storage_of(key.group, key.parameter))
+            for key, x in state.get("state", {}).items()
+            if isinstance(key, checkpoint.HiddenParameter)
+        }
+        super().__setstate__(state)
+        self.__dict__.setdefault("_staging", {})  # missing in copies and after unpickling
+        self._reset_caches()
+        for key, new in loaded.items():
+            self.state.pop(key)  # type: ignore[call-overload]
+            self.state[key.parameter] = self._move_to_host(new, key.group, key.parameter)
+
+
+def _check_can_be_updated(parameter: Tensor) -> None:
+    """Raise RuntimeError if an update would fail or have no effect."""
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        raise RuntimeError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse. "
+            "Make it dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam."
+        )
+    if isinstance(parameter, QuantizedWeight) and parameter.source is None:
+        raise RuntimeError(
+            f"A trainable weight of shape {tuple(parameter.shape)} exists only in FP8, which is "
+            "too coarse for most updates. Name its layer in skip= of quantize_frozen, or freeze "
+            "the weight with requires_grad_(False)."
+        )
