@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight
 WAITING = 16
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer, ABC):
     """Base class of the optimizers, with states in the formats of `state_formats.py`.
 
     A subclass defines the options of parameter groups, and `_make_update`.
@@ -235,6 +236,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return whether an update copies states of a parameter from host memory."""
         return is_offloaded(group, "states", parameter)
 
+    @abstractmethod
     def _make_update(
         self,
         group: Group,
@@ -248,7 +250,6 @@ class Optimizer(torch.optim.Optimizer):
         `gradients` are examples of local shards, with the dtypes of every step. `how` is described
         in `_prepare`.
         """
-        raise NotImplementedError
 
     def _staging_of(self, device: torch.device) -> Staging:
         if device not in self._staging:

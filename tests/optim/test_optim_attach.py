@@ -106,7 +106,7 @@ def test_wrong_arguments_are_refused(tmp_path):
             step_in_backward(model, optimizer, buffer=buffer)
     with pytest.raises(fp8pass.ConfigError, match=r"takes an fp8pass\.optim\.AdamW"):
         step_in_backward(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(fp8pass.ConfigError, match=r"lacks parameters of the model: 2\.weight"):
+    with pytest.raises(fp8pass.ConfigError, match=r"lack parameters of the model: 2\.weight"):
         step_in_backward(model, AdamW(model[0].parameters()))
     with single_process(tmp_path):
         parallel = nn.parallel.DistributedDataParallel(model)
