@@ -97,6 +97,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "quality_accumulation": quality_table,
     "quality_large": quality_table,
     "quality_lengths": quality_table,
+    "quality_muon": quality_table,
     "quality_rates": quality_rates_table,
     "quality_mantissa": quality_rates_table,
     "zoo": zoo_table,

@@ -226,7 +226,7 @@ class Fit(Result):
         table = Table(title="ways to train, the fastest first", title_justify="left")
         table.add_column("")
         of = f" ({REFERENCE})" if self.gpu.rates == "assumed" else ""
-        for column in ("GPU", "host", f"s per step{of}", "s waiting for copies"):
+        for column in ("GPU", "host", f"s per step{of}", "s waiting"):
             table.add_column(column, justify="right")
         table.add_column("")
         for candidate, why_not in self.tried:
