@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from fp8pass.optim.fused import FusedUpdate, StreamedUpdate
-from fp8pass.optim.group_options import PRESET_OPTIONS, Storage, preset_options, warn_about_ignored
-from fp8pass.optim.optimizer import Optimizer
+from fp8pass.optim.group_options import PRESET_OPTIONS, preset_options, warn_about_ignored
+from fp8pass.optim.optimizer import How, Optimizer
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors, update_adamw
 
@@ -110,17 +110,12 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
 
     def _make_update(
-        self,
-        group: Group,
-        parameters: Tensors,
-        slots: Sequence[Slot],
-        gradients: Tensors,
-        how: tuple[Storage, bool, bool],
+        self, group: Group, parameters: Tensors, slots: Sequence[Slot], gradients: Tensors, how: How
     ) -> PreparedUpdate:
-        storage, fuses, streams = how
-        if streams:
-            staging, rule = self._staging_of(parameters[0].device), None if fuses else update_adamw
-            return StreamedUpdate(slots, gradients, storage, staging, rule)
-        if fuses:
-            return FusedUpdate(slots, gradients, storage)
-        return EagerUpdate(slots, storage, update_adamw)
+        if how.streams:
+            staging = self._staging_of(parameters[0].device)
+            rule = None if how.fuses else update_adamw
+            return StreamedUpdate(slots, gradients, how.storage, staging, rule)
+        if how.fuses:
+            return FusedUpdate(slots, gradients, how.storage)
+        return EagerUpdate(slots, how.storage, update_adamw)

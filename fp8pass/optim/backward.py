@@ -133,6 +133,11 @@ def step_in_backward(
         for i, group in enumerate(optimizer.param_groups)
         for p in group["params"]
     }
+    if len(groups) < sum(len(g["params"]) for x in optimizers for g in x.param_groups):
+        raise ConfigError(
+            "Several optimizers have the same parameter. Pass each parameter to one optimizer, for "
+            "example with fp8pass.optim.split_parameters(model)."
+        )
     # Includes frozen parameters, which may be unfrozen later.
     updated = {name: p for name, p in model.named_parameters() if p in groups}
     trained = (name for name, p in model.named_parameters() if p.requires_grad)

@@ -22,7 +22,7 @@ from fp8pass.optim.fused import StreamedUpdate
 from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.newton_schulz import newton_schulz, orthogonalize, ranks_of
 from fp8pass.optim.offload import Staging, is_offloaded
-from fp8pass.optim.optimizer import Optimizer
+from fp8pass.optim.optimizer import How, Optimizer
 from fp8pass.optim.shards import like_parameter
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.update import Batch, EagerUpdate, Group, PreparedUpdate, Rule, Tensors
@@ -117,17 +117,11 @@ class Muon(Optimizer):
         return isinstance(parameter, QuantizedWeight) or "states" in group["offload"]
 
     def _make_update(
-        self,
-        group: Group,
-        parameters: Tensors,
-        slots: Sequence[Slot],
-        gradients: Tensors,
-        how: tuple[Storage, bool, bool],
+        self, group: Group, parameters: Tensors, slots: Sequence[Slot], gradients: Tensors, how: How
     ) -> PreparedUpdate:
-        storage, _, streams = how
         offloaded = [is_offloaded(group, "states", p) for p in parameters]
-        staging = self._staging_of(parameters[0].device) if streams else None
-        return MuonUpdate(parameters, slots, storage, staging, offloaded)
+        staging = self._staging_of(parameters[0].device) if how.streams else None
+        return MuonUpdate(parameters, slots, how.storage, staging, offloaded)
 
 
 class MuonUpdate(PreparedUpdate):
@@ -152,6 +146,8 @@ class MuonUpdate(PreparedUpdate):
         self.parameters, self.slots = parameters, slots
         self.storage, self.staging, self.offloaded = storage, staging, offloaded
         self.rounds = list(_rounds(parameters))
+        # For the weights: the directions contain the factor of the gradients already.
+        self.unscaled = torch.tensor([1.0, 0.0], device=parameters[0].device)
 
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         """Update with the gradients multiplied by `control[0]`."""
@@ -167,8 +163,7 @@ class MuonUpdate(PreparedUpdate):
             self._run(members, slots, update_momentum, found, group, control)
             found = self._orthogonalize(members, directions, group)
             slots = [self._without_momentum(self.slots[i]) for i in members]
-            # The momentum contains the factor of gradients already.
-            self._run(members, slots, update_weights, found, group, torch.ones_like(control))
+            self._run(members, slots, update_weights, found, group, self.unscaled)
 
     def _run(
         self,

@@ -6,7 +6,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight
 # Gradients may wait for offloaded states. They may occupy at most 1 / WAITING of the bytes of all
 # parameters, which are the bytes of two layers in a model of 32.
 WAITING = 16
+
+
+class How(NamedTuple):
+    """How parameters are updated. Parameters that are updated together have an equal `How`."""
+
+    storage: Storage  # how the states are stored
+    fuses: bool  # whether a Triton kernel computes the update
+    streams: bool  # whether states are copied from host memory
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
@@ -125,22 +133,19 @@ class Optimizer(torch.optim.Optimizer, ABC):
         batches: dict[Any, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             _check_can_be_updated(parameter)
-            device = parameter.device
-            fuses = self._fuses(parameter)
-            streams = self._streams(group, parameter)
-            storage = storage_of(group, parameter)
-            batches[parameter.dtype, device, (storage, fuses, streams)].append(parameter)
+            fuses, streams = self._fuses(parameter), self._streams(group, parameter)
+            how = How(storage_of(group, parameter), fuses, streams)
+            batches[parameter.dtype, parameter.device, how].append(parameter)
         for (_, device, how), batch in batches.items():
             control = self._control(group, device)
-            _, fuses, _ = how
             found = getattr(self, "found_inf", None)
-            if not fuses and found is not None and found.item():
+            if not how.fuses and found is not None and found.item():
                 continue
             gradients = [local_gradient(p) for p in batch]
-            if fuses:
+            if how.fuses:
                 gradients = [g.contiguous() for g in gradients]
             self._prepare(group, batch, gradients, how).step(gradients, group, control)
-            if fuses:
+            if how.fuses:
                 # In-place operators do the same. A backward that needs the old weights then raises
                 # an error instead of reading the new weights.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
@@ -192,18 +197,17 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return control
 
     def _prepare(
-        self, group: Group, parameters: Tensors, gradients: Tensors, how: tuple[Storage, bool, bool]
+        self, group: Group, parameters: Tensors, gradients: Tensors, how: How
     ) -> PreparedUpdate:
         """Return the prepared update of these parameters.
 
-        `how` contains the storage of states, whether the kernel runs, and whether states are
-        offloaded. An update is reused until an option, parameter, dtype or state tensor changes.
-        Only then are states checked and converted again.
+        An update is reused until an option, parameter, dtype or state tensor changes. Only then are
+        states checked and converted again.
         """
-        key, (storage, fuses, streams) = tuple(map(id, parameters)), how
+        key = tuple(map(id, parameters))
         # An eager update does not need the address of a plain parameter, and a FakeTensor has none.
         layouts = [
-            (p.shape, x.data_ptr() if fuses or streams or x is not p else 0)
+            (p.shape, x.data_ptr() if how.fuses or how.streams or x is not p else 0)
             for p, x in zip(parameters, map(local, parameters), strict=True)
         ]
         dtypes = parameters[0].dtype, parameters[0].device, [g.dtype for g in gradients]
@@ -213,7 +217,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             old, tensors, prepared = found
             if old == signature and all(states[i].get(name) is x for i, name, x in tensors):
                 return prepared
-        slots = [self._make_slot(storage, group, p) for p in parameters]
+        slots = [self._make_slot(how.storage, group, p) for p in parameters]
         # A fused update replaces the step tensors of its parameters. Other prepared updates of
         # these parameters would count steps in the old tensors.
         for other in [x for x in self._prepared if not set(key).isdisjoint(x)]:
@@ -238,17 +242,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _make_update(
-        self,
-        group: Group,
-        parameters: Tensors,
-        slots: Sequence[Slot],
-        gradients: Tensors,
-        how: tuple[Storage, bool, bool],
+        self, group: Group, parameters: Tensors, slots: Sequence[Slot], gradients: Tensors, how: How
     ) -> PreparedUpdate:
         """Return the update of some parameters of one dtype and device.
 
-        `gradients` are examples of local shards, with the dtypes of every step. `how` is described
-        in `_prepare`.
+        `gradients` are examples of local shards, with the dtypes of every step.
         """
 
     def _staging_of(self, device: torch.device) -> Staging:

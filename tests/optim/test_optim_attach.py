@@ -23,6 +23,13 @@ import fp8pass
 from fp8pass.optim import AdamW, step_in_backward
 
 
+def test_a_parameter_of_two_optimizers_is_refused():
+    model = small_model()
+    both = AdamW(model.parameters()), AdamW(model.parameters())
+    with pytest.raises(fp8pass.ConfigError, match="Several optimizers have the same parameter"):
+        step_in_backward(model, *both)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_attaching_twice_is_refused(accumulate):

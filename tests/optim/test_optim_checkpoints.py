@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fp8pass
-from fp8pass.optim import PRESETS, AdamW
+from fp8pass.optim import PRESETS, AdamW, Muon
 from fp8pass.optim.group_options import WEIGHTS
 from fp8pass.optim.slots import name_of
 from fp8pass.optim.state_formats import MOMENT_FORMATS
@@ -54,9 +54,10 @@ def test_resuming_is_bit_exact(name, weights):
     assert_same_state(resumed, uninterrupted)
 
 
-def test_copies_and_pickles_go_on_alike():
-    params = parameters(dtype=torch.bfloat16)
-    optimizer = AdamW(params)
+@pytest.mark.parametrize("make", [AdamW, Muon])
+def test_copies_and_pickles_go_on_alike(make):
+    params = parameters(((24, 40), (7, 3)), dtype=torch.bfloat16)
+    optimizer = make(params)
     run(params, optimizer, range(2))
     others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     run(params, optimizer, range(2, 4))

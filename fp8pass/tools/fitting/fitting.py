@@ -163,10 +163,11 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
     used, memory = found.shown.gpu_bytes, found.gpu.memory
     with_margin = (1 - PREDICTION_ERROR) * memory
     if found.fits and used > with_margin:
+        name = f"{found.gpu.name}, " if found.gpu.name in GPUS else ""
         found.notes.append(
             f"This is tight: the prediction may be {PREDICTION_ERROR:.0%} too low, and "
             f"{used / memory:.1%} of the memory is used. For a margin pass "
-            f"gpu='{bytes_text(with_margin)}'."
+            f"gpu='{name}{bytes_text(with_margin)}'."
         )
     if setup.step_in_backward:
         found.notes.append(
