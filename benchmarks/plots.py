@@ -1,4 +1,4 @@
-"""Plot docs/{convergence,model,stability}.png from benchmarks/results/*.json.
+"""Plot docs/{convergence,quality_large,model,stability}.png from benchmarks/results/*.json.
 
 python benchmarks/plots.py    what has been measured; needs matplotlib
 """
@@ -24,7 +24,7 @@ SMOOTHING = 5
 
 
 def convergence(data: dict[str, Any]) -> Figure:
-    """Plot the mean training loss of each variant over seeds, and its difference to bf16."""
+    """Plot the mean training loss of each variant over seeds, and its difference to BF16."""
     figure, (curves, difference) = pyplot.subplots(
         2, sharex=True, height_ratios=(3, 2), figsize=(8, 7), layout="constrained"
     )
@@ -32,15 +32,16 @@ def convergence(data: dict[str, Any]) -> Figure:
     for r in data["results"]:
         values = [float("nan") if x is None else x for x in r["losses"]]
         losses.setdefault(r["variant"], {})[r["seed"]] = values
+    baseline = next(v for v in losses if v.lower().startswith("bf16"))
     steps = data["settings"]["steps"]
     for number, (variant, runs) in enumerate(losses.items()):
         color = f"C{number}"
-        seeds = sorted(runs.keys() & losses.get("bf16", {}).keys())
+        seeds = sorted(runs.keys() & losses[baseline].keys())
         loss = _mean([runs[s] for s in runs])
         x = [steps * (i + 1) / len(loss) for i in range(len(loss))]
-        curves.plot(x, loss, color=color, label=f"{variant} ({len(runs)} seeds)")
+        curves.plot(x, loss, color=color, label=f"{variant} (seeds: {len(runs)})")
         if seeds:
-            pairs = (zip(runs[s], losses["bf16"][s], strict=True) for s in seeds)
+            pairs = (zip(runs[s], losses[baseline][s], strict=True) for s in seeds)
             versus = [[(x / y - 1) * 100 for x, y in pair] for pair in pairs]
             difference.plot(x, running_mean(_mean(versus), SMOOTHING), color=color)
     curves.set(ylabel="train loss, nats per byte", yscale="log")
@@ -48,7 +49,7 @@ def convergence(data: dict[str, Any]) -> Figure:
         set_formatter("{x:g}")
     curves.set_title("Same initial weights and batches for each seed")
     curves.legend()
-    difference.set(xlabel="step", ylabel=f"% above bf16, mean of {SMOOTHING} points")
+    difference.set(xlabel="step", ylabel=f"% above BF16, mean of {SMOOTHING} points")
     return figure
 
 
@@ -117,6 +118,7 @@ def _or_nan(value: float | None) -> float:
 
 PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "convergence": convergence,
+    "quality_large": convergence,
     "model": model,
     "stability": stability,
 }
