@@ -15,6 +15,7 @@ from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import Quantization
 from fp8pass.plan import Plan
 from fp8pass.testing import assert_close, assert_exact, assert_plan_is_true, checks, strategies
+from fp8pass.testing.noise import Formats, Noise
 from fp8pass.testing.steps import identical
 
 
@@ -161,3 +162,14 @@ def test_missing_and_infinite_values_are_compared(dtype):
     assert identical(inf, inf)
     for a, b in itertools.permutations((nan, inf, largest), 2):
         assert not identical(a, b)
+
+
+def test_noise_keeps_the_strides_of_saved_tensors():
+    """Memory-efficient attention saves a bias of 78 columns with rows of 80 elements."""
+    noise = Noise(Formats(saved="e4m3"), seed=0)
+    padded = torch.randn(2, 4, 80)[..., :78]
+    rounded = noise.round_saved(padded)
+    assert rounded.stride() == padded.stride()
+    assert 0 < (rounded - padded).norm() / padded.norm() < 0.1
+    expanded = torch.randn(1, 78).expand(4, 78)
+    assert noise.round_saved(expanded).shape == expanded.shape
