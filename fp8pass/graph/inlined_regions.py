@@ -44,7 +44,6 @@ class Renaming:
         return cls(tuple(sorted(found, key=lambda pair: -len(pair[0]))))
 
     def apply(self, stack: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a node's `nn_module_stack` with the module paths renamed."""
         return {key: (self._rename(path), *rest) for key, (path, *rest) in stack.items()}
 
     def _rename(self, path: str) -> str:
@@ -56,7 +55,6 @@ class Renaming:
 
 
 def inline_regions(gm: fx.GraphModule) -> None:
-    """Replace each call of a region in a Dynamo graph with a copy of the region's graph."""
     first: dict[fx.GraphModule, list[fx.Node]] = {}
     for call in [n for n in gm.graph.nodes if compat.is_region(n)]:
         arguments: tuple[Any, ...] = call.args
@@ -74,7 +72,6 @@ def inline_regions(gm: fx.GraphModule) -> None:
 
 
 def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]) -> Renaming:
-    """Return the renaming for the call with `operands`. `first` are the first call's operands."""
     if operands is first:
         return Renaming()
     pairs = []
@@ -105,7 +102,6 @@ def _inline(
     operands: list[fx.Node],
     renaming: Renaming,
 ) -> None:
-    """Copy the nodes of a region before its call, and replace the results of the call by copies."""
     copies: dict[fx.Node, fx.Node] = {}
     for placeholder, operand in zip(_placeholders(region), operands, strict=True):
         copies[placeholder] = operand

@@ -40,7 +40,6 @@ class JointFacts:
         return is_alive and node not in self.overwritten
 
     def map_to_copy(self, copies: Mapping[fx.Node, fx.Node]) -> JointFacts:
-        """Return the same facts for a copy of the graph. `copies` maps each node to its copy."""
         sets: dict[str, Any] = {
             name: frozenset(copies[n] for n in nodes)
             for name, nodes in vars(self).items()
@@ -49,7 +48,9 @@ class JointFacts:
         return replace(self, **sets)
 
     def map_to_subgraph(self, inputs: Iterable[tuple[fx.Node, fx.Node]]) -> JointFacts:
-        """Return which inputs of a subgraph are parameters, given (placeholder, argument) pairs."""
+        """Return which placeholders of a subgraph are parameters, given (placeholder, argument)
+        pairs.
+        """
         pairs = list(inputs)
         return JointFacts(
             parameters=frozenset(n for n, value in pairs if value in self.parameters),
@@ -58,7 +59,6 @@ class JointFacts:
 
 
 def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
-    """Return the inputs of a graph that an operator modifies in place."""
     found = set()
     for node in g.nodes:
         if node.op == "call_function" and compat.is_operator(node.target):
@@ -70,5 +70,4 @@ def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
 
 
 def select_inputs(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
-    """Return the `nodes` that are inputs of the Dynamo graph and have an index in `indices`."""
     return frozenset(n for n in nodes if compat.input_index(n) in indices)

@@ -32,7 +32,6 @@ class Origins:
 
     @classmethod
     def of(cls, g: fx.Graph, facts: JointFacts) -> Origins:
-        """Classify the values of a joint graph."""
         computed, products = set(facts.weights), set[fx.Node]()
         constants, noise = set(facts.parameters - facts.weights), set[fx.Node]()
         for node in g.nodes:
@@ -69,7 +68,6 @@ class Origins:
 
 
 def _elements_of_others(gather: fx.Node) -> int:
-    """Return how many elements of a gathered parameter are in the shards of other ranks."""
     shard: fx.Node = gather.args[0]  # type: ignore[assignment]
     return graph.numel(graph.tensor(gather)) - graph.numel(graph.tensor(shard))
 
