@@ -26,21 +26,18 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Inputs:
-    """The indices of a Dynamo graph's inputs, by kind. An input may have several kinds.
+    """The indices of a Dynamo graph's inputs, by kind. An input may have several kinds."""
 
-    Attributes:
-        weights: inputs that are an `nn.Parameter`, trained or frozen. Buffers are not included.
-        held: leaves that require a gradient. Autograd keeps leaves alive until the backward, so
-            saving leaves costs no memory.
-        activations: inputs that require a gradient and are not leaves, such as outputs of other
-            graphs. Saving such inputs may extend their lifetime.
-        moving: parameters whose memory address changes in every step, as under FSDP2. Only CUDA
-            graphs depend on addresses, so this is empty without CUDA graphs.
-    """
-
+    # Inputs that are an `nn.Parameter`, trained or frozen. Buffers are not included.
     weights: frozenset[int] = frozenset()
+    # Leaves that require a gradient. Autograd keeps leaves alive until the backward, so saving
+    # leaves costs no memory.
     held: frozenset[int] = frozenset()
+    # Inputs that require a gradient and are not leaves, such as outputs of other graphs. Saving
+    # such inputs may extend their lifetime.
     activations: frozenset[int] = frozenset()
+    # Parameters whose memory address changes in every step, as under FSDP2. Only CUDA graphs depend
+    # on addresses, so this is empty without CUDA graphs.
     moving: frozenset[int] = frozenset()
 
     @classmethod
@@ -99,24 +96,17 @@ def describe_config(config: Config) -> str:
 
 @dataclass
 class Compilation:
-    """The compilation of one Dynamo graph.
+    """The compilation of one Dynamo graph."""
 
-    Attributes:
-        config: the user's choices.
-        inputs: the graph's inputs by kind.
-        hooks: called while the graph is compiled.
-        requests: the optional parts of the plan to compute.
-        by_name: the result of `match_names` for the graph.
-        is_main: whether this version runs in most steps, and not only when `Monitor` measures.
-        compiled: the graph after the joint or inference passes; None before.
-    """
-
-    config: Config
-    inputs: Inputs = field(default_factory=Inputs)
-    hooks: tuple[Hooks, ...] = ()
+    config: Config  # the user's choices
+    inputs: Inputs = field(default_factory=Inputs)  # the graph's inputs by kind
+    hooks: tuple[Hooks, ...] = ()  # called while the graph is compiled
+    # The optional parts of the plan to compute.
     requests: Requests = field(default_factory=Requests)
-    by_name: tuple[object, ...] = ()
+    by_name: tuple[object, ...] = ()  # the result of `match_names` for the graph
+    # Whether this version runs in most steps, and not only when `Monitor` measures.
     is_main: bool = True
+    # The graph after the joint or inference passes; None before.
     compiled: CompiledGraph | None = None
 
     def finish(self, compiled: CompiledGraph) -> None:

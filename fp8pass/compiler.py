@@ -32,19 +32,13 @@ from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights
 
 @dataclass(frozen=True)
 class Backend:
-    """A `torch.compile` backend with its configuration. Equal backends share compiled code.
+    """A `torch.compile` backend with its configuration. Equal backends share compiled code."""
 
-    Attributes:
-        config: the user's choices.
-        observer: called with each compiled graph.
-        requests: the optional parts of the plans to compute.
-        hooks: called while graphs are compiled.
-    """
-
-    config: Config = field(default_factory=Config)
-    observer: Observer | None = None
+    config: Config = field(default_factory=Config)  # the user's choices
+    observer: Observer | None = None  # called with each compiled graph
+    # The optional parts of the plans to compute.
     requests: Requests = field(default_factory=Requests)
-    hooks: tuple[Hooks, ...] = ()
+    hooks: tuple[Hooks, ...] = ()  # called while graphs are compiled
 
     __name__ = "fp8pass"
 
@@ -94,19 +88,12 @@ class Backend:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph that Dynamo captured, to be compiled once or in several versions.
+    """A graph that Dynamo captured, to be compiled once or in several versions."""
 
-    Attributes:
-        gm: the graph.
-        example_inputs: the inputs that Dynamo traced with.
-        patches: options of Inductor.
-        hooks: called while the graph is compiled.
-    """
-
-    gm: fx.GraphModule
-    example_inputs: tuple[Any, ...]
-    patches: Mapping[str, Any]
-    hooks: tuple[Hooks, ...] = ()
+    gm: fx.GraphModule  # the graph
+    example_inputs: tuple[Any, ...]  # the inputs that Dynamo traced with
+    patches: Mapping[str, Any]  # options of Inductor
+    hooks: tuple[Hooks, ...] = ()  # called while the graph is compiled
 
     def compilation(self, config: Config, **options: Any) -> Compilation:
         """Return a new `Compilation` of the graph, without compiling it."""

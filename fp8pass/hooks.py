@@ -25,38 +25,30 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class GraphRun:
-    """One run of a compiled graph's forward.
+    """One run of a compiled graph's forward."""
 
-    Attributes:
-        weights: the parameters that were passed to the graph, by module path in the graph.
-        checkpointed: whether `torch.utils.checkpoint` wraps the compiled code. It then frees the
-            saved tensors after the forward, and repeats the run in the backward.
-    """
-
+    # The parameters that were passed to the graph, by module path in the graph.
     weights: dict[str, torch.Tensor] = field(repr=False)
+    # Whether `torch.utils.checkpoint` wraps the compiled code. It then frees the saved tensors
+    # after the forward, and repeats the run in the backward.
     checkpointed: bool
 
 
 @dataclass
 class CompiledGraph:
-    """One compiled graph, as passed to hooks.
+    """One compiled graph, as passed to hooks."""
 
-    Attributes:
-        passes: the records of the joint passes. Records of the lowering passes are appended when
-            the forward and backward graphs are compiled.
-        gm: the joint or inference graph, after all its passes.
-        ctx: the context of the passes, with decisions about the nodes of `gm`.
-        runs: the runs of the forward. Equal blocks that are compiled one by one share a graph,
-            which then runs once for each block.
-        inputs: names of the Dynamo graph's inputs, as in the model; empty if not recorded.
-        stock: the result of PyTorch's own partitioner; None if not recorded.
-    """
-
+    # The records of the joint passes. Records of the lowering passes are appended when the forward
+    # and backward graphs are compiled.
     passes: list[PassRecord]
-    gm: fx.GraphModule
-    ctx: Context
+    gm: fx.GraphModule  # the joint or inference graph, after all its passes
+    ctx: Context  # the context of the passes, with decisions about the nodes of `gm`
+    # The runs of the forward. Equal blocks that are compiled one by one share a graph, which then
+    # runs once for each block.
     runs: list[GraphRun] = field(default_factory=list)
+    # Names of the Dynamo graph's inputs, as in the model; empty if not recorded.
     inputs: list[str] = field(default_factory=list)
+    # The result of PyTorch's own partitioner; None if not recorded.
     stock: StockPartition | None = None
 
     @property
@@ -87,12 +79,10 @@ class Hooks(Protocol):
 
     A subclass overrides the methods that it needs. Backends share compiled code only if their hooks
     are equal.
-
-    Attributes:
-        records: whether to record the graph before and after each pass, and to store in the plan
-            the numbers that reports show.
     """
 
+    # Whether to record the graph before and after each pass, and to store in the plan the numbers
+    # that reports show.
     records: bool = False
 
     def before_compile(

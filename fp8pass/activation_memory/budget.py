@@ -112,19 +112,12 @@ MEGA = 1e6  # the constraints are in megabytes, because the solver's tolerances 
 
 
 class _Variable(NamedTuple):
-    """A binary variable: one way in which the backward can get one value.
+    """A binary variable: one way in which the backward can get one value."""
 
-    Attributes:
-        allowed: whether the variable may be 1.
-        bytes: bytes saved on the device if the variable is 1.
-        seconds: time that a step takes longer if the variable is 1.
-        host_bytes: bytes saved in host memory if the variable is 1.
-    """
-
-    allowed: bool
-    bytes: float
-    seconds: float
-    host_bytes: float = 0.0
+    allowed: bool  # whether the variable may be 1
+    bytes: float  # bytes saved on the device if the variable is 1
+    seconds: float  # time that a step takes longer if the variable is 1
+    host_bytes: float = 0.0  # bytes saved in host memory if the variable is 1
 
 
 _Variables = dict[tuple[fx.Node, int], _Variable]  # key: a value, and one of the ways

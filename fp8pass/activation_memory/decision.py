@@ -16,28 +16,20 @@ from fp8pass.graph.joint_facts import JointFacts
 
 @dataclass(frozen=True)
 class Decision:
-    """How one forward value reaches the backward.
+    """How one forward value reaches the backward."""
 
-    Attributes:
-        format: the format of the saved value; None if the value is recomputed.
-        group_size: number of elements that share a scale; 0 if the value is saved exactly or
-            recomputed.
-        reason: the reason for the decision, as text.
-        expected_error: relative RMS error that rounding this value is expected to cause in
-            gradients.
-        price: cost of saving the value in a low-bit format, in units of `costs.py`. Infinite if the
-            value is saved exactly or recomputed.
-        on_host: whether the saved tensors, except scales and means, are in host memory.
-        centred: whether the mean over tokens is subtracted before the value is quantized. The mean
-            is saved, too.
-    """
-
-    format: Format | None
+    format: Format | None  # the format of the saved value; None if the value is recomputed
+    # Number of elements that share a scale; 0 if the value is saved exactly or recomputed.
     group_size: int
-    reason: str
+    reason: str  # the reason for the decision, as text
+    # Relative RMS error that rounding this value is expected to cause in gradients.
     expected_error: float = 0.0
+    # Cost of saving the value in a low-bit format, in units of `costs.py`. Infinite if the value is
+    # saved exactly or recomputed.
     price: float = math.inf
-    on_host: bool = False
+    on_host: bool = False  # whether the saved tensors, except scales and means, are in host memory
+    # Whether the mean over tokens is subtracted before the value is quantized. The mean is saved,
+    # too.
     centred: bool = False
 
     @property

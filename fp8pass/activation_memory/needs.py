@@ -14,16 +14,12 @@ from fp8pass.activation_memory.reasons import SavedReason
 
 @dataclass(frozen=True)
 class Needs:
-    """The forward values that the backward needs.
+    """The forward values that the backward needs."""
 
-    Attributes:
-        values: all nodes of the joint graph that do not depend on a gradient, in order.
-        all: the forward values that the backward reads or returns.
-        exact: the values that the backward needs exactly, each with the reason.
-    """
-
-    values: list[fx.Node]
+    values: list[fx.Node]  # all nodes of the joint graph that do not depend on a gradient, in order
+    # The forward values that the backward reads or returns.
     all: set[fx.Node] = field(default_factory=set)
+    # The values that the backward needs exactly, each with the reason.
     exact: dict[fx.Node, str] = field(default_factory=dict)
 
     def relevant_values(self) -> list[fx.Node]:

@@ -13,14 +13,10 @@ from fp8pass.graph.joint_facts import JointFacts
 
 @dataclass(frozen=True)
 class StockPartition:
-    """The result of PyTorch's partitioner.
+    """The result of PyTorch's partitioner."""
 
-    Attributes:
-        graphs: the forward and the backward graph.
-        saved: bytes of each saved tensor, by name. Parameters and leaves are left out.
-    """
-
-    graphs: tuple[fx.Graph, fx.Graph]
+    graphs: tuple[fx.Graph, fx.Graph]  # the forward and the backward graph
+    # Bytes of each saved tensor, by name. Parameters and leaves are left out.
     saved: dict[str, int]
 
     @property

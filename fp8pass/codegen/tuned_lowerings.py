@@ -33,15 +33,11 @@ AMAX_GROUP = 128
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function that is traced instead of the reference implementation of an operator.
+    """A function that is traced instead of the reference implementation of an operator."""
 
-    Attributes:
-        function: the traced function.
-        arguments: returns the arguments of `function` for a node. By default, these are the node's
-            own arguments.
-    """
-
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor]  # the traced function
+    # Returns the arguments of `function` for a node. By default, these are the node's own
+    # arguments.
     arguments: Callable[[fx.Node], tuple[Any, ...]] = lambda node: node.args
 
 

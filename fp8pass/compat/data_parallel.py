@@ -155,21 +155,15 @@ def same_placements(like: DTensor, local: Tensor) -> DTensor:
 
 @dataclass(frozen=True)
 class GatheredParameter:
-    """A parameter that FSDP2 gathers.
+    """A parameter that FSDP2 gathers."""
 
-    Attributes:
-        module, name: the module that owns the parameter, and the parameter's name in the module. If
-            several modules share the parameter, it is the first of them.
-        dtype: dtype of the gathered tensor.
-        group: a number. FSDP2 gathers parameters with the same number together.
-        resharded_to_fewer_ranks: whether `reshard_after_forward` is a number of ranks.
-    """
-
+    # module and name: the module that owns the parameter, and the parameter's name in the module.
+    # If several modules share the parameter, it is the first of them.
     module: nn.Module
     name: str
-    dtype: torch.dtype
-    group: int
-    resharded_to_fewer_ranks: bool
+    dtype: torch.dtype  # dtype of the gathered tensor
+    group: int  # a number. FSDP2 gathers parameters with the same number together.
+    resharded_to_fewer_ranks: bool  # whether `reshard_after_forward` is a number of ranks
 
 
 def _list_groups(module: FSDPModule) -> Sequence[Any]:

@@ -20,16 +20,12 @@ __all__ = [
 
 
 class PipelineAction(NamedTuple):
-    """One action of a rank.
+    """One action of a rank."""
 
-    Attributes:
-        kind: `F` for forward, `B` for backward, `I` and `W` for the backward of inputs and of
-            weights. Actions of other kinds compute nothing.
-        stage: index of the stage.
-    """
-
+    # `F` for forward, `B` for backward, `I` and `W` for the backward of inputs and of weights.
+    # Actions of other kinds compute nothing.
     kind: str
-    stage: int
+    stage: int  # index of the stage
 
 
 def pipeline_actions(schedule: object) -> list[list[PipelineAction]]:

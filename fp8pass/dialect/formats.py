@@ -27,35 +27,27 @@ EXPONENT_BITS, MANTISSA_BITS = (1, 8), (0, 23)
 
 @dataclass(frozen=True)
 class Format:
-    """A number format, such as E4M3.
-
-    Attributes:
-        stored_as: name of the dtype in which a tensor in this format is stored; '' if a tensor
-            keeps its own dtype, as in `exact` and in formats that are only simulated.
-        max: the largest finite value.
-        mantissa: number of stored mantissa bits.
-        min_exponent: exponent of the smallest normal number; smaller numbers are denormals.
-        planes: number of bits of an element in each plane, lowest bits first. A plane is a tensor
-            with some bits of all elements, e.g. (4, 1): four bits in one tensor, the fifth bit in
-            another. In planes of less than 8 bits, several elements share a byte (`ops.quantize`).
-        emulated: whether elements are converted with integer arithmetic, which any GPU supports.
-            Packed formats are emulated, and so is `E4M3_BYTES`.
-        nan: bits of NaN in an emulated format, or 0 if the format has no NaN. If the format has no
-            NaN, a NaN or Inf in a group makes the scale of the group NaN or Inf instead.
-        multiplies: whether GEMMs support the format.
-        saves: whether users can choose the format for saved tensors.
-    """
+    """A number format, such as E4M3."""
 
     name: str
+    # Name of the dtype in which a tensor in this format is stored; '' if a tensor keeps its own
+    # dtype, as in `exact` and in formats that are only simulated.
     stored_as: str
-    max: float
-    mantissa: int
-    min_exponent: int
+    max: float  # the largest finite value
+    mantissa: int  # number of stored mantissa bits
+    min_exponent: int  # exponent of the smallest normal number; smaller numbers are denormals
+    # Number of bits of an element in each plane, lowest bits first. A plane is a tensor with some
+    # bits of all elements, e.g. (4, 1): four bits in one tensor, the fifth bit in another. In
+    # planes of less than 8 bits, several elements share a byte (`ops.quantize`).
     planes: tuple[int, ...] = (8,)
+    # Whether elements are converted with integer arithmetic, which any GPU supports. Packed formats
+    # are emulated, and so is `E4M3_BYTES`.
     emulated: bool = False
+    # Bits of NaN in an emulated format, or 0 if the format has no NaN. If the format has no NaN, a
+    # NaN or Inf in a group makes the scale of the group NaN or Inf instead.
     nan: int = 0
-    multiplies: bool = False
-    saves: bool = False
+    multiplies: bool = False  # whether GEMMs support the format
+    saves: bool = False  # whether users can choose the format for saved tensors
 
     @cached_property
     def dtype(self) -> torch.dtype | None:

@@ -41,20 +41,14 @@ _library = torch.library.Library("fp8pass", "DEF")
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of the dialect.
+    """One operator of the dialect."""
 
-    Attributes:
-        reference: computes the result in plain PyTorch, on any device.
-        fake: the shape rule. It returns an uninitialized tensor with the shape, dtype and layout of
-            the result. It must not branch on sizes: this would add guards on dynamic shapes.
-        multiplies: whether the operator is a GEMM.
-        reduces: whether the operator reduces a tensor, row or group to one number.
-    """
-
-    reference: Callable[..., Tensor]
+    reference: Callable[..., Tensor]  # computes the result in plain PyTorch, on any device
+    # The shape rule. It returns an uninitialized tensor with the shape, dtype and layout of the
+    # result. It must not branch on sizes: this would add guards on dynamic shapes.
     fake: Callable[..., Tensor]
-    multiplies: bool = False
-    reduces: bool = False
+    multiplies: bool = False  # whether the operator is a GEMM
+    reduces: bool = False  # whether the operator reduces a tensor, row or group to one number
 
     def run(self, *args: Any) -> Tensor:
         """Run the reference implementation. Return a new tensor in the layout of the shape rule."""

@@ -54,17 +54,12 @@ def parse_block(text: str) -> Block:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a tensor is quantized: `x ≈ data * scale`, with one scale for each block.
+    """How a tensor is quantized: `x ≈ data * scale`, with one scale for each block."""
 
-    Attributes:
-        format: the format of an element.
-        block: the elements that share a scale.
-        scales: a name in `SCALE_FORMS`, such as `bf16`. The default is bf16 if scales vary along
-            the last dimension, as in saved tensors, and fp32 otherwise, as in GEMM operands.
-    """
-
-    format: Format
-    block: Block
+    format: Format  # the format of an element
+    block: Block  # the elements that share a scale
+    # A name in `SCALE_FORMS`, such as `bf16`. The default is bf16 if scales vary along the last
+    # dimension, as in saved tensors, and fp32 otherwise, as in GEMM operands.
     scales: str = ""
 
     def __post_init__(self) -> None:

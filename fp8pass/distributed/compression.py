@@ -37,18 +37,14 @@ _COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Compression:
-    """Changes that `compress` made to a model, and the bytes that this rank has sent since then.
+    """Changes that `compress` made to a model, and the bytes that this rank has sent since then."""
 
-    Attributes:
-        modules: paths of the modules that reduce compressed gradients; '' is the model itself.
-        layers: paths of the linear layers whose weights are gathered in FP8.
-        gradients: the values and bytes that this rank sent to reduce gradients.
-        weights: the values and bytes that this rank sent to gather the weights of `layers`.
-    """
-
+    # Paths of the modules that reduce compressed gradients; '' is the model itself.
     modules: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()  # paths of the linear layers whose weights are gathered in FP8
+    # The values and bytes that this rank sent to reduce gradients.
     gradients: Traffic = field(default_factory=Traffic)
+    # The values and bytes that this rank sent to gather the weights of `layers`.
     weights: Traffic = field(default_factory=Traffic)
 
 

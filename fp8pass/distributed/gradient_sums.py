@@ -35,15 +35,10 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 @dataclass
 class Traffic:
-    """Counts of the values and bytes that a rank has sent to other ranks.
+    """Counts of the values and bytes that a rank has sent to other ranks."""
 
-    Attributes:
-        elements: number of values sent. A value counts once for each rank that receives it.
-        bytes: number of bytes sent.
-    """
-
-    elements: int = 0
-    bytes: int = 0
+    elements: int = 0  # number of values sent. A value counts once for each rank that receives it.
+    bytes: int = 0  # number of bytes sent
 
     def add(self, elements: int, sent: int, copies: float) -> None:
         """Count `copies` times `elements` values and `sent` bytes. `copies` may be a fraction."""
@@ -58,15 +53,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Positions of parameters in a row of gradients, with and without padding.
+    """Positions of parameters in a row of gradients, with and without padding."""
 
-    Attributes:
-        sizes: number of elements of each parameter in a row, in order; at least 1.
-        unit: number of elements of a group.
-    """
-
-    sizes: tuple[int, ...]
-    unit: int = WIRE_GROUP_SIZE
+    sizes: tuple[int, ...]  # number of elements of each parameter in a row, in order; at least 1
+    unit: int = WIRE_GROUP_SIZE  # number of elements of a group
 
     @cached_property
     def _runs(self) -> tuple[int, ...]:

@@ -37,20 +37,15 @@ log = logging.getLogger("fp8pass")
 
 @dataclass(frozen=True)
 class Amplification:
-    """Relative error of gradients per unit relative error of a stored value.
+    """Relative error of gradients per unit relative error of a stored value."""
 
-    Attributes:
-        bound: an upper limit of the amplification of any perturbation, to first order.
-        expected: the root mean square amplification of independent perturbations.
-        flush_bound: the bound for errors relative to the largest element of a row. Formats that
-            round small elements to zero have such errors.
-        needs_signs: whether the format must not round any element to zero. This is true if the
-            backward compares the value with zero (ReLU), or sums products of it over positions.
-    """
-
-    bound: float
-    expected: float
+    bound: float  # an upper limit of the amplification of any perturbation, to first order
+    expected: float  # the root mean square amplification of independent perturbations
+    # The bound for errors relative to the largest element of a row. Formats that round small
+    # elements to zero have such errors.
     flush_bound: float = 1.0
+    # Whether the format must not round any element to zero. This is true if the backward compares
+    # the value with zero (ReLU), or sums products of it over positions.
     needs_signs: bool = False
 
     def allows(self, format: Format, tolerance: float) -> bool:
@@ -70,39 +65,30 @@ UNITY = Amplification(1.0, 1.0)
 
 @dataclass(frozen=True)
 class RegionRule:
-    """The rule of one region. An integer i stands for the node `(*inputs, *nodes)[i]`.
+    """The rule of one region. An integer i stands for the node `(*inputs, *nodes)[i]`."""
 
-    Attributes:
-        amplifications: the amplification of each node that may be stored.
-        jumping: members that must not be computed from inexact values, because a small error could
-            change the outcome of a comparison (`jumps.py`).
-        ungrouped: maps nodes whose elements cannot share a scale to the reason.
-        outliers: nodes that may have a few huge or infinite elements.
-        grows: whether the region's results grow exponentially with its inputs (`ranges.py`).
-        reason: why no rule could be derived; '' if a rule was derived.
-    """
-
+    # The amplification of each node that may be stored.
     amplifications: dict[int, Amplification] = field(default_factory=dict)
+    # Members that must not be computed from inexact values, because a small error could change the
+    # outcome of a comparison (`jumps.py`).
     jumping: frozenset[int] = frozenset()
+    # Maps nodes whose elements cannot share a scale to the reason.
     ungrouped: Mapping[int, str] = field(default_factory=dict)
-    outliers: frozenset[int] = frozenset()
+    outliers: frozenset[int] = frozenset()  # nodes that may have a few huge or infinite elements
+    # Whether the region's results grow exponentially with its inputs (`ranges.py`).
     grows: bool = False
-    reason: str = ""
+    reason: str = ""  # why no rule could be derived; '' if a rule was derived
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """Facts about the inputs of a region.
+    """Facts about the inputs of a region."""
 
-    Attributes:
-        moments: the mean and the standard deviation of the inputs' elements, if known.
-        weights: the inputs that are exact because they are computed from parameters alone.
-        outliers: the inputs that may have a few huge or infinite elements.
-    """
-
+    # The mean and the standard deviation of the inputs' elements, if known.
     moments: Mapping[fx.Node, Moments] = field(default_factory=dict)
+    # The inputs that are exact because they are computed from parameters alone.
     weights: Collection[fx.Node] = ()
-    outliers: Collection[fx.Node] = ()
+    outliers: Collection[fx.Node] = ()  # the inputs that may have a few huge or infinite elements
 
     def key(self, region: Region) -> tuple[object, ...]:
         """Return the facts about the inputs of `region`, in their order, as a hashable key."""

@@ -64,18 +64,14 @@ Use = Amplification | str  # the amplification of a use, or the reason why the v
 
 @dataclass
 class _Findings:
-    """The rules of all regions.
+    """The rules of all regions."""
 
-    Attributes:
-        rules: the rule of each region.
-        outliers: values that may have a few huge or infinite elements.
-        ungrouped: maps values whose elements cannot share a scale to the reason.
-        recomputable: members of regions that may be computed from inexact values.
-    """
-
-    rules: dict[Region, RegionRule] = field(default_factory=dict)
+    rules: dict[Region, RegionRule] = field(default_factory=dict)  # the rule of each region
+    # Values that may have a few huge or infinite elements.
     outliers: set[fx.Node] = field(default_factory=set)
+    # Maps values whose elements cannot share a scale to the reason.
     ungrouped: dict[fx.Node, str] = field(default_factory=dict)
+    # Members of regions that may be computed from inexact values.
     recomputable: set[fx.Node] = field(default_factory=set)
 
     def add(self, region: Region, rule: RegionRule) -> None:

@@ -37,22 +37,14 @@ class Statistic:
     """`symbol = weight · Σ value` over `length` elements.
 
     In a variance, the mean counts as a constant, because the derivative by the mean is zero.
-
-    Attributes:
-        symbol: the result.
-        operand: the symbol of an element.
-        value: the summand.
-        weight: the factor of the sum.
-        length: the number of elements.
-        over_rows: whether the elements are a column of a matrix.
     """
 
-    symbol: Symbol
-    operand: Symbol
-    value: Expr
-    weight: Expr
-    length: int
-    over_rows: bool = False
+    symbol: Symbol  # the result
+    operand: Symbol  # the symbol of an element
+    value: Expr  # the summand
+    weight: Expr  # the factor of the sum
+    length: int  # the number of elements
+    over_rows: bool = False  # whether the elements are a column of a matrix
 
     @property
     def slope(self) -> Expr:
@@ -65,28 +57,23 @@ Definition = Pointwise | Statistic
 
 @dataclass
 class Expressions:
-    """A region in symbols.
+    """A region in symbols."""
 
-    Attributes:
-        symbols: the symbol of every input and member.
-        definitions: the definitions of members that are not copies, in order.
-        constants: symbols of exact values.
-        numbers: the values of constants that are filled with one number, e.g. by `full`.
-        masks: constants that are booleans.
-        nonpositive: symbols of inputs without positive elements.
-        gradients: symbols of gradients that enter the region.
-        values: symbols of forward inputs that may be inexact.
-        statistics: symbols with one number for many elements.
-    """
-
+    # The symbol of every input and member.
     symbols: dict[fx.Node, Symbol] = field(default_factory=dict)
+    # The definitions of members that are not copies, in order.
     definitions: list[Definition] = field(default_factory=list)
-    constants: set[Symbol] = field(default_factory=set)
+    constants: set[Symbol] = field(default_factory=set)  # symbols of exact values
+    # The values of constants that are filled with one number, e.g. by `full`.
     numbers: dict[Symbol, float] = field(default_factory=dict)
-    masks: set[Symbol] = field(default_factory=set)
+    masks: set[Symbol] = field(default_factory=set)  # constants that are booleans
+    # Symbols of inputs without positive elements.
     nonpositive: set[Symbol] = field(default_factory=set)
+    # Symbols of gradients that enter the region.
     gradients: list[Symbol] = field(default_factory=list)
+    # Symbols of forward inputs that may be inexact.
     values: list[Symbol] = field(default_factory=list)
+    # Symbols with one number for many elements.
     statistics: set[Symbol] = field(default_factory=set)
 
     @property

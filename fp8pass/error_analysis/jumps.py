@@ -36,19 +36,12 @@ LARGEST_BATCH = 4096  # thresholds along one input; the search ignores further t
 
 
 class ThresholdComparison(NamedTuple):
-    """The comparison `compared > 0` in the formula of `symbol`.
+    """The comparison `compared > 0` in the formula of `symbol`."""
 
-    Attributes:
-        symbol: the symbol of the formula.
-        compared: the expression that is compared.
-        root: the earliest symbol that determines the sign of `compared`, if any.
-        is_mask: whether the formula is the comparison and nothing else.
-    """
-
-    symbol: Symbol
-    compared: Expr
-    root: Symbol | None
-    is_mask: bool
+    symbol: Symbol  # the symbol of the formula
+    compared: Expr  # the expression that is compared
+    root: Symbol | None  # the earliest symbol that determines the sign of `compared`, if any
+    is_mask: bool  # whether the formula is the comparison and nothing else
 
 
 def find_jumps(
@@ -122,18 +115,13 @@ def _find_root(value: Expr, roots: Mapping[Symbol, Symbol], fixed: set[Symbol]) 
 
 
 class Crossings(NamedTuple):
-    """Pairs of points on both sides of a threshold.
+    """Pairs of points on both sides of a threshold."""
 
-    Attributes:
-        below, above: the inputs of the two points, [inputs, pairs].
-        comparison: the index of the comparison whose outcomes differ, [pairs].
-        row: the row of `Samples` that both points take their statistics from, [pairs].
-    """
-
+    # below and above: the inputs of the two points, [inputs, pairs].
     below: Tensor
     above: Tensor
-    comparison: Tensor
-    row: Tensor
+    comparison: Tensor  # the index of the comparison whose outcomes differ, [pairs]
+    row: Tensor  # the row of `Samples` that both points take their statistics from, [pairs]
 
 
 class ThresholdSearch:

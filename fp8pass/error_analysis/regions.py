@@ -53,21 +53,16 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class Region:
-    """One region: its nodes, its inputs and its outputs.
+    """One region: its nodes, its inputs and its outputs."""
 
-    Attributes:
-        nodes: the members, in the order of the graph.
-        inputs: nodes outside the region that members use, with their roles.
-        outputs: floating point members that are used outside the region.
-        backward: the members that depend on a gradient from outside.
-        nonpositive: the inputs without positive elements.
-    """
-
-    nodes: list[fx.Node] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)  # the members, in the order of the graph
+    # Nodes outside the region that members use, with their roles.
     inputs: dict[fx.Node, Role] = field(default_factory=dict)
+    # Floating point members that are used outside the region.
     outputs: list[fx.Node] = field(default_factory=list)
+    # The members that depend on a gradient from outside.
     backward: set[fx.Node] = field(default_factory=set)
-    nonpositive: set[fx.Node] = field(default_factory=set)
+    nonpositive: set[fx.Node] = field(default_factory=set)  # the inputs without positive elements
 
     @property
     def values(self) -> list[fx.Node]:

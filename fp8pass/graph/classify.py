@@ -198,7 +198,7 @@ def is_attention_mask(node: fx.Node) -> bool:
 
 
 def attention_output(backward: fx.Node) -> fx.Node | None:
-    """Return the attention output [batch, heads, tokens, head dim] that an attention backward reads.
+    """Return the output [batch, heads, tokens, head dim] that an attention backward reads.
 
     Variable-length attention has other layouts: return None.
     """

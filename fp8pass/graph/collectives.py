@@ -26,20 +26,14 @@ SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather of a sharded tensor.
+    """An all-gather of a sharded tensor."""
 
-    Attributes:
-        node: the collective.
-        wait: the node that waits for the collective. Its value is the shards of all ranks,
-            concatenated along the first dimension.
-        whole: the node of the unsharded tensor. It is `wait` if `dim` is 0.
-        dim: the dimension along which the tensor was sharded.
-    """
-
-    node: fx.Node
+    node: fx.Node  # the collective
+    # The node that waits for the collective. Its value is the shards of all ranks, concatenated
+    # along the first dimension.
     wait: fx.Node
-    whole: fx.Node
-    dim: int
+    whole: fx.Node  # the node of the unsharded tensor. It is `wait` if `dim` is 0.
+    dim: int  # the dimension along which the tensor was sharded
 
     @property
     def shard(self) -> fx.Node:

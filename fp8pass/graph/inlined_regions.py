@@ -23,13 +23,10 @@ STACK = "nn_module_stack"
 
 @dataclass(frozen=True)
 class Renaming:
-    """Maps module paths of the first region to paths of another region with the same graph.
+    """Maps module paths of the first region to paths of another region with the same graph."""
 
-    Attributes:
-        prefixes: pairs of an old and a new prefix of paths. Each prefix is split at its dots. The
-            pair with the longest old prefix comes first.
-    """
-
+    # Pairs of an old and a new prefix of paths. Each prefix is split at its dots. The pair with the
+    # longest old prefix comes first.
     prefixes: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
     @classmethod

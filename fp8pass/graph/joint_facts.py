@@ -13,26 +13,21 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class JointFacts:
-    """Which inputs of a joint graph stay alive, and how many outputs the forward has.
+    """Which inputs of a joint graph stay alive, and how many outputs the forward has."""
 
-    Attributes:
-        parameters: parameters and buffers, which stay alive throughout the step.
-        weights: the nodes of `parameters` that are an `nn.Parameter`, trained or frozen.
-        leaves: leaf tensors that require a gradient and are not parameters. Autograd keeps leaves
-            alive.
-        activations: inputs that require a gradient and are not leaves. Another graph computed
-            them, e.g. before a graph break.
-        overwritten: inputs that the forward writes to, such as running statistics. The backward
-            cannot read their old values.
-        num_fwd_outputs: the number of outputs of the forward. These are the first outputs.
-    """
-
+    # Parameters and buffers, which stay alive throughout the step.
     parameters: frozenset[fx.Node] = field(default_factory=frozenset)
+    # The nodes of `parameters` that are an `nn.Parameter`, trained or frozen.
     weights: frozenset[fx.Node] = field(default_factory=frozenset)
+    # Leaf tensors that require a gradient and are not parameters. Autograd keeps leaves alive.
     leaves: frozenset[fx.Node] = field(default_factory=frozenset)
+    # Inputs that require a gradient and are not leaves. Another graph computed them, e.g. before a
+    # graph break.
     activations: frozenset[fx.Node] = field(default_factory=frozenset)
+    # Inputs that the forward writes to, such as running statistics. The backward cannot read their
+    # old values.
     overwritten: frozenset[fx.Node] = field(default_factory=frozenset)
-    num_fwd_outputs: int = 0
+    num_fwd_outputs: int = 0  # the number of outputs of the forward. These are the first outputs.
 
     def is_free(self, node: fx.Node) -> bool:
         """Whether saving the input `node` for backward is free, because it stays alive anyway."""

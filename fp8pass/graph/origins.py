@@ -14,20 +14,14 @@ from fp8pass.graph.joint_facts import JointFacts
 
 @dataclass(frozen=True)
 class Origins:
-    """The nodes of a forward that do not depend on the data. Other nodes are activations.
+    """The nodes of a forward that do not depend on the data. Other nodes are activations."""
 
-    Attributes:
-        weights: the parameters.
-        computed: the parameters, and values computed from parameters without a product of two
-            matrices. Buffers, constants and random numbers, such as DropConnect's mask, may be
-            operands.
-        products: values computed from parameters with a product of two matrices.
-        constants: buffers, tensor attributes of modules, and values computed from these alone.
-    """
-
-    weights: frozenset[fx.Node]
+    weights: frozenset[fx.Node]  # the parameters
+    # The parameters, and values computed from parameters without a product of two matrices.
+    # Buffers, constants and random numbers, such as DropConnect's mask, may be operands.
     computed: set[fx.Node]
-    products: set[fx.Node]
+    products: set[fx.Node]  # values computed from parameters with a product of two matrices
+    # Buffers, tensor attributes of modules, and values computed from these alone.
     constants: set[fx.Node]
 
     @classmethod

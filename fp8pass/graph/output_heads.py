@@ -108,14 +108,11 @@ def _is_loss_kernel(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class FusedGradients:
-    """Gradients of output heads in a forward that uses a fused linear cross entropy.
+    """Gradients of output heads in a forward that uses a fused linear cross entropy."""
 
-    Attributes:
-        gemms: the GEMMs that multiply a gradient of logits by the weight or the input of the head.
-        values: the gradients of logits, the results of `gemms`, and values computed from either.
-    """
-
+    # The GEMMs that multiply a gradient of logits by the weight or the input of the head.
     gemms: set[fx.Node] = field(default_factory=set)
+    # The gradients of logits, the results of `gemms`, and values computed from either.
     values: set[fx.Node] = field(default_factory=set)
 
 

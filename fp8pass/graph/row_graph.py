@@ -36,16 +36,11 @@ def describe(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Shift:
-    """A slice along a leading dimension, such as `x[:, :-1]`, which drops rows at its ends.
+    """A slice along a leading dimension, such as `x[:, :-1]`, which drops rows at its ends."""
 
-    Attributes:
-        lead: the sizes of the leading dimensions of the unsliced value.
-        dim: the index of the sliced dimension.
-        before, after: how many elements of `dim` the slice drops at the start and at the end.
-    """
-
-    lead: tuple[Any, ...]
-    dim: int
+    lead: tuple[Any, ...]  # the sizes of the leading dimensions of the unsliced value
+    dim: int  # the index of the sliced dimension
+    # before and after: how many elements of `dim` the slice drops at the start and at the end.
     before: int
     after: int
 
@@ -63,15 +58,10 @@ class Shift:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the rows of a value are arranged.
+    """How the rows of a value are arranged."""
 
-    Attributes:
-        dims: the number of leading dimensions whose product is the number of rows.
-        shifted: whether the value has only the rows that remain after the shift.
-    """
-
-    dims: int
-    shifted: bool
+    dims: int  # the number of leading dimensions whose product is the number of rows
+    shifted: bool  # whether the value has only the rows that remain after the shift
 
 
 class RowGraph:

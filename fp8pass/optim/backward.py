@@ -46,17 +46,11 @@ IN_TWO_PARTS = {"I", "W"}
 
 @dataclass(frozen=True, eq=False)
 class Attached:
-    """Optimizers that step within the backward, until `detach` is called.
+    """Optimizers that step within the backward, until `detach` is called."""
 
-    Attributes:
-        optimizers: the optimizers that step.
-        parameters: the parameters that the optimizers update.
-        accumulated: the sum of each parameter's gradients; {} if the optimizers step in every
-            backward.
-    """
-
-    optimizers: tuple[Optimizer, ...]
-    parameters: frozenset[Tensor] = field(repr=False)
+    optimizers: tuple[Optimizer, ...]  # the optimizers that step
+    parameters: frozenset[Tensor] = field(repr=False)  # the parameters that the optimizers update
+    # The sum of each parameter's gradients; {} if the optimizers step in every backward.
     accumulated: dict[Tensor, GradientSum] = field(repr=False)
     _handles: list[RemovableHandle] = field(repr=False)
 

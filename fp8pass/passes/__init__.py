@@ -49,20 +49,14 @@ Pass = Callable[[fx.GraphModule, Context], None]
 
 @dataclass(frozen=True)
 class Entry:
-    """A pass in the pipeline.
+    """A pass in the pipeline."""
 
-    Attributes:
-        run: the pass.
-        in_inference: whether the pass also runs on graphs without a backward. Evaluation then gives
-            the same numbers as training.
-        adds_guards: whether the pass may add guards on dynamic shapes.
-        required: whether graphs cannot be compiled without the pass.
-    """
-
-    run: Pass
+    run: Pass  # the pass
+    # Whether the pass also runs on graphs without a backward. Evaluation then gives the same
+    # numbers as training.
     in_inference: bool = False
-    adds_guards: bool = False
-    required: bool = False
+    adds_guards: bool = False  # whether the pass may add guards on dynamic shapes
+    required: bool = False  # whether graphs cannot be compiled without the pass
 
 
 _JOINT = (

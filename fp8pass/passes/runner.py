@@ -39,21 +39,15 @@ MODULE_COMMENT = "# module "
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass over one graph.
+    """One pass over one graph."""
 
-    Attributes:
-        name: the name of the pass.
-        graph: `joint`, `inference`, `forward` or `backward`.
-        before, after: the graph's code, with comments that name modules; '' unless recorded.
-        seconds: the time that the pass took.
-        nodes_before, nodes_after: the number of nodes of the graph before and after the pass.
-    """
-
-    name: str
-    graph: str
+    name: str  # the name of the pass
+    graph: str  # `joint`, `inference`, `forward` or `backward`
+    # before and after: the graph's code, with comments that name modules; '' unless recorded.
     before: str
     after: str
-    seconds: float
+    seconds: float  # the time that the pass took
+    # nodes_before and nodes_after: the number of nodes of the graph before and after the pass.
     nodes_before: int
     nodes_after: int
 

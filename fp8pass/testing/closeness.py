@@ -49,19 +49,13 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass
 class Verdict:
-    """The result of judging all tensors of some steps.
+    """The result of judging all tensors of some steps."""
 
-    Attributes:
-        complaints: one line for each fault of a tensor, such as too large an error.
-        judged: number of tensors compared with their accepted error.
-        unjudged: number of tensors whose accepted error is larger than `JUDGED`.
-        worst: largest ratio of error to accepted error of the judged tensors.
-    """
-
+    # One line for each fault of a tensor, such as too large an error.
     complaints: list[str] = field(default_factory=list)
-    judged: int = 0
-    unjudged: int = 0
-    worst: float = 0.0
+    judged: int = 0  # number of tensors compared with their accepted error
+    unjudged: int = 0  # number of tensors whose accepted error is larger than `JUDGED`
+    worst: float = 0.0  # largest ratio of error to accepted error of the judged tensors
 
     def judge(
         self, name: str, tensors: Sequence[Tensor | None], least: float, saved: float

@@ -50,19 +50,16 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats to which a recipe rounds; None means no rounding.
+    """The formats to which a recipe rounds; None means no rounding."""
 
-    Attributes:
-        forward, gradient, saved: formats of forward GEMM operands, gradients, and saved tensors.
-        rows: whether forward operands have one scale for each row instead of one for all rows.
-        longest_fast: length of the longest contraction that uses fast accumulation.
-    """
-
+    # forward and gradient and saved: formats of forward GEMM operands, gradients, and saved
+    # tensors.
     forward: str | None = None
     gradient: str | None = None
     saved: str | None = None
+    # Whether forward operands have one scale for each row instead of one for all rows.
     rows: bool = True
-    longest_fast: int = 0
+    longest_fast: int = 0  # length of the longest contraction that uses fast accumulation
 
     def truncated_share(self, length: int) -> float:
         """Return the largest share of a sum of `length` products that fast accumulation loses.

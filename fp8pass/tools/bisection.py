@@ -34,18 +34,12 @@ OPTIONS = {"linear": "skip", "saved": "keep_exact"}
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a model that can be made exact on its own.
+    """A part of a model that can be made exact on its own."""
 
-    Attributes:
-        kind: `linear` for a linear layer with all its uses, `saved` for a tensor saved for the
-            backward.
-        name: path of the layer, or name of the saved value.
-        module: path of the layer, or of the module that computes the saved value.
-    """
-
+    # `linear` for a linear layer with all its uses, `saved` for a tensor saved for the backward.
     kind: str
-    name: str
-    module: str
+    name: str  # path of the layer, or name of the saved value
+    module: str  # path of the layer, or of the module that computes the saved value
 
     @property
     def fix(self) -> str:
@@ -55,15 +49,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Culprit(Unit):
-    """A linear layer or saved tensor that causes much of the error by itself.
+    """A linear layer or saved tensor that causes much of the error by itself."""
 
-    Attributes:
-        error_before: error of the gradients if only the earlier culprits are exact.
-        error_after: error of the gradients if the earlier culprits and this culprit are exact.
-    """
-
-    error_before: float
-    error_after: float
+    error_before: float  # error of the gradients if only the earlier culprits are exact
+    error_after: float  # error of the gradients if the earlier culprits and this culprit are exact
 
 
 @dataclass(repr=False)

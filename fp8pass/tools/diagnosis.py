@@ -38,27 +38,19 @@ NEGLIGIBLE_ERROR = 0.01
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of one gradient that one layer computes.
+    """The error of one gradient that one layer computes."""
 
-    Attributes:
-        module: path of the module in the model.
-        entry: the layer's path in the compiled part, as an entry for the option `skip`. Layers of
-            identical parts have the same entry.
-        gradient: the tensor that the gradient belongs to: `weight`, `input`, or `attention q`, `k`,
-            `v`.
-        shape: shape of the gradient, as text.
-        mean_absolute: mean absolute error.
-        relative: ‖wrong - exact‖₂ / ‖exact‖₂.
-        predicted: relative error that the error rules predict for the values of the batch. None if
-            no rule could be derived, which happens only with the rules off (`error_tolerance=inf`).
-    """
-
-    module: str
+    module: str  # path of the module in the model
+    # The layer's path in the compiled part, as an entry for the option `skip`. Layers of identical
+    # parts have the same entry.
     entry: str
+    # The tensor that the gradient belongs to: `weight`, `input`, or `attention q`, `k`, `v`.
     gradient: str
-    shape: str
-    mean_absolute: float
-    relative: float
+    shape: str  # shape of the gradient, as text
+    mean_absolute: float  # mean absolute error
+    relative: float  # ‖wrong - exact‖₂ / ‖exact‖₂
+    # Relative error that the error rules predict for the values of the batch. None if no rule could
+    # be derived, which happens only with the rules off (`error_tolerance=inf`).
     predicted: float | None
 
     @property

@@ -24,34 +24,25 @@ OPERAND_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 @dataclass(repr=False)
 class ExplanationData(Result):
-    """fp8pass's decisions about a model, as data.
+    """fp8pass's decisions about a model, as data."""
 
-    Attributes:
-        config: the configuration that was explained.
-        model: name of the model's class.
-        parts: paths of the compiled parts; () if the model is compiled as a whole.
-        is_compiled: whether the user has compiled the model, or a part of it, with fp8pass.
-        saved_bytes: measured bytes that a forward saves for the backward, inside and outside of
-            graphs. Shared tensors are counted once, and parameters are not counted.
-        eager_bytes: measured bytes that a forward saves without a compiler.
-        graphs: the compiled graphs, in order.
-        owners: path of each parameter's module, by the parameter's id.
-        linears: path of each linear layer that a forward runs, by the ids of its parameters.
-        convolutions: number of convolution modules, none of which runs in FP8.
-        convolution_share: share of the model's parameters that belong to convolutions.
-    """
-
-    config: Config
-    model: str = ""
+    config: Config  # the configuration that was explained
+    model: str = ""  # name of the model's class
+    # Paths of the compiled parts; () if the model is compiled as a whole.
     parts: tuple[str, ...] = ()
+    # Whether the user has compiled the model, or a part of it, with fp8pass.
     is_compiled: bool = True
+    # Measured bytes that a forward saves for the backward, inside and outside of graphs. Shared
+    # tensors are counted once, and parameters are not counted.
     saved_bytes: int = 0
-    eager_bytes: int = 0
-    graphs: list[CompiledGraph] = field(default_factory=list)
+    eager_bytes: int = 0  # measured bytes that a forward saves without a compiler
+    graphs: list[CompiledGraph] = field(default_factory=list)  # the compiled graphs, in order
+    # Path of each parameter's module, by the parameter's id.
     owners: dict[int, str] = field(default_factory=dict)
+    # Path of each linear layer that a forward runs, by the ids of its parameters.
     linears: dict[int, str] = field(default_factory=dict)
-    convolutions: int = 0
-    convolution_share: float = 0.0
+    convolutions: int = 0  # number of convolution modules, none of which runs in FP8
+    convolution_share: float = 0.0  # share of the model's parameters that belong to convolutions
 
     def modules_of(self, compiled: CompiledGraph) -> list[str]:
         """Return the paths of the modules that run a graph; '' is the model itself."""

@@ -10,19 +10,13 @@ from fp8pass.plan import Collective, HostCopy, Linear, RuleSummary, SavedTensor
 
 
 class FoldedRow(NamedTuple):
-    """A row that represents `count` equal items of a plan, which are in different modules.
+    """A row that represents `count` equal items of a plan, which are in different modules."""
 
-    Attributes:
-        module: pattern of the modules' paths, such as `layers.*.mlp`.
-        count: number of modules.
-        item: the item of the first module.
-        source: line of the model's code that the item comes from; '' if unknown.
-    """
-
-    module: str
+    module: str  # pattern of the modules' paths, such as `layers.*.mlp`.
+    # Number of modules.
     count: int  # type: ignore[assignment]  # hides tuple.count
-    item: Any
-    source: str = ""
+    item: Any  # the item of the first module
+    source: str = ""  # line of the model's code that the item comes from; '' if unknown
 
 
 def format_paths(paths: Iterable[str]) -> str:

@@ -42,21 +42,15 @@ LARGEST_EMULATED = 32
 
 @dataclass
 class Predictor:
-    """Predicts relative RMS errors on a joint graph that is planned but not yet rewritten.
+    """Predicts relative RMS errors on a joint graph that is planned but not yet rewritten."""
 
-    Attributes:
-        rules: error rules of the graph.
-        decisions: how each forward value reaches the backward.
-        values: exact values of the nodes on a batch.
-        forward: predicted error of each forward value that the backward reads.
-        backward: predicted errors of gradients, by the node's name in the graph before any pass.
-            An error is None if no rule could be derived.
-    """
-
-    rules: Rules
-    decisions: Mapping[fx.Node, Decision]
-    values: Mapping[fx.Node, Any]
+    rules: Rules  # error rules of the graph
+    decisions: Mapping[fx.Node, Decision]  # how each forward value reaches the backward
+    values: Mapping[fx.Node, Any]  # exact values of the nodes on a batch
+    # Predicted error of each forward value that the backward reads.
     forward: dict[fx.Node, float] = field(default_factory=dict)
+    # Predicted errors of gradients, by the node's name in the graph before any pass. An error is
+    # None if no rule could be derived.
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:

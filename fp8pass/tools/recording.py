@@ -47,24 +47,15 @@ def record_step(
 
 @dataclass
 class Record:
-    """One run of a joint graph: the graph at three points of the pipeline, and its inputs.
+    """One run of a joint graph: the graph at three points of the pipeline, and its inputs."""
 
-    Attributes:
-        exact: the graph before any pass.
-        planned: the graph before `materialize_plan`.
-        rewritten: the graph after `materialize_plan`.
-        ctx: context of the passes, for the nodes of `planned`.
-        decisions: decisions about the nodes of `planned`.
-        module: path of the module that ran. Paths in the graph are relative to this module.
-        inputs: the inputs of the run, by the placeholder's name.
-    """
-
-    exact: fx.GraphModule
-    planned: fx.GraphModule
-    rewritten: fx.GraphModule
-    ctx: Context
-    decisions: dict[fx.Node, Decision]
-    module: str = ""
+    exact: fx.GraphModule  # the graph before any pass
+    planned: fx.GraphModule  # the graph before `materialize_plan`
+    rewritten: fx.GraphModule  # the graph after `materialize_plan`
+    ctx: Context  # context of the passes, for the nodes of `planned`
+    decisions: dict[fx.Node, Decision]  # decisions about the nodes of `planned`
+    module: str = ""  # path of the module that ran. Paths in the graph are relative to this module.
+    # The inputs of the run, by the placeholder's name.
     inputs: dict[str, Any] = field(default_factory=dict)
 
     @property

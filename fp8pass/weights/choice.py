@@ -16,14 +16,11 @@ from fp8pass.option_checks import ConfigError
 
 @dataclass
 class Choice:
-    """The layers to quantize, and why the remaining layers cannot be quantized.
+    """The layers to quantize, and why the remaining layers cannot be quantized."""
 
-    Attributes:
-        layers: for each weight to quantize, the layers that use the weight.
-        reasons: by path of a layer, why its weight cannot be quantized.
-    """
-
+    # For each weight to quantize, the layers that use the weight.
     layers: dict[Tensor, list[nn.Linear]] = field(default_factory=dict)
+    # By path of a layer, why its weight cannot be quantized.
     reasons: dict[str, str] = field(default_factory=dict)
 
 

@@ -36,14 +36,11 @@ class QuantizedWeight(Tensor):
     """A matrix [M, K] as E4M3 data and a scale for each row.
 
     Operators outside of compiled graphs read the source; without a source, the dequantized data.
-
-    Attributes:
-        source: the exact matrix [M, K] in host memory, or None. Optimizers may write to the source.
-        is_only_copy: whether the FP8 data are the only copy of the matrix.
     """
 
+    # The exact matrix [M, K] in host memory, or None. Optimizers may write to the source.
     source: Tensor | None = None
-    is_only_copy: bool = False
+    is_only_copy: bool = False  # whether the FP8 data are the only copy of the matrix
 
     @staticmethod
     def __new__(cls, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
@@ -355,16 +352,11 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
 
 @dataclass(frozen=True)
 class RowBuffers:
-    """Reusable memory for the FP8 data and scales of several matrices [M, K].
+    """Reusable memory for the FP8 data and scales of several matrices [M, K]."""
 
-    Attributes:
-        data: the data of all matrices, concatenated: float8_e4m3fn [sum of M·K].
-        scales: the scales of all rows, concatenated: fp32 [sum of M].
-        parts: for each matrix, views of its data [M, K] and of its scales [M, 1].
-    """
-
-    data: Tensor
-    scales: Tensor
+    data: Tensor  # the data of all matrices, concatenated: float8_e4m3fn [sum of M·K]
+    scales: Tensor  # the scales of all rows, concatenated: fp32 [sum of M]
+    # For each matrix, views of its data [M, K] and of its scales [M, 1].
     parts: Sequence[tuple[Tensor, Tensor]]
 
 

@@ -98,22 +98,15 @@ class Instructions:
     Triton's own functions handle denormals, call a library, or unpack registers twice, so they
     execute two to twenty instructions instead of one. Then instructions, not memory, would limit
     the speed of kernels. The hardware's approximations have a relative error of 2^-22.
-
-    Attributes:
-        instructions: the PTX code.
-        interpreted: equivalent Triton code, for Triton's interpreter, which has no inline assembly.
-        parameters: names of the function's parameters.
-        registers: register constraints of the results, then of the parameters.
-        dtype: dtype of the result.
-        pack: number of elements that one execution processes.
     """
 
-    instructions: str
+    instructions: str  # the PTX code
+    # Equivalent Triton code, for Triton's interpreter, which has no inline assembly.
     interpreted: str
-    parameters: str = "x"
-    registers: str = "=f,f"
-    dtype: str = "float32"
-    pack: int = 1
+    parameters: str = "x"  # names of the function's parameters
+    registers: str = "=f,f"  # register constraints of the results, then of the parameters
+    dtype: str = "float32"  # dtype of the result
+    pack: int = 1  # number of elements that one execution processes
 
 
 def write_functions(functions: dict[str, Instructions]) -> str:

@@ -40,20 +40,13 @@ class Function:
 
     Its first parameter, `index`, is the id of the Triton program within this function's part of the
     grid.
-
-    Attributes:
-        name: the name that profilers show.
-        pointers: names of the tensor parameters: first inputs, then results.
-        sizes: names of the run-time parameters.
-        constants: names of the compile-time parameters.
-        body: source of the function's body.
     """
 
-    name: str
-    pointers: tuple[str, ...]
-    sizes: tuple[str, ...]
-    constants: tuple[str, ...]
-    body: str
+    name: str  # the name that profilers show
+    pointers: tuple[str, ...]  # names of the tensor parameters: first inputs, then results
+    sizes: tuple[str, ...]  # names of the run-time parameters
+    constants: tuple[str, ...]  # names of the compile-time parameters
+    body: str  # source of the function's body
 
     def source(self, name: str) -> str:
         """Return the source of the function under the name `name`."""
@@ -65,47 +58,29 @@ class Function:
 
 @dataclass(frozen=True)
 class LaunchPart:
-    """One program in a launch.
+    """One program in a launch."""
 
-    Attributes:
-        function: the Triton function that computes the program.
-        grid: number of Triton programs.
-        sizes: run-time arguments, by parameter name.
-        constants: compile-time arguments, by parameter name.
-        num_warps: number of warps of each Triton program.
-        inputs: indices of the operator's inputs that the kernel reads.
-        outputs: indices of the operator's results that the kernel writes.
-    """
-
-    function: Function
-    grid: Any
-    sizes: dict[str, Any]
-    constants: dict[str, Any]
-    num_warps: int
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
+    function: Function  # the Triton function that computes the program
+    grid: Any  # number of Triton programs
+    sizes: dict[str, Any]  # run-time arguments, by parameter name
+    constants: dict[str, Any]  # compile-time arguments, by parameter name
+    num_warps: int  # number of warps of each Triton program
+    inputs: tuple[int, ...] = ()  # indices of the operator's inputs that the kernel reads
+    outputs: tuple[int, ...] = ()  # indices of the operator's results that the kernel writes
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A Triton kernel and its arguments.
+    """A Triton kernel and its arguments."""
 
-    Attributes:
-        kernel: the Triton kernel. Its parameters are the inputs `in0`, `in1`, ..., the results
-            `out0`, `out1`, ..., and the names in `sizes`.
-        grid: number of Triton programs.
-        sizes: run-time arguments, by parameter name.
-        num_warps: number of warps of each Triton program.
-        inputs: indices of the operator's inputs that the kernel reads.
-        outputs: indices of the operator's results that the kernel writes.
-    """
-
+    # The Triton kernel. Its parameters are the inputs `in0`, `in1`, ..., the results `out0`,
+    # `out1`, ..., and the names in `sizes`.
     kernel: Any
-    grid: Any
-    sizes: dict[str, Any]
-    num_warps: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    grid: Any  # number of Triton programs
+    sizes: dict[str, Any]  # run-time arguments, by parameter name
+    num_warps: int  # number of warps of each Triton program
+    inputs: tuple[int, ...]  # indices of the operator's inputs that the kernel reads
+    outputs: tuple[int, ...]  # indices of the operator's results that the kernel writes
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Launch the kernel. `inputs` and `outputs` are all inputs and results of the operator."""

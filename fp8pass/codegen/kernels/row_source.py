@@ -86,17 +86,11 @@ _STORE_PLANE = [
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel processes a row.
+    """How a kernel processes a row."""
 
-    Attributes:
-        columns: number of elements in the row.
-        chunk: number of elements in a chunk.
-        held: whether registers hold the whole row; otherwise the kernel reads it in a loop.
-    """
-
-    columns: int
-    chunk: int
-    held: bool
+    columns: int  # number of elements in the row
+    chunk: int  # number of elements in a chunk
+    held: bool  # whether registers hold the whole row; otherwise the kernel reads it in a loop
 
     @property
     def chunks(self) -> range:

@@ -47,23 +47,19 @@ class Reader:
 
     `read` adds a node and its operands, recursively. Nodes that no kernel can compute are loaded
     from memory. `read` raises NotAMatrix for a node that cannot be broadcast to the matrix.
-
-    Attributes:
-        matrix: the matrix that the kernel computes, [M, N].
-        by_row: whether the kernel processes whole rows. Such a kernel can reduce along rows. It can
-            also compute one residual sum, and store the sum for other kernels.
-        loads: for each loaded node, its load.
-        steps: for each computed node, the steps that compute the node.
-        names: for each node, the name of its value; a cast or view has the name of its operand.
-        sum: the residual sum that the kernel computes, or None. Other residual sums are loaded from
-            memory. Otherwise each kernel would recompute the residual stream from its beginning.
     """
 
-    matrix: fx.Node
+    matrix: fx.Node  # the matrix that the kernel computes, [M, N]
+    # Whether the kernel processes whole rows. Such a kernel can reduce along rows. It can also
+    # compute one residual sum, and store the sum for other kernels.
     by_row: bool = False
-    loads: dict[fx.Node, Load] = field(default_factory=dict)
+    loads: dict[fx.Node, Load] = field(default_factory=dict)  # for each loaded node, its load
+    # For each computed node, the steps that compute the node.
     steps: dict[fx.Node, list[Step]] = field(default_factory=dict)
+    # For each node, the name of its value; a cast or view has the name of its operand.
     names: dict[fx.Node, str] = field(default_factory=dict)
+    # The residual sum that the kernel computes, or None. Other residual sums are loaded from
+    # memory. Otherwise each kernel would recompute the residual stream from its beginning.
     sum: fx.Node | None = None
 
     @property

@@ -56,16 +56,12 @@ MOVES = RESHAPES | {aten.permute.default, aten.clone.default}
 
 @dataclass
 class GatheredMatrix:
-    """A matrix that is a view of a gathered tensor, and the operators that quantize the matrix.
+    """A matrix that is a view of a gathered tensor, and the operators that quantize the matrix."""
 
-    Attributes:
-        node: the matrix.
-        path: the views, permutations and casts from the gathered tensor to the matrix, in order.
-        readers: the `amax` and `quantize` operators that read the matrix.
-    """
-
-    node: fx.Node
+    node: fx.Node  # the matrix
+    # The views, permutations and casts from the gathered tensor to the matrix, in order.
     path: Sequence[fx.Node]
+    # The `amax` and `quantize` operators that read the matrix.
     readers: list[fx.Node] = field(default_factory=list)
 
     @property

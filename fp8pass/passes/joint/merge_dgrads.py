@@ -45,17 +45,11 @@ LONGEST_CONTRACTION = 16384
 
 @dataclass
 class Term:
-    """A GEMM whose result is a term of a sum.
+    """A GEMM whose result is a term of a sum."""
 
-    Attributes:
-        gemm: the GEMM.
-        top: the operand of the sum, which is the GEMM or a view of its result.
-        total: the node that computes the sum of all terms.
-    """
-
-    gemm: fx.Node
-    top: fx.Node
-    total: fx.Node
+    gemm: fx.Node  # the GEMM
+    top: fx.Node  # the operand of the sum, which is the GEMM or a view of its result
+    total: fx.Node  # the node that computes the sum of all terms
 
     @property
     def length(self) -> int:

@@ -105,27 +105,22 @@ def _move_to_host(saved: SavedTensor, names: dict[str, str]) -> SavedTensor:
 
 @dataclass(eq=False)
 class _Copy:
-    """A tensor that is offloaded.
+    """A tensor that is offloaded."""
 
-    Attributes:
-        node: the tensor.
-        bytes, seconds: size and duration of one copy.
-        first: the first node of the backward that uses the tensor.
-        on_host: the node whose value is the copy in host memory: first `to_host`, later `settled`;
-            None before `emit_sends`.
-        made, sent: when the tensor is computed, and when its copy to the host ends, in seconds from
-            the beginning of the forward.
-        fetched, used: when the copy back begins, and when it is first used, in seconds from the
-            beginning of the backward.
-    """
-
-    node: fx.Node
+    node: fx.Node  # the tensor
+    # bytes and seconds: size and duration of one copy.
     bytes: int
     seconds: float
-    first: fx.Node
+    first: fx.Node  # the first node of the backward that uses the tensor
+    # The node whose value is the copy in host memory: first `to_host`, later `settled`; None before
+    # `emit_sends`.
     on_host: fx.Node | None = None
+    # made and sent: when the tensor is computed, and when its copy to the host ends, in seconds
+    # from the beginning of the forward.
     made: float = 0.0
     sent: float = 0.0
+    # fetched and used: when the copy back begins, and when it is first used, in seconds from the
+    # beginning of the backward.
     fetched: float = 0.0
     used: float = 0.0
 

@@ -50,18 +50,13 @@ fp8 = torch.ops.fp8pass
 
 @dataclass(eq=False)
 class TiledMatrix:
-    """A matrix that a kernel may store.
+    """A matrix that a kernel may store."""
 
-    Attributes:
-        reader: the loads and steps that compute the matrix.
-        store: the store of the matrix, with its layouts still empty.
-        replaced: the nodes that the stored result replaces, by layout.
-        amaxes: the `amax` operators that will read the amaxes of tiles instead of the matrix.
-    """
-
-    reader: Reader
-    store: Store
+    reader: Reader  # the loads and steps that compute the matrix
+    store: Store  # the store of the matrix, with its layouts still empty
+    # The nodes that the stored result replaces, by layout.
     replaced: dict[str, list[fx.Node]] = field(default_factory=dict)
+    # The `amax` operators that will read the amaxes of tiles instead of the matrix.
     amaxes: list[fx.Node] = field(default_factory=list)
 
     @property

@@ -106,16 +106,11 @@ class Sampler:
 
 @dataclass(frozen=True)
 class SampledForward:
-    """A forward whose backward may still run. Backwards may run in any order and more than once.
+    """A forward whose backward may still run. Backwards may run in any order and more than once."""
 
-    Attributes:
-        prefix: path of the part of the model that ran.
-        arguments: storages of the forward's inputs.
-        results: storages that the forward allocated for outputs and saved tensors.
-    """
-
-    prefix: str
-    arguments: frozenset[compat.StorageWeakRef]
+    prefix: str  # path of the part of the model that ran
+    arguments: frozenset[compat.StorageWeakRef]  # storages of the forward's inputs
+    # Storages that the forward allocated for outputs and saved tensors.
     results: frozenset[compat.StorageWeakRef]
 
     def drop_freed(

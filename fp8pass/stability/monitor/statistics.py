@@ -22,57 +22,42 @@ LANDSCAPE = "loss landscape"  # `TensorStatistics.tensor` in the row about the w
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """The name of a tensor that a graph quantizes, and its quantization.
+    """The name of a tensor that a graph quantizes, and its quantization."""
 
-    Attributes:
-        module: path of the module in the graph.
-        tensor: `input`, `weight` or `gradient` of a linear layer; or `saved`, followed by the name
-            of the operator whose result is saved for the backward.
-        scales: which elements share a scale: `tensor`, `row`, or a group in a row (`1×128`).
-        format: name of the format.
-        dtype: dtype of the values before quantization.
-    """
-
-    module: str
+    module: str  # path of the module in the graph
+    # `input`, `weight` or `gradient` of a linear layer; or `saved`, followed by the name of the
+    # operator whose result is saved for the backward.
     tensor: str
-    scales: str
-    format: str
-    dtype: torch.dtype
+    scales: str  # which elements share a scale: `tensor`, `row`, or a group in a row (`1×128`)
+    format: str  # name of the format
+    dtype: torch.dtype  # dtype of the values before quantization
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """The statistics of one quantized tensor in one sampled step.
+    """The statistics of one quantized tensor in one sampled step."""
 
-    Attributes:
-        step: number of the optimizer step, from 0.
-        module: path of the module in the model.
-        tensor, scales, format, dtype: as in `TensorName`.
-        elements: number of elements, summed over all uses of the layer in the step (micro-batches,
-            repeated calls).
-        amax: largest finite magnitude before quantization.
-        saturated: share of elements that become the largest value of the format. Scales are
-            computed from the current amax, so amax / scale is within a factor of two of this value.
-        underflow: share of nonzero elements that become zero.
-        sqnr_db: signal to quantization noise ratio, 10 log₁₀(Σx² / Σ(x - dequantized)²), over
-            finite elements. Infinite if the noise is zero; NaN if an Inf or NaN made a scale NaN.
-        nonfinite: number of elements that are Inf or NaN.
-        sharpness: sharpness of the model's loss landscape in percent, in a separate row whose
-            `tensor` is `loss landscape`. All other statistics in that row are NaN or 0.
-    """
-
-    step: int
-    module: str
+    step: int  # number of the optimizer step, from 0
+    module: str  # path of the module in the model
+    # tensor and scales and format and dtype: as in `TensorName`.
     tensor: str
     scales: str
     format: str
     dtype: str
+    # Number of elements, summed over all uses of the layer in the step (micro-batches, repeated
+    # calls).
     elements: int
-    amax: float
+    amax: float  # largest finite magnitude before quantization
+    # Share of elements that become the largest value of the format. Scales are computed from the
+    # current amax, so amax / scale is within a factor of two of this value.
     saturated: float
-    underflow: float
+    underflow: float  # share of nonzero elements that become zero
+    # Signal to quantization noise ratio, 10 log₁₀(Σx² / Σ(x - dequantized)²), over finite elements.
+    # Infinite if the noise is zero; NaN if an Inf or NaN made a scale NaN.
     sqnr_db: float
-    nonfinite: int
+    nonfinite: int  # number of elements that are Inf or NaN
+    # Sharpness of the model's loss landscape in percent, in a separate row whose `tensor` is `loss
+    # landscape`. All other statistics in that row are NaN or 0.
     sharpness: float = math.nan
 
 

@@ -28,22 +28,16 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """One command of `fp8pass`.
+    """One command of `fp8pass`."""
 
-    Attributes:
-        name: name on the command line.
-        summary: one line for `fp8pass --help`.
-        description, examples: a paragraph and command lines for the help of the command.
-        add_options: adds the arguments of the command to a parser.
-        run: runs the command, and prints the result to stdout.
-    """
-
-    name: str
-    summary: str
+    name: str  # name on the command line
+    summary: str  # one line for `fp8pass --help`
+    # description and examples: a paragraph and command lines for the help of the command.
     description: str
     examples: tuple[str, ...]
+    # Adds the arguments of the command to a parser.
     add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], Any]
+    run: Callable[[argparse.Namespace], Any]  # runs the command, and prints the result to stdout
 
 
 class Parser(argparse.ArgumentParser):

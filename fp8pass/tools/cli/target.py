@@ -50,21 +50,16 @@ _INPUT = re.compile(
 
 @dataclass(frozen=True)
 class Target:
-    """A model, the arguments to call it with, and its loss function.
-
-    Attributes:
-        loss_fn: returns the loss, given model and batch; None if the model returns its own loss.
-        batch: the arguments as TARGET returned them: a tensor, a tuple, a dict, or a tuple and a
-            dict.
-        notes: remarks about the model and its inputs, as sentences.
-    """
+    """A model, the arguments to call it with, and its loss function."""
 
     model: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    # Returns the loss, given model and batch; None if the model returns its own loss.
     loss_fn: Callable[[Any, Any], Any] | None = None
+    # The arguments as TARGET returned them: a tensor, a tuple, a dict, or a tuple and a dict.
     batch: Any = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # remarks about the model and its inputs, as sentences
 
     @property
     def module(self) -> Any:
@@ -178,19 +173,12 @@ def option(text: str) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class Input:
-    """A random tensor to create.
+    """A random tensor to create."""
 
-    Attributes:
-        name: name of a keyword argument; empty for a positional argument.
-        shape: sizes of the tensor.
-        dtype: name of a dtype; empty for the dtype of the model's parameters.
-        below: exclusive upper bound of integers.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    below: int
+    name: str  # name of a keyword argument; empty for a positional argument
+    shape: tuple[int, ...]  # sizes of the tensor
+    dtype: str  # name of a dtype; empty for the dtype of the model's parameters
+    below: int  # exclusive upper bound of integers
 
     def tensor(self, device: torch.device, default_dtype: torch.dtype) -> torch.Tensor:
         """Create the tensor: normal floats, or uniform integers or booleans."""

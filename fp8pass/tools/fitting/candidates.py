@@ -54,20 +54,14 @@ SAME_TIME = 1.01
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of an optimizer step.
+    """The time of an optimizer step."""
 
-    Attributes:
-        forward, backward: seconds of the forwards and of the backwards of all micro-batches.
-        update: seconds of the optimizer, and of adding up gradients.
-        waiting: seconds of copies to and from the host that do not overlap with computation.
-        link: seconds in which the link to the host is busy. The two directions run at the same
-            time.
-    """
-
+    # forward and backward: seconds of the forwards and of the backwards of all micro-batches.
     forward: float
     backward: float
-    update: float
-    waiting: float
+    update: float  # seconds of the optimizer, and of adding up gradients
+    waiting: float  # seconds of copies to and from the host that do not overlap with computation
+    # Seconds in which the link to the host is busy. The two directions run at the same time.
     link: float
 
     @property
@@ -114,23 +108,16 @@ def estimate_step(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train, with its memory and time.
+    """A way to train, with its memory and time."""
 
-    Attributes:
-        setup: the options.
-        gpu: bytes on the GPU at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`,
-            `activations`, `gradients`, `workspace`.
-        host: bytes on the host, by kind.
-        peak: where the memory peaks: in a module of the `forward` or `backward`, or in the
-            `update`.
-        seconds: time of an optimizer step.
-    """
-
-    setup: Setup
+    setup: Setup  # the options
+    # Bytes on the GPU at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`,
+    # `activations`, `gradients`, `workspace`.
     gpu: dict[str, float]
-    host: dict[str, float]
+    host: dict[str, float]  # bytes on the host, by kind
+    # Where the memory peaks: in a module of the `forward` or `backward`, or in the `update`.
     peak: str
-    seconds: Seconds
+    seconds: Seconds  # time of an optimizer step
 
     @property
     def allocated(self) -> float:

@@ -23,20 +23,13 @@ GROUP: Mapping[str, Any] = {"group_size": 128}
 
 @dataclass
 class Standing:
-    """Bytes that live for the whole step, on the GPU or on the host.
+    """Bytes that live for the whole step, on the GPU or on the host."""
 
-    Attributes:
-        weights: bytes of parameters and buffers. Even if a weight is offloaded, its FP8 data is on
-            the GPU.
-        states: bytes of the optimizer's states.
-        sums: bytes of the sums of gradients over micro-batches.
-        staging: bytes of the staging buffers of offloaded values.
-    """
-
+    # Bytes of parameters and buffers. Even if a weight is offloaded, its FP8 data is on the GPU.
     weights: float = 0.0
-    states: float = 0.0
-    sums: float = 0.0
-    staging: float = 0.0
+    states: float = 0.0  # bytes of the optimizer's states
+    sums: float = 0.0  # bytes of the sums of gradients over micro-batches
+    staging: float = 0.0  # bytes of the staging buffers of offloaded values
 
     @property
     def total(self) -> float:

@@ -43,24 +43,15 @@ REGION_KINDS = ("saved", "activations", "gradients", "workspace")
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes alive at one time of a step, by kind (`REGION_KINDS`).
+    """Bytes alive at one time of a step, by kind (`REGION_KINDS`)."""
 
-    Attributes:
-        module: path of the module whose operator runs; '' outside of compiled graphs.
-        backward: whether the backward has begun.
-        saved: bytes that compiled graphs save for the backward.
-        activations: bytes that the forward allocates outside of graphs, and bytes of the results of
-            graphs.
-        gradients: bytes of parameters' gradients.
-        workspace: all other bytes.
-    """
-
-    module: str = ""
-    backward: bool = False
-    saved: float = 0.0
+    module: str = ""  # path of the module whose operator runs; '' outside of compiled graphs
+    backward: bool = False  # whether the backward has begun
+    saved: float = 0.0  # bytes that compiled graphs save for the backward
+    # Bytes that the forward allocates outside of graphs, and bytes of the results of graphs.
     activations: float = 0.0
-    gradients: float = 0.0
-    workspace: float = 0.0
+    gradients: float = 0.0  # bytes of parameters' gradients
+    workspace: float = 0.0  # all other bytes
 
     @property
     def total(self) -> float:
@@ -70,22 +61,17 @@ class Moment:
 
 @dataclass(frozen=True)
 class Planned:
-    """The predicted result of compiling a region, and its memory and work.
+    """The predicted result of compiling a region, and its memory and work."""
 
-    Attributes:
-        plan: the decisions about layers and saved tensors.
-        forward, backward: bytes alive after each operator of the forward and backward graphs.
-        kept: bytes saved for the backward, except inputs and results of the region.
-        held_inputs, held_outputs: indices of the inputs and results that the backward reads.
-        forward_work, backward_work: work of the forward and backward graphs.
-    """
-
-    plan: Plan
+    plan: Plan  # the decisions about layers and saved tensors
+    # forward and backward: bytes alive after each operator of the forward and backward graphs.
     forward: list[Moment]
     backward: list[Moment]
-    kept: float
+    kept: float  # bytes saved for the backward, except inputs and results of the region
+    # held_inputs and held_outputs: indices of the inputs and results that the backward reads.
     held_inputs: list[int]
     held_outputs: list[int]
+    # forward_work and backward_work: work of the forward and backward graphs.
     forward_work: Work
     backward_work: Work
 

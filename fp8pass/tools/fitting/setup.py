@@ -14,20 +14,14 @@ from fp8pass.tools.running import find_recipe
 
 @dataclass(frozen=True)
 class Setup:
-    """The options of one way to train.
+    """The options of one way to train."""
 
-    Attributes:
-        config: options of the backend.
-        step_in_backward: whether `fp8pass.optim.step_in_backward` updates each parameter during the
-            backward.
-        offload: the kinds of data that live in host memory: `states`, `gradients`, `weights`.
-        preset: preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
-    """
-
-    config: Config = dataclasses.field(default_factory=Config)
+    config: Config = dataclasses.field(default_factory=Config)  # options of the backend
+    # Whether `fp8pass.optim.step_in_backward` updates each parameter during the backward.
     step_in_backward: bool = False
+    # The kinds of data that live in host memory: `states`, `gradients`, `weights`.
     offload: tuple[str, ...] = ()
-    preset: str | None = "coat"
+    preset: str | None = "coat"  # preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
 
     def lines(self, accumulate: int, blocks: Sequence[str]) -> str:
         """Return Python code that prepares a `model` and an optimizer for this setup.

@@ -36,19 +36,14 @@ LossFunction = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], T
 
 @dataclass(eq=False)
 class CompiledRegion:
-    """A part of the model that is compiled as one graph.
+    """A part of the model that is compiled as one graph."""
 
-    Attributes:
-        path: path of the module that first ran the region.
-        outputs: layout of each result of the forward, and whether the result has a gradient.
-        gm: the joint graph before any pass; None if the region has no backward.
-        ctx: context of the joint graph.
-    """
-
-    path: str
+    path: str  # path of the module that first ran the region
+    # Layout of each result of the forward, and whether the result has a gradient.
     outputs: list[tuple[Any, bool]]
+    # The joint graph before any pass; None if the region has no backward.
     gm: fx.GraphModule | None = None
-    ctx: Context | None = None
+    ctx: Context | None = None  # context of the joint graph
 
 
 @dataclass(frozen=True)
@@ -68,16 +63,12 @@ class Freed:
 
 @dataclass(frozen=True)
 class RegionForward:
-    """A region runs forward.
-
-    Attributes:
-        call: number of this run. The matching `RegionBackward` has the same number.
-        inputs, outputs: numbers of the storages of the region's inputs and results. None if a
-            storage existed before the step.
-    """
+    """A region runs forward."""
 
     region: CompiledRegion
-    call: int
+    call: int  # number of this run. The matching `RegionBackward` has the same number.
+    # inputs and outputs: numbers of the storages of the region's inputs and results. None if a
+    # storage existed before the step.
     inputs: list[int | None]
     outputs: list[int | None] = field(default_factory=list)
 

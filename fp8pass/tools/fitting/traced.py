@@ -101,16 +101,13 @@ def is_in_list(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Fate:
-    """How long final gradients stay alive.
+    """How long final gradients stay alive."""
 
-    Attributes:
-        stay: whether all gradients live until the end of the backward. Otherwise the optimizer
-            consumes each gradient during the backward.
-        waiting: how many bytes of gradients may wait for the optimizer. If this is not 0, one
-            gradient may wait even if it is larger.
-    """
-
+    # Whether all gradients live until the end of the backward. Otherwise the optimizer consumes
+    # each gradient during the backward.
     stay: bool
+    # How many bytes of gradients may wait for the optimizer. If this is not 0, one gradient may
+    # wait even if it is larger.
     waiting: float = 0.0
 
 

@@ -13,19 +13,12 @@ from fp8pass.tools.folding import fold_rows
 
 @dataclass
 class ModuleCosts:
-    """The costs of one module in a step.
+    """The costs of one module in a step."""
 
-    Attributes:
-        bytes: bytes saved for the backward.
-        formats: saved bytes by format, without scalars.
-        fp8: the GEMMs of a linear layer that run in FP8.
-        seconds: time of all operators, forward and backward, estimated by a roofline.
-    """
-
-    bytes: int = 0
-    formats: Counter[str] = field(default_factory=Counter)
-    fp8: tuple[str, ...] = ()
-    seconds: float = 0.0
+    bytes: int = 0  # bytes saved for the backward
+    formats: Counter[str] = field(default_factory=Counter)  # saved bytes by format, without scalars
+    fp8: tuple[str, ...] = ()  # the GEMMs of a linear layer that run in FP8
+    seconds: float = 0.0  # time of all operators, forward and backward, estimated by a roofline
 
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for equal costs. Rounding errors of seconds are ignored."""

@@ -51,41 +51,28 @@ OPERATOR_KINDS = {
 
 @dataclass(frozen=True)
 class DrawnOperator:
-    """An operator in the picture.
+    """An operator in the picture."""
 
-    Attributes:
-        id: name of the node.
-        label: text on the operator.
-        kind: a key of `OPERATOR_KINDS`.
-        module: path of the module that the operator comes from.
-        column: number of the column.
-        backward: whether the operator runs in the backward.
-        details: texts to show about the operator, by title, e.g. `shape`, `dtype` or `saved as`.
-    """
-
-    id: str
-    label: str
-    kind: str
-    module: str
-    column: int
-    backward: bool
+    id: str  # name of the node
+    label: str  # text on the operator
+    kind: str  # a key of `OPERATOR_KINDS`
+    module: str  # path of the module that the operator comes from
+    column: int  # number of the column
+    backward: bool  # whether the operator runs in the backward
+    # Texts to show about the operator, by title, e.g. `shape`, `dtype` or `saved as`.
     details: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that one operator computes and another operator uses.
+    """A tensor that one operator computes and another operator uses."""
 
-    Attributes:
-        source, target: ids of the operators.
-        crosses: whether the tensor is saved by the forward and read by the backward.
-        bytes: saved bytes of the tensor on its first edge, and 0 on its other edges, so that the
-            sum over all edges is right.
-    """
-
+    # source and target: ids of the operators.
     source: str
     target: str
-    crosses: bool
+    crosses: bool  # whether the tensor is saved by the forward and read by the backward
+    # Saved bytes of the tensor on its first edge, and 0 on its other edges, so that the sum over
+    # all edges is right.
     bytes: int
 
 

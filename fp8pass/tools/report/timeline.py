@@ -20,19 +20,14 @@ Change = tuple[fx.Node, int]  # an operator, and the saved bytes that it adds
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    """Saved bytes after an operator.
+    """Saved bytes after an operator."""
 
-    Attributes:
-        position: number of the operator in the step. Positions of `stock` are scaled to the length
-            of fp8pass's step, so that both curves have the same width.
-        operator: module and name of the operator.
-        change: saved bytes that the operator adds; negative if it frees bytes.
-    """
-
+    # Number of the operator in the step. Positions of `stock` are scaled to the length of fp8pass's
+    # step, so that both curves have the same width.
     position: float
-    operator: str
+    operator: str  # module and name of the operator
     backward: bool
-    change: int
+    change: int  # saved bytes that the operator adds; negative if it frees bytes
     bytes: int
 
 
