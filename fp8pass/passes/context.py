@@ -25,12 +25,11 @@ class Requests:
 class Context:
     """The state of one compilation of one graph, which passes read and write."""
 
-    config: Config  # the user's choices
+    config: Config
     # Facts about the graph before any pass; empty for the lowering passes.
     facts: JointFacts = field(default_factory=JointFacts)
-    # The optional parts of the plan to compute.
     requests: Requests = field(default_factory=Requests)
-    plan: Plan = field(default_factory=Plan)  # the decisions so far, which `explain` shows
+    plan: Plan = field(default_factory=Plan)
     # How the backward gets each forward value: saved, in which format, or recomputed; set by
     # `plan_saved_values`.
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)
