@@ -14,7 +14,7 @@ EXPONENT, MANTISSA = tl.constexpr(EXPONENT_MASK), tl.constexpr(MANTISSA_MASK)
 
 @triton.jit
 def largest(a, b):
-    """Return the larger number, or NaN if either is NaN. Triton's default maximum drops NaN."""
+    """Triton's default maximum drops NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
