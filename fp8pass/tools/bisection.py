@@ -34,8 +34,6 @@ OPTIONS = {"linear": "skip", "saved": "keep_exact"}
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a model that can be made exact on its own."""
-
     # `linear` for a linear layer with all its uses, `saved` for a tensor saved for the backward.
     kind: str
     name: str  # path of the layer, or name of the saved value
@@ -43,7 +41,7 @@ class Unit:
 
     @property
     def fix(self) -> str:
-        """The entry of `skip` or `keep_exact` that makes the unit exact."""
+        """The entry of `skip` or `keep_exact`."""
         return glob.escape(self.name)
 
 
@@ -207,10 +205,7 @@ def bisect(
 
 @contextmanager
 def _show_progress() -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if stderr is a terminal.
-
-    Yields `advance(total)`, which advances the bar by one of about `total` steps.
-    """
+    """Show a progress bar if stderr is a terminal. `advance(total)` makes one of `total` steps."""
     console = Console(stderr=True)
     columns = TextColumn("bisecting"), BarColumn(bar_width=24), MofNCompleteColumn()
     disable = not console.is_terminal
@@ -226,7 +221,7 @@ def _show_progress() -> Iterator[Callable[[int], None]]:
 
 
 def find_units(plans: Iterable[Plan]) -> list[Unit]:
-    """Return the linear layers and saved tensors in low-bit formats, in forward order."""
+    """In forward order."""
     found: dict[Unit, None] = {}
     for plan in plans:
         placed: list[tuple[int, Unit]] = [
@@ -245,7 +240,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
 
 
 def make_options(units: Iterable[Unit], config: Config) -> dict[str, Any]:
-    """Return the options `skip` and `keep_exact` of `config`, with an entry added for each unit."""
+    """Add an entry for each unit to `skip` and `keep_exact`."""
     options: dict[str, Any] = {}
     for unit in units:
         name = OPTIONS[unit.kind]
@@ -257,10 +252,6 @@ class Trials:
     """Measures the error of the gradients if some units of a model are exact.
 
     Each measurement compiles the model again, and runs one step from the same state.
-
-    Attributes:
-        units: the units in low-bit formats, in forward order.
-        compilations: number of compilations so far.
 
     Raises:
         TypeError: `loss_fn` does not return a scalar tensor.
@@ -299,7 +290,7 @@ class Trials:
         self.units = find_units(g.plan for g in graphs)
 
     def error(self, exact: frozenset[int]) -> float:
-        """Measure the relative error of the gradients if the units with these indices are exact."""
+        """`exact` has indices of units."""
         if not exact:
             return self._start
         options = make_options((self.units[i] for i in sorted(exact)), self.config)
@@ -322,7 +313,7 @@ class Trials:
 
 
 def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> float:
-    """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors; infinity if the result is not finite."""
+    """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors, or infinity."""
     difference = norm = 0.0
     for w, e in zip(wrong, exact, strict=True):
         if w is not None and e is not None:
@@ -335,7 +326,6 @@ def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress logs and warnings, which many similar compilations would repeat."""
     log.disabled, before = True, log.disabled
     try:
         with warnings.catch_warnings():
