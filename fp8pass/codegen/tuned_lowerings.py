@@ -103,8 +103,7 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
-    """Start with the elements that will share a byte, as packing does, so Inductor uses one loop.
-    """
+    """Start with elements that will share a byte, as packing does, so Inductor uses one loop."""
     magnitudes = (part.abs() for part in split_groups(x, group_size, parts))
     return reduce(torch.maximum, magnitudes).amax(-1).float()
 

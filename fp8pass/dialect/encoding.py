@@ -57,8 +57,7 @@ def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 
 
 def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Adding the power of two rounds a magnitude to denormal steps, which become the lowest bits.
-    """
+    """Add a power of two, so that denormal steps become the lowest bits."""
     exponent = 23 - fmt.mantissa + fmt.min_exponent
     return (magnitude + 2.0**exponent).view(torch.int32) - (127 + exponent << 23)
 

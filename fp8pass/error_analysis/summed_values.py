@@ -37,8 +37,7 @@ CANCELLATION = 10.0  # assumed norm of the terms / their sum; it is larger in 1 
 
 
 def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list[set[Region]]:
-    """Return, for each scan in `backward`, the regions that views, movement or additions connect.
-    """
+    """Return the regions that views, movement or additions connect to each backward scan."""
     readers: dict[fx.Node, set[Region]] = {}
     for region in regions:
         for node in (*region.inputs, *region.nodes):

@@ -34,10 +34,18 @@ OPTIONS = {"linear": "skip", "saved": "keep_exact"}
 
 @dataclass(frozen=True)
 class Unit:
-    # `linear` for a linear layer with all its uses, `saved` for a tensor saved for the backward.
+    """A part of a model that can be made exact on its own.
+
+    Attributes:
+        kind: `linear` for a linear layer with all its uses, `saved` for a tensor saved for the
+            backward.
+        name: path of the layer, or name of the saved value.
+        module: path of the layer, or of the module that computes the saved value.
+    """
+
     kind: str
-    name: str  # path of the layer, or name of the saved value
-    module: str  # path of the layer, or of the module that computes the saved value
+    name: str
+    module: str
 
     @property
     def fix(self) -> str:
@@ -47,10 +55,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Culprit(Unit):
-    """A linear layer or saved tensor that causes much of the error by itself."""
+    """A linear layer or saved tensor that causes much of the error by itself.
 
-    error_before: float  # error of the gradients if only the earlier culprits are exact
-    error_after: float  # error of the gradients if the earlier culprits and this culprit are exact
+    Attributes:
+        error_before: error of the gradients if only the earlier culprits are exact.
+        error_after: error of the gradients if the earlier culprits and this culprit are exact.
+    """
+
+    error_before: float
+    error_after: float
 
 
 @dataclass(repr=False)

@@ -18,31 +18,39 @@ from fp8pass.plan import SavedTensor
 from fp8pass.tools.output import Result
 from fp8pass.tools.running import find_module_of_run
 
-# Formats of the operands of FP8 GEMMs, by dtype.
 OPERAND_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 @dataclass(repr=False)
 class ExplanationData(Result):
-    """fp8pass's decisions about a model, as data."""
+    """fp8pass's decisions about a model, as data.
 
-    config: Config  # the configuration that was explained
-    model: str = ""  # name of the model's class
-    # Paths of the compiled parts; () if the model is compiled as a whole.
+    Attributes:
+        config: the configuration that was explained.
+        model: name of the model's class.
+        parts: paths of the compiled parts; () if the model is compiled as a whole.
+        is_compiled: whether the user has compiled the model, or a part of it, with fp8pass.
+        saved_bytes: measured bytes that a forward saves for the backward, inside and outside of
+            graphs. Shared tensors are counted once, and parameters are not counted.
+        eager_bytes: measured bytes that a forward saves without a compiler.
+        graphs: the compiled graphs, in order.
+        owners: path of each parameter's module, by the parameter's id.
+        linears: path of each linear layer that a forward runs, by the ids of its parameters.
+        convolutions: number of convolution modules, none of which runs in FP8.
+        convolution_share: share of the model's parameters that belong to convolutions.
+    """
+
+    config: Config
+    model: str = ""
     parts: tuple[str, ...] = ()
-    # Whether the user has compiled the model, or a part of it, with fp8pass.
     is_compiled: bool = True
-    # Measured bytes that a forward saves for the backward, inside and outside of graphs. Shared
-    # tensors are counted once, and parameters are not counted.
     saved_bytes: int = 0
-    eager_bytes: int = 0  # measured bytes that a forward saves without a compiler
-    graphs: list[CompiledGraph] = field(default_factory=list)  # the compiled graphs, in order
-    # Path of each parameter's module, by the parameter's id.
+    eager_bytes: int = 0
+    graphs: list[CompiledGraph] = field(default_factory=list)
     owners: dict[int, str] = field(default_factory=dict)
-    # Path of each linear layer that a forward runs, by the ids of its parameters.
     linears: dict[int, str] = field(default_factory=dict)
-    convolutions: int = 0  # number of convolution modules, none of which runs in FP8
-    convolution_share: float = 0.0  # share of the model's parameters that belong to convolutions
+    convolutions: int = 0
+    convolution_share: float = 0.0
 
     def modules_of(self, compiled: CompiledGraph) -> list[str]:
         """Return the paths of the modules that run a graph; '' is the model itself."""
@@ -115,11 +123,10 @@ class ExplanationData(Result):
 
 
 def describe_operands(compiled: CompiledGraph) -> list[SavedTensor]:
-    """Return the saved tensors of a graph, with the format FP8 for saved operands of FP8 GEMMs.
+    """Return a graph's saved tensors, with the format FP8 for saved operands of FP8 GEMMs.
 
-    The plan lists such an operand as `exact`, because the graph saves its FP8 data unchanged. In
-    the result, `bytes_exact` of the operand is the size of the value before quantization, because
-    this value would be saved without fp8pass.
+    The plan lists them as `exact`, because the graph saves FP8 data unchanged. Here `bytes_exact`
+    is the size before quantization.
     """
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     return [_describe_operand(s, nodes[s.name]) for s in compiled.plan.saved]
@@ -134,7 +141,7 @@ def _describe_operand(saved: SavedTensor, node: fx.Node) -> SavedTensor:
 
 
 def _plain(option: object) -> object:
-    """Convert an option that JSON cannot represent: a `Simulation` to a dict, all else to text."""
+    """JSON has no type for such an option."""
     return vars(option) if isinstance(option, Simulation) else f"{option}"
 
 

@@ -57,8 +57,7 @@ def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
 def _chunk_first(
     gm: fx.GraphModule, heads: Sequence[fx.Node], head_chunks: int | None
 ) -> dict[fx.Node, Head]:
-    """Rewrite the first head if that saves enough memory, and the heads that share masks with it.
-    """
+    """Rewrite the first head if that saves enough memory, with heads that share masks with it."""
     head = heads[0]
     rows, hidden = tensor(head.args[-2]).shape  # type: ignore[arg-type]
     if compat.has_unbacked(rows):

@@ -14,22 +14,18 @@ from fp8pass.tools.running import find_recipe
 
 @dataclass(frozen=True)
 class Setup:
-    """The options of one way to train."""
-
-    config: Config = dataclasses.field(default_factory=Config)  # options of the backend
-    # Whether `fp8pass.optim.step_in_backward` updates each parameter during the backward.
+    config: Config = dataclasses.field(default_factory=Config)
+    # Update each parameter during the backward.
     step_in_backward: bool = False
-    # The kinds of data that live in host memory: `states`, `gradients`, `weights`.
+    # `states`, `gradients` and `weights` in host memory.
     offload: tuple[str, ...] = ()
     preset: str | None = "coat"  # preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
 
     def lines(self, accumulate: int, blocks: Sequence[str]) -> str:
         """Return Python code that prepares a `model` and an optimizer for this setup.
 
-        Args:
-            accumulate: number of backwards whose gradients are summed.
-            blocks: paths of modules that are compiled one by one, with `.*` for the members of a
-                list; empty for the model as a whole.
+        A path in `blocks` may end in `.*`, for the members of a list. No blocks stand for the whole
+        model.
         """
         found = [f"config = {format_config(self.config)}"]
         if "weights" in self.offload:
@@ -76,7 +72,7 @@ class Setup:
 
 
 def _format_value(value: object) -> str:
-    """Return the value of an option as Python code. A function is represented by its name."""
+    """A function is represented by its name."""
     if isinstance(value, Simulation):
         return f"fp8pass.{value!r}"
     if isinstance(value, tuple):
@@ -86,7 +82,6 @@ def _format_value(value: object) -> str:
 
 
 def format_config(config: Config) -> str:
-    """Return a configuration as Python code."""
     recipe, changes = find_recipe(config)
     if config.compiler != Config().compiler:
         changes |= {"compiler": config.compiler}
