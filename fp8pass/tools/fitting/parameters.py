@@ -59,7 +59,9 @@ class Parameters:
             self.why_not_coded = str(error)
 
     def place(self, setup: Setup, accumulate: int) -> tuple[Standing, Standing]:
-        """Return the bytes that live for the whole step with `setup`, on the GPU and on the host."""
+        """Return the bytes that live for the whole step with `setup`, on the GPU and on the
+        host.
+        """
         gpu, host = Standing(weights=self.buffer_bytes), Standing()
         group = {"offload": setup.offload}
         stored = moment_format(default_buffer(accumulate), signed=True).storage_dtype
