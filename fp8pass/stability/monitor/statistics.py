@@ -12,8 +12,8 @@ from fp8pass import graph
 from fp8pass.dialect.encoding import decode, encode
 from fp8pass.dialect.formats import Format
 
-# Number of elements that are measured at once. On a GPU the temporaries take about ten bytes for
-# each of these elements. On a CPU they fit into the caches.
+# Elements at once. On a GPU the temporaries take about ten bytes for each. On a CPU they fit into
+# the caches.
 GPU_CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
@@ -35,29 +35,37 @@ class TensorName:
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """The statistics of one quantized tensor in one sampled step."""
+    """The statistics of one quantized tensor in one sampled step.
 
-    step: int  # number of the optimizer step, from 0
-    module: str  # path of the module in the model
-    # tensor and scales and format and dtype: as in `TensorName`.
+    Attributes:
+        step: number of the optimizer step, from 0.
+        module: path of the module in the model.
+        tensor, scales, format, dtype: as in `TensorName`.
+        elements: number of elements, summed over all uses of the layer in the step (micro-batches,
+            repeated calls).
+        amax: largest finite magnitude before quantization.
+        saturated: share of elements that become the largest value of the format. Scales are
+            computed from the current amax, so amax / scale is within a factor of two of this value.
+        underflow: share of nonzero elements that become zero.
+        sqnr_db: signal to quantization noise ratio, 10 log₁₀(Σx² / Σ(x - dequantized)²), over
+            finite elements. Infinite if the noise is zero; NaN if an Inf or NaN made a scale NaN.
+        nonfinite: number of elements that are Inf or NaN.
+        sharpness: sharpness of the model's loss landscape in percent, in a separate row whose
+            `tensor` is `loss landscape`. All other statistics in that row are NaN or 0.
+    """
+
+    step: int
+    module: str
     tensor: str
     scales: str
     format: str
     dtype: str
-    # Number of elements, summed over all uses of the layer in the step (micro-batches, repeated
-    # calls).
     elements: int
-    amax: float  # largest finite magnitude before quantization
-    # Share of elements that become the largest value of the format. Scales are computed from the
-    # current amax, so amax / scale is within a factor of two of this value.
+    amax: float
     saturated: float
-    underflow: float  # share of nonzero elements that become zero
-    # Signal to quantization noise ratio, 10 log₁₀(Σx² / Σ(x - dequantized)²), over finite elements.
-    # Infinite if the noise is zero; NaN if an Inf or NaN made a scale NaN.
+    underflow: float
     sqnr_db: float
-    nonfinite: int  # number of elements that are Inf or NaN
-    # Sharpness of the model's loss landscape in percent, in a separate row whose `tensor` is `loss
-    # landscape`. All other statistics in that row are NaN or 0.
+    nonfinite: int
     sharpness: float = math.nan
 
 
@@ -89,7 +97,7 @@ def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
 
 def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     finite = x.isfinite()
-    # Divide by the scale, so that fp32 can represent the squares of all values that matter.
+    # fp32 can then represent the squares of all values that matter.
     scaled = (x.float() * scale.reciprocal()).where(finite, 0.0)
     rounded = decode(encode(scaled, fmt), fmt)
     nonzero = finite & (x != 0)
@@ -104,12 +112,11 @@ def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 
 
 def merge(a: Tensor, b: Tensor) -> Tensor:
-    """Return the totals of two tensors together: the larger amax, and sums of the other numbers."""
+    """Take the larger amax, and sums of the other numbers."""
     return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
 
 
 def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> TensorStatistics:
-    """Return the row of a tensor, with shares and decibels computed from its totals."""
     amax, elements, nonzero, saturated, flushed, nonfinite, signal, noise = totals
     return TensorStatistics(
         step=step,
@@ -128,7 +135,7 @@ def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> T
 
 
 def make_landscape_row(step: int, sharpness: float) -> TensorStatistics:
-    """Return the row about the whole model, which only has a sharpness."""
+    """Only the sharpness is set."""
     return TensorStatistics(
         *(step, "", LANDSCAPE, "", "", ""),
         elements=0,
