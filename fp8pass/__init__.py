@@ -79,7 +79,7 @@ _ELSEWHERE = {
 
 
 def _add_prefix(record: logging.LogRecord) -> bool:
-    """Without handlers, Python prints messages without the name of the logger."""
+    """Name fp8pass in messages if no handler is configured, as Python then prints no logger."""
     if not logging.getLogger(__name__).hasHandlers():
         record.msg = f"fp8pass: {record.msg}"
     return True

@@ -43,7 +43,9 @@ class Inputs:
         example_inputs: Sequence[object],
         moving: frozenset[int] = frozenset(),
     ) -> Inputs:
-        """Dynamo does not guard on `is_leaf`, so later calls may pass inputs of other kinds."""
+        """Classify example inputs. Dynamo does not guard on `is_leaf`, so later inputs may
+        differ.
+        """
         differentiable = {
             i: x.is_leaf
             for i, x in enumerate(example_inputs)
@@ -154,7 +156,7 @@ INDEPENDENT = frozenset(
 
 
 def hashed_files() -> list[Path]:
-    """Compiled code may depend on these files."""
+    """List the files that compiled code may depend on."""
     root = Path(__file__).parent
     files = sorted(root.rglob("*.py"))
     return [p for p in files if p.relative_to(root).parts[0] not in INDEPENDENT]

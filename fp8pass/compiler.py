@@ -94,7 +94,7 @@ class Captured:
     hooks: tuple[Hooks, ...] = ()
 
     def compilation(self, config: Config, **options: Any) -> Compilation:
-        """Does not compile the graph."""
+        """Return a new `Compilation`, without compiling the graph."""
         graphed = compat.uses_cuda_graphs(self.patches)
         moving = moving_weights(self.gm, self.example_inputs) if graphed else frozenset[int]()
         inputs = Inputs.of(self.example_inputs, moving)
@@ -107,7 +107,7 @@ class Captured:
         compilation: Compilation,
         inner_compile: Callable[..., Any] | None = None,
     ) -> Program:
-        """`gm` is `self.gm` or a copy."""
+        """Compile `gm`, which is `self.gm` or a copy."""
         patches = {**self.patches, "custom_partitioner_fn": Partitioner(compilation)}
         program: Any = compat.compile_fx(
             gm,
@@ -121,7 +121,7 @@ class Captured:
     def compile_version(
         self, config: Config, inner_compile: Callable[..., Any] | None = None
     ) -> Program:
-        """See `hooks.CompileVersion`."""
+        """Compile a copy of the graph, as `hooks.CompileVersion` defines."""
         compilation = self.compilation(config, is_main=False)
         # Cache keys do not contain `inner_compile`.
         with compat.uncached() if inner_compile else nullcontext():
@@ -230,7 +230,7 @@ def _on_cpu(example_inputs: Sequence[Any]) -> bool:
 
 
 def _check_cpp_compiler() -> None:
-    """Inductor would raise an error of a hundred lines."""
+    """Raise RuntimeError instead of Inductor's error of a hundred lines."""
     if not compat.has_cpp_compiler():
         raise RuntimeError(
             "No working C++ compiler was found, which PyTorch's Inductor needs on a CPU. Install "
@@ -240,7 +240,7 @@ def _check_cpp_compiler() -> None:
 
 
 def _with_bandwidth(config: Config, example_inputs: Sequence[Any]) -> Config:
-    """The plan and its cache key depend on the bandwidth."""
+    """Add the measured bandwidth, on which the plan and its cache key depend."""
     if not config.offload or config.host_bandwidth is not None:
         return config
     devices = (x.device for x in example_inputs if isinstance(x, Tensor) and x.is_cuda)

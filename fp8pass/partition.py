@@ -74,7 +74,7 @@ class Partitioner(compat.CustomPartitionerFn):
         return Context(self.compilation.config, facts, self.compilation.requests)
 
     def uuid(self) -> str:
-        """Inductor's caches use this key."""
+        """Return the key for Inductor's caches."""
         return self.compilation.cache_key()
 
     # Inductor copies and pickles its options, which must not include a compiled graph.

@@ -226,7 +226,8 @@ class BudgetProblem:
         )
 
     def _host_variables(self, value: fx.Node, variables: _Variables) -> _Variables:
-        """If a low-bit format is allowed, only the low-bit value may be in host memory.
+        """Add variables for host memory: of the low-bit value, if one is allowed, else of the exact
+        one.
 
         The seconds include the slowdown of other work, but not the waits for copies.
         """

@@ -49,7 +49,7 @@ def decide_free(node: fx.Node, facts: JointFacts) -> Decision:
 
 
 def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
-    """Values that stay alive anyway do not count."""
+    """Return the saved bytes on the device, without values that stay alive anyway."""
     return sum(
         stored_bytes(node, decision) - host_bytes(node, decision)
         for node, decision in decisions.items()
@@ -58,7 +58,7 @@ def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
 
 
 def host_bytes(node: fx.Node, decision: Decision) -> float:
-    """Scales and means stay on the device."""
+    """Return the bytes in host memory. Scales and means stay on the device."""
     if not decision.on_host:
         return 0.0
     on_device = _scale_bytes(node, decision) + _mean_bytes(node, decision)

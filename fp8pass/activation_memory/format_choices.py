@@ -199,7 +199,7 @@ class FormatChoices:
 
 
 def _with_price(node: fx.Node, option: Decision, error_bytes: float) -> Decision:
-    """Errors cost as much as `error_bytes` bytes per element."""
+    """Add the price. Errors cost as much as `error_bytes` bytes per element."""
     bytes_ = stored_bytes(node, option) + error_bytes * graph.numel(graph.tensor(node))
     # To quantize the value, a kernel reads it once more, which costs as much as recomputing it.
     return replace(option, price=bytes_ * UNITS_PER_BYTE + graph.nbytes(node))

@@ -58,7 +58,7 @@ class Planner:
         return plan
 
     def nearest(self, budget: float) -> Decisions:
-        """The budget may be smaller than possible."""
+        """Return the fastest plan within `budget`, or within the smallest possible budget."""
         return self.within(max(budget, self._least))
 
     @property

@@ -53,7 +53,7 @@ def _emit_traced(like: fx.Node, function: Callable[..., Any], args: tuple[Any, .
 def _trace(
     function: Callable[..., Any], args: tuple[Any, ...], operands: list[fx.Node]
 ) -> fx.Graph:
-    """Its inputs correspond to `operands`, in order."""
+    """Return the graph of `function(*args)`, whose inputs correspond to `operands`."""
     fakes = [graph.tensor(n) for n in operands]
     texts = {n: _describe(i, fake) for i, (n, fake) in enumerate(zip(operands, fakes, strict=True))}
     known = _traces.setdefault(compat.fake_mode_of(fakes[0]), {})

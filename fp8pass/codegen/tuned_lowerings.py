@@ -48,7 +48,7 @@ def _lowers(target: Callable[..., Any], **options: Any) -> Callable[[Callable], 
 
 
 def _pin_row_major(x: Tensor) -> Tensor:
-    """Inductor may choose another layout without this buffer."""
+    """Pin the layout, because Inductor may choose another one."""
     return buffer(x, [0, 1])
 
 
@@ -179,7 +179,7 @@ def _scaled_grouped_outer(
 
 
 def _copy(x: Tensor) -> Tensor:
-    """`x.contiguous()` fails on fake CUDA tensors in CPU-only PyTorch."""
+    """Copy without `x.contiguous()`, which fails on fake CUDA tensors in CPU-only PyTorch."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -128,7 +128,7 @@ def _detach_from_base(value: Any) -> Any:
 
 
 def seeded_random_ops() -> Iterable[Any]:
-    """With the same seed, these return the same numbers."""
+    """Return the operators whose random numbers are determined by a seed operand."""
     return (
         torch.ops.prims.inductor_random.default,
         torch.ops.prims.inductor_randint.default,
@@ -291,7 +291,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def is_region(node: fx.Node) -> bool:
-    """See `torch.compiler.nested_compile_region`."""
+    """Whether a node calls a region of `torch.compiler.nested_compile_region`."""
     return node.target is torch.ops.higher_order.invoke_subgraph
 
 

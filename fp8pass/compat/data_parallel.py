@@ -23,24 +23,24 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def find_replicas(module: Replicated) -> Any:
-    """The module must not have run yet."""
+    """Return the process group of a module that has not run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)
 
 
 def replicas_have_begun(module: Replicated) -> bool:
-    """A replicated module that has run accepts no gradient hooks."""
+    """Whether a replicated module has run, and so accepts no gradient hooks."""
     return replicate.state(cast(Any, module)).has_initialized
 
 
 def fsdp_has_run(module: FSDPModule) -> bool:
-    """A module that has run does not change how FSDP2 gathers its parameters."""
+    """Whether a module has run. After that, FSDP2 does not change how it gathers parameters."""
     return module._get_fsdp_state()._is_root is not None
 
 
 def get_shard(parameter: DTensor) -> Tensor:
-    """FSDP2 looks up its extension methods on this object, not on the result of `to_local`."""
+    """Return the object on which FSDP2 looks up its extension methods, unlike `to_local()`."""
     return parameter._local_tensor
 
 
@@ -164,7 +164,7 @@ def _list_groups(module: FSDPModule) -> Sequence[Any]:
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[GatheredParameter]:
-    """Only of `module` itself, in FSDP2's order."""
+    """Yield the parameters of `module` itself, in FSDP2's order."""
     for group in _list_groups(module):
         fewer = group.post_forward_mesh_info not in (None, group.mesh_info)
         for each in group.fsdp_params:

@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def use_fake_tensors() -> Any:
-    """New tensors are fake, and operators accept real tensors, too."""
+    """Return a mode in which new tensors are fake, and operators accept real tensors, too."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -47,7 +47,7 @@ class OperatorObserver(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Dynamo does not compile under modes that return False."""
+        """Return True, because Dynamo does not compile under other modes."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +64,7 @@ class RealPositions(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Dynamo does not compile under modes that return False."""
+        """Return True, because Dynamo does not compile under other modes."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -45,7 +45,7 @@ def extract_forward_backward(
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward saves only the given nodes."""
+    """Split a joint graph into a forward, which saves only the given nodes, and a backward."""
     extra: dict[str, Any] = {}
     if _EXTRACT_TAKES_OPAQUE:
         extra["saved_opaque_nodes"] = saved_objects
@@ -65,12 +65,12 @@ def extract_forward_backward(
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """The gradient of a forward output."""
+    """Whether `node` is the gradient of a forward output, an input of the backward."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_primal(node: fx.Node) -> bool:
-    """Parameter, buffer or argument."""
+    """Whether `node` is a parameter, buffer or argument, an input of the forward."""
     return node.op == "placeholder" and "primals" in str(node.target)
 
 
@@ -82,7 +82,7 @@ def input_name(node: fx.Node) -> str:
 
 
 def must_recompute(node: fx.Node) -> bool:
-    """See `torch.utils.checkpoint`."""
+    """Whether `torch.utils.checkpoint` recomputes `node`."""
     return node.meta.get("recompute") in (
         CheckpointPolicy.MUST_RECOMPUTE,
         CheckpointPolicy.PREFER_RECOMPUTE,
@@ -97,17 +97,17 @@ def forget_checkpointing(g: fx.Graph) -> None:
 
 
 def must_save(node: fx.Node) -> bool:
-    """By the user's policy, or because of a side effect."""
+    """Whether the user's policy or a side effect forbids recomputing `node`."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
 def recompute_always(node: fx.Node) -> None:
-    """As `torch.utils.checkpoint` does."""
+    """Tag `node` for recomputation, as `torch.utils.checkpoint` does."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def save_always(node: fx.Node) -> None:
-    """Unless `torch.utils.checkpoint` requires recomputation."""
+    """Forbid recomputation, unless `torch.utils.checkpoint` requires it."""
     if not must_recompute(node):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

@@ -116,10 +116,10 @@ def _cache_analysis(analyse: Any) -> Any:
 
 
 def ceil_div(a: Any, b: int) -> Any:
-    """`a` may be symbolic, or an Inductor expression."""
+    """Return ⌈a / b⌉ for an integer, a symbolic size or an Inductor expression `a`."""
     return CeilDiv(a, b) if isinstance(a, sympy.Expr) else -(-a // b)
 
 
 def load_source(source: str) -> Any:
-    """Triton requires source in a file."""
+    """Import source text from a file, which Triton requires."""
     return PyCodeCache.load(source)

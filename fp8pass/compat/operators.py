@@ -140,18 +140,18 @@ def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
 
 
 def fake_mode_of(fake: torch.Tensor) -> Any:
-    """The mode is a context in which new tensors are fake."""
+    """Return a context in which new tensors are fake."""
     assert isinstance(fake, FakeTensor)
     return fake.fake_mode
 
 
 def is_opaque(node: torch.fx.Node) -> bool:
-    """Such as a DTensor's mesh, which operators only pass on."""
+    """Whether a value is an object that operators only pass on, such as a DTensor's mesh."""
     return isinstance(node.meta.get("val"), (torch.ScriptObject, FakeScriptObject))
 
 
 def is_operator(target: object) -> TypeGuard[torch._ops.OpOverload]:
-    """Such as `aten.mul.Tensor`, with a schema."""
+    """Whether `target` has a schema, such as `aten.mul.Tensor`."""
     return isinstance(target, torch._ops.OpOverload)
 
 
@@ -160,7 +160,7 @@ FLEX_ATTENTION = flex_attention, flex_attention_backward
 
 
 def calls_graphs(node: fx.Node) -> bool:
-    """Like `torch.cond` and `scan`."""
+    """Whether an operator runs subgraphs, like `torch.cond` and `scan`."""
     return isinstance(node.target, HigherOrderOperator) and node.target not in FLEX_ATTENTION
 
 
@@ -170,7 +170,7 @@ def tensor_leaves(values: Any) -> list[torch.Tensor]:
 
 
 def schema_of(operator: Any) -> Any:
-    """Name, arguments, and which arguments it writes to."""
+    """Return name, arguments, and which arguments the operator writes to."""
     return operator._schema
 
 

@@ -69,7 +69,7 @@ _SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference")
 
 
 def gradient_divisor(schedule: Any) -> int:
-    """Schedules divide gradients after the last micro-batch."""
+    """Return the divisor of gradients after the last micro-batch."""
     return schedule._n_microbatches if schedule.scale_grads else 1
 
 
@@ -82,7 +82,7 @@ def _iterate_modules(schedule: Any) -> Iterator[nn.Module]:
 
 
 def schedule_names() -> list[str]:
-    """See `schedule_class`."""
+    """Return the names that `schedule_class` accepts."""
     from torch.distributed.pipelining import schedules
 
     bases = ("PipelineScheduleSingle", "PipelineScheduleMulti")
@@ -98,7 +98,7 @@ def schedule_class(name: str) -> type:
 
 
 def runs_one_stage_a_rank(schedule: type) -> bool:
-    """As in 1F1B and GPipe."""
+    """Whether each rank has one stage, as in 1F1B and GPipe."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     return issubclass(schedule, PipelineScheduleSingle)

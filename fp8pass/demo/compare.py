@@ -68,7 +68,7 @@ def check_compiler(device: torch.device) -> None:
 
 @contextmanager
 def hide_compile_log() -> Iterator[None]:
-    """Warnings are still shown."""
+    """Hide log lines except warnings."""
     log = logging.getLogger("fp8pass")
     level = log.level
     log.setLevel(logging.WARNING)

@@ -79,7 +79,7 @@ class Data:
         return cls(tokens[:-held_out], tokens[-held_out:])
 
     def train_batches(self, size: Size, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A seed gives the same batches on all devices."""
+        """Return random batches. A seed gives the same batches on all devices."""
         generator = torch.Generator().manual_seed(seed)
         count = len(self.train) - size.seq
         starts = torch.randint(count, (size.steps, size.batch), generator=generator)

@@ -96,19 +96,19 @@ def rope_tables(seq: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` is [batch, heads, seq, head_dim]."""
+    """Apply rotary embeddings to `x` [batch, heads, seq, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def new_model(size: Size, seed: int, device: torch.device) -> Decoder:
-    """In `dtype_for(device)`."""
+    """Return a model in `dtype_for(device)`."""
     torch.manual_seed(seed)
     return Decoder(size).to(device, dtype_for(device))
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
-    """Without BF16 instructions, as in most laptops, a CPU takes twenty times as long in BF16."""
+    """Return BF16, or FP32 on a CPU without BF16 instructions, where BF16 is 20 times slower."""
     if device.type == "cpu" and not compat.multiplies_bf16_on_cpu():
         return torch.float32
     return torch.bfloat16

@@ -74,7 +74,7 @@ def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
 
 
 def explain_speed(device: torch.device) -> str:
-    """'' if FP8 GEMMs run on `device`."""
+    """Return why FP8 GEMMs do not run on `device`, or ''."""
     if device.type == "cpu":
         return " A CPU emulates FP8 in FP32, so this ratio does not predict the speed on a GPU."
     reason = hardware.why_no_fp8_gemm(device)

@@ -100,7 +100,7 @@ def train(
 
 
 def learning_rate(step: int, size: Size) -> float:
-    """A linear warm-up for 1/5 of the steps, then a cosine to peak/10."""
+    """Warm up linearly for 1/5 of the steps, then follow a cosine to peak/10."""
     warm_up = max(1, size.steps // 5)
     progress = max(0, step - warm_up) / (size.steps - warm_up)
     return size.peak_lr * min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))

@@ -105,7 +105,7 @@ def _add(running: Tensor, products: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _exponents(x: Tensor, smallest: int) -> Tensor:
-    """Denormals have the exponent `smallest`, zero has `_ZERO_EXPONENT`."""
+    """Return exponents: `smallest` for denormals, `_ZERO_EXPONENT` for zero."""
     exponents = (torch.frexp(x)[1] - 1).clamp_min(smallest)
     return torch.where(x == 0, _ZERO_EXPONENT, exponents)
 

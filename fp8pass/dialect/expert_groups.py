@@ -25,7 +25,7 @@ def padded_length(rows: Any, experts: int) -> Any:
 
 
 def rows_of_padded(length: int, experts: int) -> int:
-    """The result is rounded up to a multiple of 16."""
+    """Invert `padded_length`, up to a multiple of 16."""
     return length - experts * CONTRACTION_MULTIPLE
 
 
@@ -57,5 +57,5 @@ def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def group_slices(ends: Tensor) -> list[slice]:
-    """The CPU waits until `ends` are computed."""
+    """Return the rows of each group. The CPU waits until `ends` are computed."""
     return [slice(*bounds) for bounds in pairwise([0, *ends.tolist()])]

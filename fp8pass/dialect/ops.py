@@ -144,7 +144,9 @@ def _fake_dequantize(
 def dequantize(
     planes: list[Tensor], scale: Tensor, quantization: str, dtype: torch.dtype
 ) -> Tensor:
-    """Unpacked data keep their layout. Packed planes become contiguous."""
+    """Dequantize all planes of a tensor. The layout is the data's, or contiguous for packed
+    planes.
+    """
     how, first = parse(quantization), planes[0]
     fmt = how.format
     if fmt.lossless:
@@ -187,13 +189,13 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 @_operator(lambda data: torch.empty_like(data, dtype=torch.uint8))
 def as_bytes(data: Tensor) -> Tensor:
-    """Operators outside the dialect do not support FP8."""
+    """View FP8 data as bytes, because operators outside the dialect do not support FP8."""
     return data.view(torch.uint8)
 
 
 @_operator(lambda data, format: torch.empty_like(data, dtype=FORMATS[format].dtype))
 def as_codes(data: Tensor, format: str) -> Tensor:
-    """The inverse of `as_bytes`."""
+    """View bytes as FP8 data: the inverse of `as_bytes`."""
     dtype = FORMATS[format].dtype
     assert dtype is not None
     return data.view(dtype)

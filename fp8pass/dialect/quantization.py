@@ -120,7 +120,7 @@ class Quantization:
         return round_scale(amax_quotient(amax, self.format)).to(self.scale_dtype)
 
     def split(self, x: Tensor) -> Tensor:
-        """`spread` returns scales in a matching shape."""
+        """Split dimensions into blocks, to which the scales of `spread` broadcast."""
         rows, columns = self.block
         groups = x.unflatten(-1, (-1, columns)) if columns else x
         return groups.unflatten(-3, (-1, rows)) if rows > 1 else groups

@@ -33,7 +33,7 @@ def operand_scale(amax: Tensor, fmt: Format) -> Tensor:
 
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:
-    """Inf and NaN do not change."""
+    """Round positive, normal fp32 `x` up. Inf and NaN do not change."""
     bits = x.view(torch.int32) + MANTISSA_MASK & EXPONENT_MASK
     return torch.where(x < torch.inf, bits.view(torch.float32), x)
 
@@ -47,5 +47,5 @@ def truncate_to_bf16(x: Tensor) -> Tensor:
 
 
 def round_up_to_bf16(x: Tensor) -> Tensor:
-    """Rounding down could move quotients out of range."""
+    """Round up, because rounding a scale down could move quotients out of range."""
     return (x.view(torch.int32) + 0xFFFF & BF16_BITS).view(torch.float32)

@@ -245,7 +245,7 @@ class FSDPReduceScatter:
         self.sums = sums
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 copies gradients into this buffer."""
+        """Allocate a buffer to which FSDP2 copies gradients."""
         return GradientBuffer.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -290,7 +290,7 @@ class DDPReduction:
         self.stream: torch.cuda.Stream | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Process groups and streams belong to this process."""
+        """Leave out process groups and streams, which belong to this process."""
         return {"group": None, "sums": None, "stream": None}
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:

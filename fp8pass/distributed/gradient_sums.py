@@ -39,7 +39,7 @@ class Traffic:
     bytes: int = 0
 
     def add(self, elements: int, sent: int, copies: float) -> None:
-        """`copies` may be a fraction."""
+        """Count `copies` times, which may be a fraction."""
         self.elements += int(elements * copies)
         self.bytes += int(sent * copies)
 

@@ -104,7 +104,7 @@ def _compute_budget(base: Config, held: int, most: int) -> float | int:
 def read_order(
     schedule: object, stages: int | None, ranks: int | None, microbatches: int | None
 ) -> list[list[PipelineAction]]:
-    """In order, on each rank."""
+    """Return the schedule's actions on each rank, in order."""
     numbers = {"stages": stages, "ranks": ranks, "microbatches": microbatches}
     has_numbers = any(number is not None for number in numbers.values())
     planned = isinstance(schedule, (str, type))

@@ -72,7 +72,7 @@ class ShardKey(NamedTuple):
 
     @staticmethod
     def of(shards: Sequence[Tensor]) -> ShardKey:
-        """Shards have the same device and dtype."""
+        """Return the key of shards of one device and dtype."""
         return ShardKey(shards[0].device, shards[0].dtype, tuple(x.shape for x in shards))
 
 
@@ -250,14 +250,14 @@ def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> Non
 
 
 def why_too_late(modules: Iterable[nn.Module]) -> str:
-    """'' if it is not too late."""
+    """Return why FSDP2 can no longer gather in FP8, or ''."""
     shards = (m for m in modules if isinstance(m, FSDPModule))
     has_run = any(map(fsdp_has_run, shards))
     return "the model has run already: call compress before its first forward." if has_run else ""
 
 
 def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear, str]:
-    """'' means FP8."""
+    """Return why each layer's weight is gathered in high precision; '' means FP8."""
     modules = model.named_modules()
     linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
@@ -285,7 +285,7 @@ def _why_not(parameter: GatheredParameter) -> str:
 
 
 def _why_not_in_rows(weight: DTensor) -> str:
-    """Ranks must have equal numbers of whole rows."""
+    """Return why ranks do not have equal numbers of whole rows."""
     *replicas, shard = weight.placements
     ranks, rows = weight.device_mesh.size(-1), weight.shape[0]
     if weight.device.type not in (weight.device_mesh.device_type, "meta"):

@@ -29,7 +29,7 @@ WIRE_QUANTIZATION = str(Quantization(E4M3, group(WIRE_GROUP_SIZE)))
 
 
 def pack(rows: Tensor) -> Tensor:
-    """From [R, N] of any float dtype to uint8 [R, B]."""
+    """Quantize rows [R, N] of any float dtype into a buffer, uint8 [R, B]."""
     length = rows.shape[-1]
     if (kernels := load_kernels(rows.device)) is not None:
         wire = torch.empty(len(rows), packed_bytes(length), dtype=torch.uint8, device=rows.device)
@@ -77,7 +77,7 @@ def _round_up_to_even(length: int) -> int:
 
 
 def load_kernels(device: torch.device) -> Any:
-    """None if the device does not run Triton kernels."""
+    """Return the module `wire_kernels`, if the device runs Triton kernels."""
     return None if hardware.why_no_triton_kernels(device) else _import_kernels()
 
 

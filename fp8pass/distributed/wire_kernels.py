@@ -117,7 +117,7 @@ _launch_unpack = Launcher(_unpack)
 
 
 def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
-    """Rows [R, N] are contiguous, `wire` is uint8 [R, B]."""
+    """Quantize contiguous rows [R, N] into `wire`, uint8 [R, B]."""
     count, length = rows.shape
     grid = triton.cdiv(length, group_size * GROUPS), count, 1
     parts = wire.view(torch.float8_e4m3fn), wire.view(torch.bfloat16)
@@ -125,7 +125,7 @@ def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
-    """`wire` is uint8 [T, R, B], and `into` is [R, N]."""
+    """Sum `wire`, uint8 [T, R, B], over T into `into` [R, N]."""
     terms, count, sent = wire.shape
     length = into.shape[-1]
     grid = triton.cdiv(length, group_size * GROUPS), count, 1

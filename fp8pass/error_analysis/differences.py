@@ -94,7 +94,7 @@ class Differences:
         )
 
     def _is_sigmoid(self, node: fx.Node) -> bool:
-        """PyTorch 2.11 writes the sigmoid in the backward of SiLU as `1 / (1 + exp(-x))`."""
+        """Match `1 / (1 + exp(-x))`, the sigmoid in SiLU's backward in PyTorch 2.11."""
         if node.target is not aten.reciprocal.default:
             return False
         terms = _terms(node.all_input_nodes[0])
@@ -117,7 +117,9 @@ class Differences:
         return (scale < 0) != self._is_negated(x)
 
     def _is_negated(self, node: fx.Node) -> bool:
-        """A constant times a negative number does not count, because it may be a mask."""
+        """Whether a value is negated. A negated constant does not count, because it may be a
+        mask.
+        """
         negated = False
         while True:
             if node.target is aten.neg.default:

@@ -138,7 +138,7 @@ class Rules:
         return found
 
     def input_facts(self, region: Region, outliers: Set[fx.Node] | None = None) -> InputFacts:
-        """`outliers` are the outliers known so far."""
+        """Return facts about a region's inputs, given the `outliers` known so far."""
         moments = {n: self._moments[n] for n in region.values if n in self._moments}
         outliers = self._findings.outliers if outliers is None else outliers
         return InputFacts(moments, self._weights, outliers)
@@ -283,7 +283,9 @@ class Rules:
         return Amplification(max(bound, expected), expected)
 
     def _use_output(self, user: fx.Node) -> Use:
-        """`bound` is the expected amplification, because no bound is derived for the output."""
+        """Return the expected amplification as `bound`, because no bound is derived for the
+        output.
+        """
         with compat.real_tensors():
             expected = estimate_amplification(*_read_attention_sizes(user), "o")
         if expected * E2M5.half_step > self.error_tolerance:

@@ -131,7 +131,7 @@ def _outermost_means(expression: Expr) -> list[Mean]:
 
 
 def _reappears_in_its_derivative(value: Expr) -> bool:
-    """E.g.
+    """Match exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may store the result.
 
     exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may have stored the result.
     """
@@ -242,7 +242,7 @@ def _rename(equal: Region, summary: RuleSummary, region: Region) -> RuleSummary:
 
 
 def _short_name(node: fx.Node) -> str:
-    """`aten.mul.Tensor` -> `mul`."""
+    """Shorten `aten.mul.Tensor` to `mul`."""
     parts = operator_name(node).split(".")
     return parts[min(1, len(parts) - 1)]
 

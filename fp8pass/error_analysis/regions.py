@@ -76,7 +76,7 @@ class Region:
         ]
 
     def key(self) -> tuple[object, ...]:
-        """Equal for regions of equal structure and shapes."""
+        """Return a key that is equal for regions of equal structure and shapes."""
         number = {n: i for i, n in enumerate((*self.inputs, *self.nodes))}
         roles = tuple(
             (role, graph.shape_text(graph.tensor(n)), filled_with(n), n in self.nonpositive)

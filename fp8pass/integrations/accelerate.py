@@ -30,7 +30,7 @@ USAGE = "usage: python -m fp8pass.integrations.accelerate (SCRIPT | -m MODULE) [
 
 
 def register() -> None:
-    """In upper or lower case. Repeated calls do nothing."""
+    """Add `fp8pass` to accelerate's backends, in upper or lower case. Repeated calls do nothing."""
     if NAME in DynamoBackend:
         return
     member = str.__new__(DynamoBackend, NAME)

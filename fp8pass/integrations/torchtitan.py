@@ -31,7 +31,7 @@ CHECK = "_maybe_regional_inductor_backend"
 
 
 def register() -> None:
-    """Repeated calls do nothing."""
+    """Exempt fp8pass from torchtitan's check of the backend. Repeated calls do nothing."""
     if util.find_spec(MODULE) is None:
         return
     module = importlib.import_module(MODULE)

@@ -85,7 +85,7 @@ class SavedState:
         return Quantized(data, *(x.view(-1) for x in parts))
 
     def dequantize(self, device: torch.device) -> Tensor:
-        """Unquantized values keep their dtype."""
+        """Return the local values. Unquantized values keep their dtype."""
         copied = self.copy(device)
         if self.format is None:
             return copied.data
@@ -307,7 +307,7 @@ def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) 
 
 
 def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Keys are the parameter's prefix and the state's name."""
+    """Group entries by the parameter's prefix and the state's name."""
     found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry, value in entries.items():
         prefix, dot, key = entry.rpartition(".")
@@ -317,7 +317,7 @@ def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[st
 
 
 def _groups_prefix(prefix: str) -> str:
-    """Given the key prefix of a parameter's states."""
+    """Derive the prefix of parameter groups from the prefix of a parameter's states."""
     return prefix.rpartition("state.")[0] + "param_groups."
 
 
@@ -336,7 +336,7 @@ def _data_key(entries: Mapping[str, Any]) -> str:
 def _make_staging_tensors(
     name: str, own: dict[str, Tensor], found: Mapping[str, Any]
 ) -> dict[str, Tensor] | None:
-    """None if conversion is impossible."""
+    """Return tensors in the checkpoint's format, or None if conversion is impossible."""
     key = _data_key(found)
     like = own.get(_data_key(own))
     if not key or like is None or found[key].size != like.shape:

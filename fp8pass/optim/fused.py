@@ -155,7 +155,7 @@ class FusedUpdate(LaunchedUpdate):
 
 
 def _address_of_element_0(part: Tensor, first: int) -> int:
-    """The `part` starts at element `first`."""
+    """Return the address of a tensor whose `part` starts at element `first`."""
     return part.data_ptr() - first * part.itemsize
 
 

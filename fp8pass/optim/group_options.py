@@ -88,7 +88,7 @@ class Storage:
         return _make_storage(method, formats, weights, size, state_rounding)
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:
-        """None means that parameters of `dtype` have no master copies."""
+        """Return the format of master copies, if parameters of `dtype` have them."""
         if dtype == torch.float32 or self.weights not in ("fp32", "fp16"):
             return None
         return PLAIN["fp32"] if self.weights == "fp32" else moment_format("fp16", signed=True)

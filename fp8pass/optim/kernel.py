@@ -429,7 +429,7 @@ class UpdateWriter:
         self.lines.append(f"{name} = {value}")
 
     def _read_state(self, x: str, format: StateFormat) -> None:
-        """A moment is multiplied by its beta."""
+        """Read a state, and multiply a moment by its beta."""
         self._locate(x, format.storage_dtype)
         decay = _DECAYS[x]
         if not format.grouped:

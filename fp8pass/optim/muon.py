@@ -201,7 +201,7 @@ class MuonUpdate(PreparedUpdate):
 
 
 def _rounds(parameters: Tensors) -> Iterator[list[int]]:
-    """Equal on all ranks."""
+    """Yield the indices of each round, equal on all ranks."""
     members: list[int] = []
     size = 0
     for i, parameter in enumerate(parameters):
@@ -234,7 +234,7 @@ def update_weights(batch: Batch, direction: Tensor) -> None:
 
 
 def adjust_lr(how: str | None, shape: Sequence[int]) -> float:
-    """See `adjust_lr_fn` of `Muon`."""
+    """Return the factor for `adjust_lr_fn` of `Muon`."""
     rows, columns = shape
     if how == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

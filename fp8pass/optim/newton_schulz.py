@@ -137,7 +137,7 @@ class Ranks:
 def exchange_shards(
     matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
 ) -> list[Tensor]:
-    """Only the mesh dimension `dimension` divides the matrices. Return the local shards."""
+    """Return shards of the results, for matrices that only one mesh dimension divides."""
     shards = [x.to_local() for x in matrices]
     shapes = [_shard_shapes(x, dimension) for x in matrices]
     axes = [x.placements[dimension].dim for x in matrices]  # type: ignore[attr-defined]
@@ -168,7 +168,7 @@ def exchange_shards(
 def broadcast_results(
     matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
 ) -> list[Tensor]:
-    """Matrices have any placements; the owners broadcast along `dimension`.
+    """Return shards of the results, which the owners broadcast along `dimension`.
 
     Return the local shards.
     """

@@ -64,7 +64,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]  # (source, target)
 
 
 def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool:
-    """`name` is "states" or "gradients"."""
+    """Whether a parameter's `name` ("states" or "gradients") are in host memory."""
     if isinstance(parameter, QuantizedWeight):
         if parameter.source is None:  # a frozen weight that exists only in FP8
             return False
@@ -160,7 +160,7 @@ class Staging:
                 x.record_stream(self._compute)
 
     def on_compute_stream(self) -> AbstractContextManager[Any]:
-        """The stream of first kernels."""
+        """Launch work on the stream of first kernels."""
         return _on(self._compute)
 
     def run(
@@ -224,7 +224,7 @@ def _wait(later: Any, earlier: Any) -> None:
 
 
 def largest_piece(bytes_per_element: float, multiple: int) -> int:
-    """In elements, a multiple of `multiple`."""
+    """Return the elements of a staging buffer, a multiple of `multiple`."""
     room = STAGED_BYTES - 16 * STAGING_ALIGNMENT
     return max(1, math.floor(room / bytes_per_element) // multiple) * multiple
 

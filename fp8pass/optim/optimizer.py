@@ -155,7 +155,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self.state[parameter]["step"].to(parameter.device)
 
     def make_sum(self, group: int, parameter: Tensor, format: StateFormat) -> GradientSum:
-        """`group` is an index."""
+        """Return an empty sum of gradients for a parameter of the group with index `group`."""
         offload = None
         if is_offloaded(self.param_groups[group], "gradients", parameter):
             offload = self._arena_of(parameter.device), self._staging_of(parameter.device)
@@ -172,7 +172,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             staging.abandon()
 
     def release(self) -> None:
-        """Their memory stays valid for pending additions."""
+        """Drop references to gradients, whose memory stays valid for pending additions."""
         for staging in self._staging.values():
             staging.release()
 
@@ -236,7 +236,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     def _make_update(
         self, group: Group, parameters: Tensors, slots: Sequence[Slot], gradients: Tensors, how: How
     ) -> PreparedUpdate:
-        """All parameters have one dtype and device. `gradients` are examples of local shards."""
+        """Return the update of parameters of one dtype and device. `gradients` are examples."""
 
     def _staging_of(self, device: torch.device) -> Staging:
         if device not in self._staging:

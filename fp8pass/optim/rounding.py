@@ -25,7 +25,7 @@ ROTATIONS = {"exp_avg_sq": 0, "exp_avg": 8, "momentum_buffer": 8, "master": 16, 
 
 
 def mix(x: Tensor) -> Tensor:
-    """Each bit of the result depends on every bit of int32 `x`."""
+    """Hash int32 `x`, so that each bit of the result depends on every bit of `x`."""
     x = (x ^ (x >> 16 & 0xFFFF)) * FIRST_FACTOR
     x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND_FACTOR
     return x ^ (x >> 16 & 0xFFFF)
@@ -51,7 +51,7 @@ class SumStamp:
     count: int  # gradients in the sum, including the added gradient
 
     def key(self) -> Tensor:
-        """int32 [1]."""
+        """Return the hash key, int32 [1]."""
         number = torch.full((1,), self.number, dtype=torch.int32, device=self.step.device)
         return mix(keys(self.seed, number, self.step) + self.count)
 
@@ -69,7 +69,7 @@ def random_bits(key: Tensor, element: Tensor) -> Tensor:
 
 
 def rotate(bits: Tensor, by: int) -> Tensor:
-    """To the left, by 0 to 31 places."""
+    """Rotate int32 to the left, by 0 to 31 places."""
     return bits << by | bits >> 32 - by & (1 << by) - 1
 
 

@@ -73,7 +73,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A collective operation for a DTensor."""
+    """Gather a DTensor (a collective operation); return a plain tensor unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 

@@ -66,12 +66,12 @@ class Slot:
 
 
 def state_key(name: str, format: StateFormat, part: str = "") -> str:
-    """`part` is `scale` or `power`."""
+    """Return the key of a state, or of its `part` (`scale` or `power`)."""
     return ":".join([name, *([format.name] if format.grouped else []), *([part] if part else [])])
 
 
 def name_of(key: str) -> str:
-    """The key may be of data, scales or powers."""
+    """Return the state's name, from the key of data, scales or powers."""
     return key.split(":")[0]
 
 
@@ -103,7 +103,7 @@ def quantize_state(
 def state_entries(
     name: str, stored: Quantized, parameter: Tensor, format: StateFormat, group_size: int
 ) -> State:
-    """Data are shaped like the local parameter; scales and powers are [R]."""
+    """Return entries, given data shaped like the local parameter, and scales and powers [R]."""
     state = {state_key(name, format): like_parameter(stored.data, parameter)}
     for part in format.parts:
         groups = like_groups(getattr(stored, part), parameter, group_size)
@@ -112,7 +112,7 @@ def state_entries(
 
 
 def group_count(elements: int, group_size: int) -> int:
-    """The last group may be shorter."""
+    """Count groups, of which the last may be shorter."""
     return -(-elements // group_size)
 
 

@@ -208,13 +208,13 @@ def dequantize(stored: Quantized, format: StateFormat) -> Tensor:
 
 
 def boundaries(format: StateFormat, device: torch.device) -> Tensor:
-    """Between the codes of a dynamic format, fp32 [255]."""
+    """Return the boundaries between the codes of a dynamic format, fp32 [255]."""
     values = torch.tensor(format.values, dtype=torch.float64)
     return ((values[1:] + values[:-1]) / 2).float().to(device)
 
 
 def values_of(format: StateFormat, device: torch.device) -> Tensor:
-    """Of all codes of a dynamic format, fp32 [256]."""
+    """Return the values of all codes of a dynamic format, fp32 [256]."""
     return torch.tensor(format.values, dtype=torch.float32, device=device)
 
 

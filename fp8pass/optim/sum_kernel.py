@@ -32,7 +32,7 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def _mix(x):
-    """As `rounding.mix`."""
+    """Compute `rounding.mix`."""
     x = (x ^ (x >> 16 & 0xFFFF)) * _MIX_1
     x = (x ^ (x >> 15 & 0x1FFFF)) * _MIX_2
     return x ^ (x >> 16 & 0xFFFF)
@@ -40,14 +40,14 @@ def _mix(x):
 
 @triton.jit
 def _fold(x, FACTOR: tl.constexpr):
-    """The exclusive or of the halves of the 64-bit product."""
+    """Return the exclusive or of the halves of the 64-bit product."""
     factor = tl.full((1, 1), FACTOR, tl.uint32)
     return tl.umulhi(x, factor) ^ (x * factor)
 
 
 @triton.jit
 def _random_bits(key, element):
-    """As `rounding.random_bits`."""
+    """Compute `rounding.random_bits`."""
     x = key.to(tl.uint32, bitcast=True) + (element >> 1).to(tl.uint32)
     x = _fold(_fold(x, _FOLD_1), _FOLD_2)
     return tl.where(element & 1 == 0, x, (x >> 16) | (x << 16))
@@ -55,7 +55,7 @@ def _random_bits(key, element):
 
 @triton.jit
 def _round(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
-    """As `state_formats.quantize`, stochastically."""
+    """Round stochastically, as `state_formats.quantize` does."""
     magnitude = tl.abs(x)
     binade = (magnitude.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
     step = tl.maximum(binade * 2.0**-MANTISSA, MIN)
@@ -109,14 +109,14 @@ def _add_from(gradient, data, scales, length, SIZE: tl.constexpr, SUM_GROUPS: tl
 def add_to(
     sum_: Quantized, gradient: Tensor, format: StateFormat, stamp: SumStamp, first: int
 ) -> None:
-    """For float formats."""
+    """Run `sums.add_to` for float formats."""
     numbers = (wrap_to_int32(stamp.seed), stamp.number, stamp.step, stamp.count, first)
     limits = {"MAX": format.max, "MIN": format.min, "MANTISSA": format.mantissa}
     _launch(_add_to, gradient, sum_, format, *numbers, HAS_SUM=stamp.count > 1, **limits)
 
 
 def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
-    """For float formats."""
+    """Run `sums.add_from` for float formats."""
     _launch(_add_from, gradient, sum_, format)
 
 

@@ -274,7 +274,7 @@ Rule = Callable[[Batch, Tensor], None]
 
 
 def update_adamw(batch: Batch, gradient: Tensor) -> None:
-    """See the formulas in the module's docstring."""
+    """Update a batch by the formulas in the module's docstring."""
     group = batch.group
     decay, rate, correction = (batch.rows.repeat(x) for x in factors(group, batch.steps))
     (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)

@@ -39,7 +39,7 @@ class Arena:
         self._total = 0
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Uninitialized and contiguous."""
+        """Return an uninitialized contiguous tensor."""
         count, multiple = math.prod(shape), PINNED_ALIGNMENT // dtype.itemsize
         padded = -(-count // multiple) * multiple
         blocks = self._free.setdefault(dtype, [])
@@ -54,7 +54,7 @@ class Arena:
         return self.empty(x.shape, x.dtype).copy_(x)
 
     def _allocate(self, least: int) -> Tensor:
-        """Within limits, a block of at least `least` bytes doubles the arena."""
+        """Allocate a block of at least `least` bytes, which doubles the arena within limits."""
         size = max(least, min(max(self._total, SMALLEST_BLOCK), LARGEST_BLOCK))
         size = 1 << (size - 1).bit_length()
         self._total += size
@@ -93,7 +93,7 @@ class Buffers:
     def empty_strided(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        """The tensor is uninitialized, with its own storage."""
+        """Return an uninitialized tensor with its own storage."""
         if 0 in shape:
             return torch.empty_strided(shape, stride, dtype=dtype)
         extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))

@@ -31,7 +31,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def round_down(rate: float) -> float:
-    """To a power of 2^(1/`STEPS`)."""
+    """Round down to a power of 2^(1/`STEPS`)."""
     return float(2 ** (math.floor(STEPS * math.log2(rate)) / STEPS))
 
 

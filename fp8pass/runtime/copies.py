@@ -82,7 +82,7 @@ def _start(copy: Tensor, source: Tensor, device: torch.device) -> None:
 
 
 def _release_finished() -> None:
-    """An exception may leave copies unsettled."""
+    """Release copies that an exception has left unsettled."""
     for address, entry in list(_unsettled.items()):
         if entry is not None and entry.done.query():
             _unsettled[address] = None

@@ -34,7 +34,7 @@ def protect_gradients(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copy_replayed(device: torch.device) -> None:
-    """The next replays on `device` would overwrite these gradients."""
+    """Copy gradients that the next replays on `device` would overwrite."""
     replayed = compat.find_replayed_memory(device)
     # Only the first graph of a forward finds replayed memory; later graphs skip the loop.
     for parameter in _parameters if replayed else ():

@@ -202,7 +202,7 @@ def _align(steps: Sequence[TrainingStep]) -> Iterator[tuple[str, list[Tensor | N
 
 
 def _concatenate(got: TrainingStep, exact: TrainingStep, names: list[str]) -> Tensor:
-    """Missing or misshapen gradients become zeros."""
+    """Concatenate gradients, with zeros for missing or misshapen ones."""
     parts = []
     for name in names:
         x, want = got.gradients[name], exact.gradients[name]

@@ -126,7 +126,7 @@ class Noise(TorchFunctionMode):
         return _RoundValue.apply(x, self)
 
     def round(self, x: Tensor, format: str | None, *, by_row: bool) -> Tensor:
-        """`by_row` selects a scale for each row."""
+        """Round to `format`, with a scale for each row if `by_row`."""
         if format is None or not x.numel():
             return x
         wide = x.detach().double()
@@ -144,7 +144,7 @@ class Noise(TorchFunctionMode):
         return sums * (1 - share * torch.rand((), generator=self.generator).to(sums.device))
 
     def round_saved(self, x: Tensor) -> Tensor:
-        """Parameters and row statistics stay exact."""
+        """Round a saved tensor, except parameters and row statistics."""
         if not x.is_floating_point() or _is_weight(x) or (x.is_leaf and x.requires_grad):
             return x
         if x.ndim == 0 or x.shape[-1] < 16:
@@ -205,9 +205,7 @@ def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _is_weight(x: Tensor) -> bool:
-    """A weight is a parameter, a view of it, or computed only from parameters, with 2 or more
-    dimensions.
-    """
+    """Whether `x`, of 2 or more dimensions, is computed only from parameters."""
     base = x if x._base is None else x._base
     return base.ndim > 1 and (isinstance(base, nn.Parameter) or hasattr(x, _COMPUTED))
 

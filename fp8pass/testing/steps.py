@@ -63,7 +63,7 @@ def step(
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """NaN equals NaN, -0 equals 0."""
+    """Compare dtypes, shapes and values. NaN equals NaN, -0 equals 0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     present = ~a.isnan()
@@ -104,7 +104,7 @@ SavedCounts = Counter[tuple[str, str]]  # number of saved tensors by dtype and s
 def count_saved(
     program: Callable[..., Any], args: Sequence[Any], held: Iterable[Tensor]
 ) -> SavedCounts:
-    """Except parameters and tensors in `held`."""
+    """Count saved tensors, except parameters and tensors in `held`."""
     addresses = {t.data_ptr() for t in held}
     found: SavedCounts = Counter()
 
@@ -123,6 +123,6 @@ def count_saved(
 
 
 def count_planned(plan: Plan) -> SavedCounts:
-    """On the device or in host memory."""
+    """Count the tensors that a plan saves on the device or in host memory."""
     saved = (s for s in plan.saved if s.bytes or s.host_bytes)
     return Counter((t.dtype, t.shape) for s in saved for t in s.tensors)

@@ -234,7 +234,7 @@ def _show_progress() -> Iterator[Callable[[int], None]]:
 
 
 def find_units(plans: Iterable[Plan]) -> list[Unit]:
-    """In forward order."""
+    """Return the units of all plans, in forward order."""
     found: dict[Unit, None] = {}
     for plan in plans:
         placed: list[tuple[int, Unit]] = [
@@ -303,7 +303,7 @@ class Trials:
         self.units = find_units(g.plan for g in graphs)
 
     def error(self, exact: frozenset[int]) -> float:
-        """`exact` has indices of units."""
+        """Measure the relative error if the units with these indices are exact."""
         if not exact:
             return self._start
         options = make_options((self.units[i] for i in sorted(exact)), self.config)

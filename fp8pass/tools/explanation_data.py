@@ -141,7 +141,7 @@ def _describe_operand(saved: SavedTensor, node: fx.Node) -> SavedTensor:
 
 
 def _plain(option: object) -> object:
-    """JSON has no type for such an option."""
+    """Convert an option that JSON cannot represent."""
     return vars(option) if isinstance(option, Simulation) else f"{option}"
 
 

@@ -59,7 +59,7 @@ def fold_collectives(sent: Iterable[Collective]) -> list[FoldedRow]:
 
 
 def fold_copies(copies: Iterable[HostCopy]) -> list[FoldedRow]:
-    """A row has the copy times of the first layer."""
+    """Fold the host copies of equal layers. A row has the times of the first layer."""
     return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 

@@ -70,7 +70,7 @@ def replace_nonfinite(data: Any) -> Any:
 
 
 def render_text(parts: Iterable[Any]) -> str:
-    """Sentences are not wrapped."""
+    """Render tables, and sentences without wrapping."""
     text = io.StringIO()
     width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
     console = Console(width=max(width, 40), file=text)
@@ -80,7 +80,7 @@ def render_text(parts: Iterable[Any]) -> str:
 
 
 def make_table(title: str, first: str, *numbers: str) -> Table:
-    """The first column takes the width that the other columns leave."""
+    """Make a table whose first column takes the remaining width."""
     made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     made.add_column(first, overflow="fold")
     for column in numbers:

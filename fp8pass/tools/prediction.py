@@ -73,7 +73,7 @@ class Predictor:
         # All other operators only add or move gradients, without an error.
 
     def _predict_value(self, node: fx.Node) -> float:
-        """A value is stored, or recomputed from its operands."""
+        """Return the error of a value that is stored, or recomputed from its operands."""
         decision = self.decisions.get(node)
         if decision is None:
             return 0.0
@@ -203,7 +203,7 @@ def _find_quantize(node: Any) -> fx.Node:
 
 
 def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
-    """On a few rows."""
+    """Estimate the error of fast accumulation on a few rows."""
     operands = []
     for x in (a, b):
         rows = torch.linspace(0, len(x) - 1, min(len(x), LARGEST_EMULATED), dtype=torch.float64)

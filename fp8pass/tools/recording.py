@@ -79,7 +79,7 @@ class Record:
             interpreter.run(*given)
 
     def exact_values(self) -> dict[str, Any]:
-        """By name, before the passes."""
+        """Return all values before the passes, by name."""
         interpreter = fx.Interpreter(self.exact, garbage_collect_values=False)
         self.run(interpreter)
         return {node.name: value for node, value in interpreter.env.items()}
@@ -135,7 +135,7 @@ class Recorder:
             self._planned = planned, replace(ctx, facts=ctx.facts.map_to_copy(copies)), decisions
 
     def after(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """Later passes merge GEMMs of layers."""
+        """Record the graph before later passes merge GEMMs of layers."""
         if pass_ is materialize_plan and self._planned and self._exact:
             rewritten = graph.copy_module(gm)
             for module in (self._exact, rewritten):

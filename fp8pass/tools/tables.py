@@ -96,7 +96,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Saved bytes are rounded up, because users pass them as `memory_budget`."""
+    """Make the table. Saved bytes are rounded up, so that they are valid memory budgets."""
     points = sort_points({*plan.frontier, *([plan.point] if plan.point else [])})
     host = ["MiB on host"] if any(p.host_bytes for p in points) else []
     columns = "saved", "of unlimited", *host, "peak MiB", "added ms", "grad error"
@@ -116,7 +116,7 @@ def _make_frontier_table(title: str, plan: Plan) -> Table:
 
 
 def sort_points(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
-    """By saved bytes, the smallest first."""
+    """Sort by saved bytes, the smallest first."""
     return sorted(points, key=lambda p: (p.bytes, p.seconds))
 
 
@@ -257,7 +257,7 @@ def _sum(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def shorten_operator(operator: str) -> str:
-    """`aten.add.Tensor` becomes `add`."""
+    """Shorten `aten.add.Tensor` to `add`."""
     if "_scaled_dot_product" in operator:
         return "attention"
     parts = operator.split(".")
@@ -265,7 +265,7 @@ def shorten_operator(operator: str) -> str:
 
 
 def format_mib(count: int) -> str:
-    """With about three significant digits."""
+    """Format bytes in MiB, with about three significant digits."""
     size = count / 2**20
     if 0 < abs(size) < 0.001:
         return "<0.001"

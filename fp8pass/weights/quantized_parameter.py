@@ -46,7 +46,7 @@ class QuantizedWeight(Tensor):
         self._version_of_source = -1  # version of the source when it was last quantized
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Compilers print fake weights, which have no values."""
+        """Return no values, because compilers print fake weights."""
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @property
@@ -68,7 +68,7 @@ class QuantizedWeight(Tensor):
             self.requantize()
 
     def mark_quantized(self) -> None:
-        """The FP8 data match the source."""
+        """Record that the FP8 data match the source."""
         assert self.source is not None
         self._version_of_source = compat.version_of(self.source)
 
@@ -94,11 +94,11 @@ class QuantizedWeight(Tensor):
             self.change(values)
 
     def __setitem__(self, index: Any, values: Any) -> None:
-        """Indexing returns a copy, so the assignment would be lost."""
+        """Raise RuntimeError: indexing returns a copy, so the assignment would be lost."""
         raise RuntimeError(_explain_refusal(aten.index_put_.default, self))
 
     def share_memory_(self) -> QuantizedWeight:
-        """The wrapper tensor itself has no memory."""
+        """Share data and scales, because the wrapper tensor itself has no memory."""
         self.fp8_data.share_memory_()
         self.scales.share_memory_()
         return self
@@ -114,7 +114,7 @@ class QuantizedWeight(Tensor):
         return self.source.to(self.device, copy=True)
 
     def wait_for_source(self) -> None:
-        """The CPU can then read or write the source."""
+        """Wait until the CPU can read or write the source."""
         if self.is_cuda:  # an optimizer may still be copying to the source
             torch.cuda.synchronize(self.device)
 
@@ -130,12 +130,12 @@ class QuantizedWeight(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle does not record that the source changed."""
+        """Quantize a changed source first, because a pickle does not record the change."""
         self._follow_source()
         return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
-        """The copy of a parameter is a parameter."""
+        """Copy data and source. The copy of a parameter is a parameter."""
         if id(self) not in memo:
             parts = copy.deepcopy((self.fp8_data, self.scales), memo)
             found = self.copy_with(*parts, self.dtype)
@@ -229,7 +229,7 @@ class WeightView(Tensor):
         return repr(self.values_of_weight)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Scatter collectives read a tensor's memory without calling operators."""
+        """Return a plain tensor for collectives that read memory without calling operators."""
         return self.values_of_weight.contiguous(*args, **kwargs)
 
     @classmethod
@@ -354,7 +354,7 @@ def allocate_buffers(shapes: Sequence[torch.Size], device: torch.device) -> RowB
 
 
 def split_buffers(data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> RowBuffers:
-    """`parts` are views of `data` and `scales`."""
+    """Return buffers whose `parts` are views of `data` and `scales`."""
     matrices = data.split([m * k for m, k in shapes])
     rows = scales.view(-1, 1).split([m for m, _ in shapes])
     views = (x.view(shape) for x, shape in zip(matrices, shapes, strict=True))

@@ -64,7 +64,7 @@ def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[
 def prepare_batch(
     prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]
 ) -> Iterator[LaunchPart]:
-    """`sizes` contains the shape of each input."""
+    """Prepare each program of a batch. `sizes` contains the shape of each input."""
     for program, read, numbers in batch.split(range(len(sizes))):
         rows, columns = program.sizes([sizes[i] for i in read])
         part = prepare(program, rows, int(columns))

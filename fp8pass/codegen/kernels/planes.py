@@ -44,7 +44,7 @@ def decode_bits(elements: str, format: str) -> str:
 
 
 def encode_values(values: str, format: str) -> str:
-    """`dialect.encoding.encode` rounds alike."""
+    """Return the expression that rounds fp32 values to bits, as `dialect.encoding.encode` does."""
     fmt = FORMATS[format]
     dropped = 23 - fmt.mantissa
     rebias = (127 - (1 - fmt.min_exponent)) << fmt.mantissa

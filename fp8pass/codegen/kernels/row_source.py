@@ -177,7 +177,7 @@ class RowWriter:
         return self.lines
 
     def after(self) -> list[str]:
-        """The lines store sums over rows."""
+        """Return the lines after the last row, which store sums over rows."""
         self.lines = []
         for number, pointer in self._sums():
             for i in self.shape.chunks:

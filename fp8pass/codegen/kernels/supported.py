@@ -45,7 +45,7 @@ def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]])
 
 
 def why_no_rows(data: fx.Node) -> str | None:
-    """Ignores the operands of the quantized `data`."""
+    """Return why the row kernel cannot compute `data`, whatever its operands are."""
     block = quantization_of(data).block
     if block != ROW:
         return "one scale for the whole matrix" if block == TENSOR else "scales vary along rows"
@@ -61,7 +61,7 @@ def _has_columns_for_rows(x: fx.Node) -> bool:
 
 
 def why_no_tiles(data: fx.Node) -> str | None:
-    """Ignores the operands of the quantized `data`."""
+    """Return why the tile kernel cannot compute `data`, whatever its operands are."""
     block = quantization_of(data).block
     if block != TENSOR:
         return "one scale for each row" if block == ROW else "scales vary along rows"

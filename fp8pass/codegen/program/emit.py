@@ -95,7 +95,7 @@ def _store_contiguous(node: fx.Node) -> fx.Node:
 
 
 def has_shape(node: fx.Node) -> bool:
-    """At most one size may be symbolic."""
+    """Whether `replace` can restore the shape: at most one size may be symbolic."""
     return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
 
 

@@ -269,7 +269,7 @@ def _over_rows(node: fx.Node, columns: int) -> bool:
 
 
 def is_in_memory(x: fx.Node) -> bool:
-    """Graph inputs and results of library kernels are in memory."""
+    """Whether `x` is in memory: a graph input, or a result of a library kernel."""
     while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
         x = x.args[0]  # type: ignore[assignment]
     return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
@@ -292,7 +292,7 @@ def _find_groups(x: fx.Node) -> fx.Node | None:
 
 
 def _bytes_of(node: fx.Node, load: Load) -> Any:
-    """The scales of groups do not count."""
+    """Return the bytes of a load, without the scales of groups."""
     *data, last = tensors_of(node, load)
     whole = sum(map(graph.nbytes, data or [last]))
     return whole * load.columns // load.width if load.width else whole

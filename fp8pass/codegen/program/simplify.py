@@ -17,7 +17,7 @@ _SUMS = "aten.add.Tensor", "aten.add.Scalar"
 
 
 def simplify(program: Program) -> Program:
-    """Rounding errors may differ."""
+    """Shorten a program. Rounding errors may differ."""
     stored = {name for store in program.stores for name in (store.name, store.scale)}
     rounded = {store.name for store in program.stores if "full" in store.layouts}
     steps: dict[str, Step] = {}
@@ -38,7 +38,7 @@ def simplify(program: Program) -> Program:
 
 
 def _shorten(step: Step, steps: dict[str, Step]) -> list[Step]:
-    """y / (1 + exp(-x)) becomes y · sigmoid(x)."""
+    """Replace y / (1 + exp(-x)) by y · sigmoid(x)."""
     if step.target == "aten.reciprocal.default" and (x := _match_logistic(step.args[0], steps)):
         return [Step(step.name, "aten.sigmoid.default", (x,))]
     if step.target == "aten.div.Tensor" and (x := _match_logistic(step.args[1], steps)):

@@ -225,7 +225,7 @@ class Sender:
         return whole
 
     def _sizes_after(self, move: fx.Node, width: int) -> list[int]:
-        """Row amaxes have one column, unlike the FP8 data."""
+        """Return the sizes after `move`. Row amaxes have one column, unlike the FP8 data."""
         *leading, last = tensor(move).shape
         return [*leading, width if self._row_amax is not None and width == 1 else last]
 

@@ -59,6 +59,6 @@ def _recompute_copies(gather: fx.Node, backward: set[fx.Node]) -> None:
 
 
 def _save_sent(data: fx.Node) -> None:
-    """A checkpointed region recomputes the data instead."""
+    """Save FP8 data, except in a checkpointed region, which recomputes it."""
     if not compat.must_recompute(graph.skip_views_and_casts(data.args[0])):  # type: ignore[arg-type]
         compat.save_always(data)

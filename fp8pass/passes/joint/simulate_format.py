@@ -118,6 +118,6 @@ class Masker:
         return emit_operand(aten.permute.default, masked, order, like=gemm)
 
     def _is_unmasked(self, node: fx.Node) -> bool:
-        """E.g. the mask E8M7 does not change bfloat16."""
+        """Whether masks would not change a tensor, like E8M7 in bfloat16."""
         dtype = tensor(node).dtype
         return dtype not in MASKED_DTYPES or is_identity(self.format, dtype)

@@ -139,7 +139,7 @@ def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
 
 
 def _find_received(data: fx.Node) -> TiledMatrix | None:
-    """FP8 data from other ranks must be transposed and in memory."""
+    """Return FP8 data from other ranks that must be transposed, and is in memory."""
     if not graph.is_call(data, fp8.as_codes.default) or not transposes(data):
         return None
     format = str(data.args[1])

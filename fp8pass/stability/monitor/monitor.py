@@ -169,7 +169,7 @@ class Monitor(StepObserver):
             )
 
     def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
-        """`prefix` is the path of the compiled part of the model."""
+        """Add totals of a tensor in the compiled part of the model at path `prefix`."""
         before = self._totals.get((prefix, name))
         self._totals[prefix, name] = totals if before is None else merge(before, totals)
 

@@ -111,7 +111,7 @@ class SampledForward:
     def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
     ) -> SampledForward:
-        """`shared` has one object for equal sets."""
+        """Drop freed storages. `shared` has one object for equal sets."""
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
             for memory in (self.arguments, self.results)
@@ -182,7 +182,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _group_size(node: fx.Node, x: Tensor) -> int:
-    """Elements of a row that share a scale."""
+    """Return how many elements of a row share a scale."""
     return quantization_of(node).block[1] or x.shape[-1]
 
 

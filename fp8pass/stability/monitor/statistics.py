@@ -135,7 +135,7 @@ def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> T
 
 
 def make_landscape_row(step: int, sharpness: float) -> TensorStatistics:
-    """Only the sharpness is set."""
+    """Return a row that has only a sharpness."""
     return TensorStatistics(
         *(step, "", LANDSCAPE, "", "", ""),
         elements=0,

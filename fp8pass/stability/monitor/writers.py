@@ -49,7 +49,7 @@ class CsvWriter:
             writer.writerows(asdict(row) for row in rows)
 
     def close(self) -> None:
-        """The file is closed after each sample."""
+        """Do nothing: the file is closed after each sample."""
 
 
 class TensorBoardWriter:
@@ -87,7 +87,7 @@ class TensorBoardWriter:
             self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """The caller closes its own writer."""
+        """Close the writer, unless it is the caller's."""
         if self._owned:
             self._writer.close()
 

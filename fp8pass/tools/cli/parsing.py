@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Unknown arguments are an error."""
+        """Treat unknown arguments as errors."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             kind = "option" if rest[0].startswith("-") else "argument"
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_device(text: str) -> str:
-    """The device need not exist on this machine.
+    """Check the name of a device, which need not exist on this machine.
 
     Raises:
         argparse.ArgumentTypeError: the name is invalid.

@@ -69,7 +69,7 @@ class Target:
         return compat.original_of(self.model)
 
     def call(self, model: Any, batch: Any) -> Any:
-        """The batch has the structure of TARGET's own batch."""
+        """Call `model` with a batch that has the structure of TARGET's own batch."""
         from torch import Tensor
 
         if self.args and self.kwargs:

@@ -166,14 +166,14 @@ class Candidates:
         )
 
     def all(self) -> Iterator[Candidate]:
-        """Candidates with 4-bit saved values come last."""
+        """Yield all candidates. Those with 4-bit saved values come last."""
         yield from self._evaluate(self._list_configs(self.config))
         if self.config == replace(Config(), head_chunks=self.config.head_chunks):
             in_4_bits = replace(self.config, save_format="e2m1")
             yield from self._evaluate(self._list_configs(in_4_bits))
 
     def _list_configs(self, base: Config) -> list[Config]:
-        """The order is by expected step time."""
+        """List configurations by expected step time."""
         found = [base]
         heads = [head for plan in self.traced.plans(base) for head in plan.heads]
         if base.head_chunks is None and any(head.chunks == 1 and head.can_chunk for head in heads):

@@ -121,7 +121,7 @@ def _find_dtype(parameters: Sequence[Tensor]) -> str:
 
 
 def _describe_inputs(*values: Any) -> str:
-    """E.g. `4 × 2048 tokens`."""
+    """Describe the first input, e.g. `4 × 2048 tokens`."""
     first = next(iter(compat.tensor_leaves(values)), None)
     if first is None:
         return "no tensors"
@@ -186,7 +186,7 @@ def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
 
 
 def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """A module list stands for its members."""
+    """Return the matching paths. A module list stands for its members."""
     modules = dict(module.named_modules())
     found: dict[str, None] = {}
     for pattern in patterns:
@@ -280,7 +280,7 @@ def _find_by_name(name: str) -> Gpu:
 
 
 def _detect_gpu() -> Gpu:
-    """If its rates are unknown, assume the rates of an H200."""
+    """Return this machine's GPU, with the rates of an H200 if its rates are unknown."""
     if not torch.cuda.is_available():
         return replace(GPUS[REFERENCE], name=UNNAMED, rates="assumed")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -179,7 +179,7 @@ def has_buffer(node: fx.Node) -> bool:
 
 
 def _measure_workspace(node: fx.Node) -> float:
-    """The results do not count."""
+    """Return the bytes that an operator allocates, apart from its results."""
     if graph.is_call(node, in_chunks):
         moments = measure_memory(Chunks(node).body.graph, {})
         return max((m.total for m in moments), default=0.0)
@@ -214,7 +214,7 @@ def _count_flops(node: fx.Node) -> Work:
 
 
 def _find_reads(node: fx.Node) -> set[fx.Node]:
-    """Operators that are fused into the node's kernel read buffers, too."""
+    """Return the buffers that a kernel reads, also through fused operators."""
     found: set[fx.Node] = set()
     pending, seen = list(node.all_input_nodes), set[fx.Node]()
     while pending:

@@ -254,7 +254,7 @@ def _format_size(count: float) -> str:
 
 
 def _format_count(count: int) -> str:
-    """E.g. `6.7B` or `125M`."""
+    """Format a number, e.g. `6.7B` or `125M`."""
     units = ["", "K", "M", "B"]
     size = float(count)
     while size >= 1000 and len(units) > 1:

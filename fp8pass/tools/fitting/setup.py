@@ -72,7 +72,7 @@ class Setup:
 
 
 def _format_value(value: object) -> str:
-    """A function is represented by its name."""
+    """Write an option as Python code, with the names of functions."""
     if isinstance(value, Simulation):
         return f"fp8pass.{value!r}"
     if isinstance(value, tuple):

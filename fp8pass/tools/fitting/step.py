@@ -291,7 +291,7 @@ class _Recorder(compat.OperatorObserver):
         return found
 
     def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Regions that `compile` captures meanwhile get this path."""
+        """Run a module. Regions that `compile` captures meanwhile get its path."""
         self.path = path
         return run(*args, **kwargs)
 

@@ -82,7 +82,8 @@ def trace(
 
 
 def is_in_list(path: str) -> bool:
-    """E.g.
+    """Whether a path is in a module list, e.g. `layers.3.mlp`. Only lists have memory budgets, if
+    any.
 
     `layers.3.mlp`. If a model has lists, memory budgets apply only to the modules in lists.
     """
@@ -338,12 +339,12 @@ class TracedLayers:
         return forward, backward
 
     def plans(self, config: Config) -> list[Plan]:
-        """Of the model with few layers."""
+        """Return the plan of the model with few layers."""
         return self.few.plans(self._config(config, FEW))
 
 
 def _make_sort_key(slot: Slot) -> tuple[bool, float]:
-    """The backward runs the layers in reverse."""
+    """Sort slots by time. The backward runs the layers in reverse."""
     backward, place = slot
     if isinstance(place, str):
         return backward, -1.0 if place == "before" else MORE + 1.0

@@ -23,7 +23,7 @@ class ModuleDiff:
 
 
 def diff_modules(record: PassRecord) -> list[ModuleDiff]:
-    """In the order of the graph."""
+    """Return the changes of a pass, in the order of the graph."""
     before, after = split_code(record.before), split_code(record.after)
     same: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for module in dict.fromkeys((*before, *after)):

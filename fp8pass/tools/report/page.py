@@ -160,7 +160,7 @@ def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def count_operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
-    """By kind of operator; the kind with the most operations comes first."""
+    """Return FLOPs by kind of operator, the largest first."""
     total: Counter[str] = Counter()
     for compiled in graphs:
         for node in filter(is_expensive, compiled.gm.graph.nodes):
@@ -177,7 +177,7 @@ def _label_operation(node: fx.Node) -> str:
 
 
 def _format_flop(count: float) -> str:
-    """E.g. `868 MFLOP`."""
+    """Format a count, e.g. `868 MFLOP`."""
     for unit in ("", "k", "M", "G"):
         if count < 1000:
             return f"{count:.3g} {unit}FLOP"
@@ -186,7 +186,7 @@ def _format_flop(count: float) -> str:
 
 
 def format_size(count: float) -> str:
-    """E.g. `-1.5 MiB`."""
+    """Format bytes, e.g. `-1.5 MiB`."""
     return f"{'-' * (count < 0)}{bytes_text(abs(count))}"
 
 
@@ -199,7 +199,7 @@ def format_budget(count: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """E.g. `12.3 µs`."""
+    """Format seconds, e.g. `12.3 µs`."""
     scale, unit = next(
         ((scale, unit) for scale, unit in ((1, "s"), (1e3, "ms")) if abs(seconds) * scale >= 1),
         (1e6, "µs"),
@@ -208,11 +208,11 @@ def format_time(seconds: float) -> str:
 
 
 def _format_recipe(config: Config) -> str:
-    """E.g. `coat, memory_budget=0.5`."""
+    """Format a configuration, e.g. `coat, memory_budget=0.5`."""
     name, changes = find_recipe(config)
     return ", ".join((name, *(f"{option}={value!r}" for option, value in changes.items())))
 
 
 def _format_share(part: float, whole: float) -> str:
-    """`n/a` if the whole is zero or infinite."""
+    """Format a percentage; `n/a` if the whole is zero or infinite."""
     return f"{part / whole:.0%}" if whole and math.isfinite(whole) else "n/a"

@@ -104,7 +104,7 @@ def find_forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
 
 
 def _find_outputs(compiled: CompiledGraph) -> list[fx.Node]:
-    """If the graph has no backward, return all outputs."""
+    """Return the forward's outputs; all outputs if the graph has no backward."""
     results = graph.outputs(compiled.gm.graph)[: compiled.ctx.facts.num_fwd_outputs or None]
     return [n for n in results if isinstance(n, fx.Node)]
 
@@ -253,7 +253,7 @@ def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
 
 
 def name_input(node: fx.Node, names: Sequence[str]) -> str:
-    """'' if the name is unknown, or `node` is not an input."""
+    """Return an input's name in the model, or ''."""
     index = compat.input_index(node) if node.op == "placeholder" else None
     return names[index] if index is not None and index < len(names) else ""
 

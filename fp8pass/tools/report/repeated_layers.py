@@ -34,7 +34,7 @@ class Span:
         return re.sub(r"\d+$", "*", self.path)
 
     def signature(self) -> tuple[object, ...]:
-        """Equal for equal layers."""
+        """Return a key that is equal for equal layers."""
         return (self.pattern, *(self._make_signature(y) for y in self.operators))
 
     def _make_signature(self, operator: DrawnOperator) -> tuple[object, ...]:
@@ -76,7 +76,7 @@ def fold(picture: Picture) -> Picture:
 
 
 def find_spans(picture: Picture) -> list[Span]:
-    """A layer spans all columns from its first to its last."""
+    """Return the numbered layers, with all columns from the first to the last."""
     columns: dict[str, list[int]] = {}
     for column, module in enumerate(picture.columns):
         if path := find_layer(module):

@@ -66,7 +66,7 @@ def _list_calls(g: fx.Graph) -> list[fx.Node]:
 
 
 def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
-    """Only tensors on the device, by name."""
+    """Return the bytes of tensors on the device, by name."""
     tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
     return {t.name: t.bytes for t in tensors if not t.on_host}
 
@@ -98,6 +98,6 @@ def _find_uses(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[fx.Node]:
 
 
 def _name(node: fx.Node) -> str:
-    """E.g. `layers.0.mlp, silu`."""
+    """Name an operator, e.g. `layers.0.mlp, silu`."""
     path, operator = graph.module_path(node), shorten_operator(operator_name(node))
     return f"{path}, {operator}" if path else operator
