@@ -130,7 +130,6 @@ class Compilation:
 
     @contextmanager
     def while_compiling(self, what: str) -> Iterator[None]:
-        """Enter `while_compiling(what)` of all hooks."""
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.enter_context(hook.while_compiling(what))

@@ -211,7 +211,6 @@ def reads_memory(user: fx.Node) -> bool:
 
 
 def _unquantized(node: fx.Node) -> fx.Node:
-    """Return the node from which FP8 data is quantized."""
     while node.target in (fp8.transpose.default, fp8.quantize.default):
         node = node.args[0]  # type: ignore[assignment]
     return node

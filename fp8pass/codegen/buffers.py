@@ -49,14 +49,11 @@ library.impl("after", _after, "CompositeExplicitAutograd")
 after = torch.ops.fp8pass_codegen.after.default
 
 
-def emit_buffer(x: fx.Node, order: list[int]) -> fx.Node:
-    return graph.emit(x.graph, buffer, x, order, like=x)
-
-
 def store_in_buffer(node: fx.Node, order: list[int] | None = None) -> fx.Node:
     """Make all users of a node read a buffer, in `order` or else the order of the trace."""
     with node.graph.inserting_after(node):
-        stored = emit_buffer(node, order or graph.stride_order(graph.tensor(node)))
+        order = order or graph.stride_order(graph.tensor(node))
+        stored = graph.emit(node.graph, buffer, node, order, like=node)
     node.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
     return stored
 

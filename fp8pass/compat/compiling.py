@@ -253,7 +253,6 @@ def run_uncompiled(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Disable the post-accumulate-gradient hooks of tensors."""
     # The autograd engine holds a reference to the dict of hooks, so the dict must be cleared
     # instead of replaced.
     hooks = [h for x in leaves if (h := x._post_accumulate_grad_hooks)]

@@ -102,7 +102,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def new_model(size: Size, seed: int, device: torch.device) -> Decoder:
-    """Return a model in `dtype_for(device)`."""
     torch.manual_seed(seed)
     return Decoder(size).to(device, dtype_for(device))
 

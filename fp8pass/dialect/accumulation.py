@@ -111,6 +111,5 @@ def _exponents(x: Tensor, smallest: int) -> Tensor:
 
 
 def _truncate(x: Tensor) -> Tensor:
-    """Truncate FP32 `x` to `FRACTION_BITS`."""
     dropped = torch.finfo(torch.float32).bits - 9 - FRACTION_BITS
     return (x.view(torch.int32) & -(1 << dropped)).view(torch.float32)

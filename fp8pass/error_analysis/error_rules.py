@@ -208,7 +208,6 @@ class Rules:
         return [x for x in uses if isinstance(x, Amplification) and not (inside and x is UNITY)]
 
     def allows(self, node: fx.Node, format: Format) -> bool:
-        """Whether `node` may have the rounding error of `format`."""
         allowed = self.amplification(node).allows(format, self.error_tolerance)
         return allowed and not self.why_exact(node)
 

@@ -65,7 +65,6 @@ def _reach(scan: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[f
 def find_factors_of_small_gradients(
     g: fx.Graph, backward: Collection[fx.Node], forward_outputs: int
 ) -> set[fx.Node]:
-    """Return the forward values that are factors in the gradients of small parameters."""
     gradients = graph.outputs(g)[forward_outputs:]
     waiting = [x for x in gradients if isinstance(x, fx.Node) and _is_small(x)]
     seen, found = set(waiting), set[fx.Node]()

@@ -26,7 +26,6 @@ from fp8pass.graph.joint_facts import JointFacts
 def in_chunks(
     body: Any, count: int, rows: list[Tensor], shared: list[Tensor], sums: int
 ) -> tuple[Tensor, ...]:
-    """Run `body` on `count` chunks of `rows`."""
     bounds = chunk_bounds(len(rows[0]), count)
     results = [body(*(x[start:end] for x in rows), *shared) for start, end in bounds]
     parts = list(zip(*results, strict=True))

@@ -83,7 +83,6 @@ def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.No
 
 
 def _module_of_source(node: fx.Node) -> list[str]:
-    """Return the module path of a parameter, split at dots, or [] if `node` is not a parameter."""
     path, _, name = compat.source_of(node).rpartition("._parameters[")
     return clean_path(path).split(".") if name else []
 

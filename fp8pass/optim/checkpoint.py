@@ -72,7 +72,6 @@ class SavedState:
     parts: tuple[Tensor, ...] = ()  # scales, and powers if the format has them
 
     def is_stored_as(self, format: StateFormat, group_size: int) -> bool:
-        """Return whether `format` and `group_size` match."""
         if not format.grouped or self.format != format:
             return self.format is None and self.data.dtype == format.storage_dtype
         return self.parts[0].numel() == group_count(self.data.numel(), group_size)
@@ -295,7 +294,6 @@ def stage_states(
 
 @torch.no_grad()
 def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Convert `read` into the optimizer's tensors `own`."""
     saved = _read_state(name, _data_key(read), read)
     target = _read_state(name, _data_key(own), own)
     format = target.format or PLAIN_OF_DTYPE[target.data.dtype]

@@ -249,6 +249,5 @@ class StreamedUpdate(PreparedUpdate):
 
 
 def _host_tensors(slot: Slot) -> list[Tensor]:
-    """Return offloaded weights and states."""
     states = [x for stored in slot.states.values() for x in stored if x is not None]
     return states if slot.offloaded is None else [slot.parameter, *states]

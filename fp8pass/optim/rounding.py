@@ -51,7 +51,6 @@ class SumStamp:
     count: int  # gradients in the sum, including the added gradient
 
     def key(self) -> Tensor:
-        """Return the hash key, int32 [1]."""
         number = torch.full((1,), self.number, dtype=torch.int32, device=self.step.device)
         return mix(keys(self.seed, number, self.step) + self.count)
 

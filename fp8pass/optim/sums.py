@@ -123,7 +123,6 @@ class GradientSum:
 
 
 def _sum_bytes(count: int, format: StateFormat) -> int:
-    """Return the bytes of data and scales."""
     groups = group_count(count, SUM_GROUP_SIZE)
     return groups * (SUM_GROUP_SIZE * format.storage_dtype.itemsize + SCALE_DTYPE.itemsize)
 

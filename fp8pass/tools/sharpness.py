@@ -142,7 +142,6 @@ class Landscape:
         return loss.squeeze()
 
     def _stand_in(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the logits in the model's output by the current last-token logits."""
         if self._current is None:
             with torch.no_grad():
                 self._output = self._model(*args, **kwargs)

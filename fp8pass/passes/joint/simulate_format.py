@@ -102,7 +102,6 @@ class Masker:
             del gemm.meta["recompute"]
 
     def _mask_operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
-        """Return the masked operand. If the operand is a transpose, its base is masked."""
         batch = tensor(matrix).ndim == 3
         base, flipped = (graph.skip_batched_transposes if batch else graph.skip_transposes)(matrix)
         if self._is_unmasked(base):

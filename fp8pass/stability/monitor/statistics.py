@@ -135,7 +135,6 @@ def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> T
 
 
 def make_landscape_row(step: int, sharpness: float) -> TensorStatistics:
-    """Return a row that has only a sharpness."""
     return TensorStatistics(
         *(step, "", LANDSCAPE, "", "", ""),
         elements=0,

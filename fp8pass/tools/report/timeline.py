@@ -66,7 +66,6 @@ def _list_calls(g: fx.Graph) -> list[fx.Node]:
 
 
 def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
-    """Return the bytes of tensors on the device, by name."""
     tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
     return {t.name: t.bytes for t in tensors if not t.on_host}
 
