@@ -77,7 +77,7 @@ TIME_LIMIT_S = 15.0
 # If recomputation were free, the solver might recompute values that are not needed.
 NEGLIGIBLE_SHARE = 1e-6
 
-# In average prices of recomputing a byte.
+# Price of a byte of `excess`, in average prices of recomputing a byte.
 EXCESS_PRICE = 30
 
 INFEASIBLE = 2  # scipy's status

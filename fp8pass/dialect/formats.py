@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# `scaling.GROUP_SCALE_DTYPE`.
+# Size of `scaling.GROUP_SCALE_DTYPE`.
 GROUP_SCALE_BYTES = 2
 
 # Limits of a simulated format.
@@ -58,7 +58,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Including the sign."""
+        """Bits of an element, including the sign."""
         return sum(self.planes)
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8pass.dialect.encoding import shift_left
 from fp8pass.dialect.formats import Format
 
-# Of fp32. The 16-bit `MASKED_DTYPES` have no other exponents.
+# Limits of fp32. The 16-bit `MASKED_DTYPES` are within these limits.
 FP32_MANTISSA = 23
 LEAST_EXPONENT, LARGEST_EXPONENT = -126, 127
 MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -154,5 +154,5 @@ def parse(text: str) -> Quantization:
     return found
 
 
-# Of `QuantizedWeight`, of exported weights, and of the operands of expert GEMMs.
+# For `QuantizedWeight`, exported weights, and the operands of expert GEMMs.
 BY_ROW = str(Quantization(E4M3, ROW))

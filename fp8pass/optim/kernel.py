@@ -29,8 +29,8 @@ MAX_PARTS = 4  # of a group; each thread has elements of all parts
 # Fastest on an H200. Longer chunks are 1% faster for a 7B model, but a small model then has too few
 # programs (benchmarks/results/optimizer_sweep.json).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
-# Zero. Otherwise the divisor, which contains 1 / rate, could exceed 2^126 although the second
-# moment is finite. A group with an infinite moment is NaN from the next step on.
+# A smaller rate counts as 0. Otherwise the divisor, which contains 1 / rate, could exceed 2^126
+# although the second moment is finite. A group with an infinite moment is NaN in the next step.
 SMALLEST_RATE = 2.0**-61
 GRADIENT = "gradient"
 

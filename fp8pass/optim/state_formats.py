@@ -34,9 +34,9 @@ from fp8pass.option_checks import ConfigError, unknown
 
 EXPAND = "+expand"
 DYNAMIC_DECADES = 7
-# Of a sum of gradients.
+# Consecutive elements of a sum of gradients that share a scale.
 SUM_GROUP_SIZE = 128
-# Stochastic rounding to dynamic formats (`de8`).
+# Noise bits of stochastic rounding to dynamic formats (`de8`).
 DIGITS = 23
 # A smaller power would represent the smallest values of a very wide group, but would make the whole
 # group coarser.
@@ -64,12 +64,12 @@ class StateFormat:
 
     @property
     def grouped(self) -> bool:
-        """Quantized, with a scale for each group."""
+        """Whether codes have a scale for each group."""
         return math.isfinite(self.max)
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Every operator supports uint8."""
+        """For 8-bit codes uint8, which every operator supports."""
         return torch.uint8 if self.dtype.itemsize == 1 else self.dtype
 
     @property

@@ -216,7 +216,7 @@ _INSTRUCTION = st.one_of(
     st.tuples(st.just("linear"), st.integers(0, 2), st.integers(0, 9), st.just(0)),
     st.tuples(st.just("odd"), st.just(0), st.integers(0, 9), st.just(0)),
 )
-# From a matrix [4·rows, WIDTH].
+# Layouts of an input, made from a matrix [4·rows, WIDTH].
 _INPUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "contiguous": lambda base, rows: base[:rows],
     "transposed": lambda base, rows: base[:WIDTH].t().repeat(2, 1)[:rows].t().contiguous().t(),

@@ -33,7 +33,7 @@ from fp8pass.graph.tags import original_name
 fp8 = torch.ops.fp8pass
 
 
-# Rows and columns of a GEMM's result at most.
+# Errors of GEMMs are estimated on at most this many rows and columns.
 SAMPLED_ROWS = 512
 # Fast accumulation is slow to emulate.
 LARGEST_EMULATED = 32

@@ -24,7 +24,7 @@ LONGEST_SUMMED = 8192
 # memory (`benchmarks/results/sweeps.json`).
 HELD = 44
 HELD_SUMMED = 32
-# If the row is read in a loop.
+# Elements of a chunk, if the row is read in a loop.
 ROW_CHUNK = 4096
 SMALLEST_CHUNK = 128
 

@@ -140,7 +140,7 @@ class Program:
 
     @property
     def finishes_amax(self) -> bool:
-        """As in the second stage of an amax."""
+        """Whether this program is the second stage of an amax."""
         return all(store.layouts == ("row",) for store in self.stores)
 
     @property

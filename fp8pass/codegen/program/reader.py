@@ -60,12 +60,12 @@ class Reader:
 
     @property
     def large_loads(self) -> set[fx.Node]:
-        """Loads with as many elements as the matrix."""
+        """The loads that have as many elements as the matrix."""
         return {n for n, load in self.loads.items() if load.operand in ("full", "groups")}
 
     @property
     def bytes_read(self) -> int:
-        """Without the scales of groups."""
+        """Bytes of the loads, without the scales of groups."""
         return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:

@@ -33,7 +33,7 @@ fp8 = torch.ops.fp8pass
 
 # Limits the number of blocks times the number of micro-batches in flight.
 MOST_FORWARDS = 4096
-# In forwards: drop references to freed memory.
+# Forwards after which references to freed memory are dropped.
 COMPACT_EVERY = 64
 
 

@@ -110,17 +110,17 @@ class Candidate:
 
     @property
     def allocated(self) -> float:
-        """As in `torch.cuda.max_memory_allocated`."""
+        """Allocated bytes, as in `torch.cuda.max_memory_allocated`."""
         return sum(self.gpu.values())
 
     @property
     def gpu_bytes(self) -> float:
-        """Includes CUDA's context and the allocator's unused memory."""
+        """All GPU bytes, including CUDA's context and the allocator's unused memory."""
         return self.allocated * (1 + UNUSED_SHARE) + CONTEXT_BYTES
 
     @property
     def host_bytes(self) -> float:
-        """Includes the process itself."""
+        """All bytes in host memory, including the process itself."""
         return sum(self.host.values()) * (1 + HOST_SHARE) + PROCESS_BYTES
 
     def why_not(self, gpu: float, host: float) -> str:

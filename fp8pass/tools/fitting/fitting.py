@@ -29,7 +29,7 @@ from fp8pass.tools.fitting.traced import trace
 MUCH = 0.02
 # Logits with a larger share of the used GPU memory get a note.
 SMALL_SHARE = 0.001
-# As a share (docs/fit.md).
+# Largest relative error of the predicted memory (docs/fit.md).
 PREDICTION_ERROR = 0.04
 # A smaller integer probably means GiB instead of bytes.
 LEAST = 1 << 20

@@ -44,7 +44,7 @@ log = logging.getLogger("fp8pass")
 WHOLE = ("",)
 
 FEW, MORE = 3, 4
-# Two short models are faster to trace than this many layers.
+# From this number of layers on, two short models are faster to trace.
 WORTHWHILE = 8
 
 # A place is the index of a layer, or "before" or "after" all layers. Each pair matches a place with
