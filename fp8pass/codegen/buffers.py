@@ -1,8 +1,8 @@
 """Operators that store a value in a separate buffer, or fix the order of kernels.
 
 `buffer(x, order)` stores `x` in memory; `order` has the dimensions from outermost to innermost.
-Inductor's similar operator cannot sort symbolic strides. Without buffers, Inductor inlines sums of the
-residual stream into each block (`buffer_residual_sums.py`).
+Inductor's similar operator cannot sort symbolic strides. Without buffers, Inductor inlines sums of
+the residual stream into each block (`buffer_residual_sums.py`).
 
 `side_by_side(parts, dim)` is a `cat` whose parts are computed and stored by separate kernels.
 
