@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The public names, each with the module that defines it. The module is imported when the name is
-# first used, so that `fp8pass --help` does not import PyTorch, and `fp8pass env` works without it.
+# Imported on first use, so that `fp8pass --help` does not import PyTorch, and `fp8pass env` works
+# without it.
 _MODULES = {
     "RECIPES": "config",
     "Bisection": "tools.bisection",
@@ -63,13 +63,11 @@ _MODULES = {
     "sharpness": "tools.sharpness",
 }
 
-# The public submodules. A key is a public name, a value is the module's path below `fp8pass`.
 _SUBMODULES = {"distributed": "distributed", "optim": "optim", "testing": "testing"}
 
 __all__ = [*_MODULES, *_SUBMODULES]
 
-# Names that users may expect in `fp8pass`, but that a submodule defines. The AttributeError gives
-# the right path, e.g. `fp8pass.optim.AdamW`.
+# Names that users may expect in `fp8pass`, for hints in the AttributeError.
 _ELSEWHERE = {
     "AdamW": "optim",
     "Muon": "optim",
@@ -81,10 +79,7 @@ _ELSEWHERE = {
 
 
 def _add_prefix(record: logging.LogRecord) -> bool:
-    """Prefix a log message with `fp8pass:` if no log handler is configured.
-
-    Without handlers, Python prints messages without the name of the logger.
-    """
+    """Name fp8pass in messages if no handler is configured, as Python then prints no logger."""
     if not logging.getLogger(__name__).hasHandlers():
         record.msg = f"fp8pass: {record.msg}"
     return True

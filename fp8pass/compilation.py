@@ -26,21 +26,15 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Inputs:
-    """The indices of a Dynamo graph's inputs, by kind. An input may have several kinds.
+    """The indices of a Dynamo graph's inputs, by kind. An input may have several kinds."""
 
-    Attributes:
-        weights: inputs that are an `nn.Parameter`, trained or frozen. Buffers are not included.
-        held: leaves that require a gradient. Autograd keeps leaves alive until the backward, so
-            saving leaves costs no memory.
-        activations: inputs that require a gradient and are not leaves, such as outputs of other
-            graphs. Saving such inputs may extend their lifetime.
-        moving: parameters whose memory address changes in every step, as under FSDP2. Only CUDA
-            graphs depend on addresses, so this is empty without CUDA graphs.
-    """
-
+    # `nn.Parameter`, trained or frozen.
     weights: frozenset[int] = frozenset()
+    # Leaves that require a gradient. Autograd keeps leaves alive until the backward.
     held: frozenset[int] = frozenset()
+    # Inputs that require a gradient and are not leaves, such as outputs of other graphs.
     activations: frozenset[int] = frozenset()
+    # Parameters whose address changes in every step (FSDP2). Empty without CUDA graphs.
     moving: frozenset[int] = frozenset()
 
     @classmethod
@@ -49,9 +43,8 @@ class Inputs:
         example_inputs: Sequence[object],
         moving: frozenset[int] = frozenset(),
     ) -> Inputs:
-        """Classify the inputs with which Dynamo traced the graph.
-
-        Dynamo does not guard on `is_leaf`, so later calls may pass inputs of other kinds.
+        """Classify example inputs. Dynamo does not guard on `is_leaf`, so later inputs may
+        differ.
         """
         differentiable = {
             i: x.is_leaf
@@ -70,9 +63,8 @@ class Inputs:
 def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
     """Return, for each operator, the patterns that match its module path; part of the cache key.
 
-    Inductor's caches compare graphs without module paths. Equal layers should share compiled code,
-    so the key contains the matches and not the paths. It contains the paths, too, if options refer
-    to single values, e.g. `h.0.mlp:gelu:0`, because the names of values contain paths.
+    Equal layers should share compiled code, so the key contains matches instead of paths, unless
+    options refer to single values, e.g. `h.0.mlp:gelu:0`.
     """
     subgraphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     paths = [graph.module_path(n) for g in subgraphs for n in g.nodes]
@@ -89,34 +81,23 @@ def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
 
 
 def describe_config(config: Config) -> str:
-    """Return the configuration as text that is the same in every process.
-
-    A function in `skip` appears with its name only. `match_names` covers what the function returns.
-    """
+    """Return text that is the same in every process. `match_names` covers functions in `skip`."""
     names = tuple(map(pattern_text, config.skip_patterns))
     return repr((replace(config, passes=(), skip=names), cache_keys(config.passes)))
 
 
 @dataclass
 class Compilation:
-    """The compilation of one Dynamo graph.
-
-    Attributes:
-        config: the user's choices.
-        inputs: the graph's inputs by kind.
-        hooks: called while the graph is compiled.
-        requests: the optional parts of the plan to compute.
-        by_name: the result of `match_names` for the graph.
-        is_main: whether this version runs in most steps, and not only when `Monitor` measures.
-        compiled: the graph after the joint or inference passes; None before.
-    """
+    """The compilation of one Dynamo graph."""
 
     config: Config
     inputs: Inputs = field(default_factory=Inputs)
     hooks: tuple[Hooks, ...] = ()
     requests: Requests = field(default_factory=Requests)
-    by_name: tuple[object, ...] = ()
+    by_name: tuple[object, ...] = ()  # the result of `match_names`
+    # This version runs in most steps, and not only when `Monitor` measures.
     is_main: bool = True
+    # After the joint or inference passes.
     compiled: CompiledGraph | None = None
 
     def finish(self, compiled: CompiledGraph) -> None:
@@ -126,13 +107,10 @@ class Compilation:
             hook.after_passes(compiled)
 
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
-        """Run the lowering passes on a graph, and append their records.
-
-        `half` is `forward`, `backward` or `inference`.
-        """
+        """Run the lowering passes on the `half` `forward`, `backward` or `inference`."""
         ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
-        # PyTorch may compile a backward only when it first runs. By then the tracing context of the
-        # forward has ended, and without it composite operators turn dynamic sizes into constants.
+        # PyTorch may compile a backward only when it first runs. Without the forward's tracing
+        # context, composite operators turn dynamic sizes into constants.
         with compat.enable_dynamic_shapes():
             records = run_passes(LOWERING_PASSES, gm, ctx, of=half, record=self.records)
         if self.compiled:
@@ -140,27 +118,25 @@ class Compilation:
 
     @property
     def shows_halves(self) -> bool:
-        """Whether to run the lowering passes on copies of the graphs, only for a report.
-
-        The compiler `eager` does not need these passes, but reports show what they do.
+        """Whether to run the lowering passes on copies for a report, although the compiler is
+        `eager`.
         """
         return self.records and self.config.compiler == "eager"
 
     @property
     def records(self) -> bool:
-        """Whether to record each pass, and the numbers for reports, because a hook needs them."""
+        """Whether a hook needs records of passes, and numbers for reports."""
         return self.is_main and any(hook.records for hook in self.hooks)
 
     @contextmanager
     def while_compiling(self, what: str) -> Iterator[None]:
-        """Within the context, enter `while_compiling(what)` of all hooks."""
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.enter_context(hook.while_compiling(what))
             yield
 
     def cache_key(self) -> str:
-        """Return a hash of everything that determines the compiled code, except the graph."""
+        """Hash everything that determines the compiled code, except the graph."""
         key = (
             source_hash(),
             describe_config(self.config),
@@ -172,14 +148,14 @@ class Compilation:
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
-# Folders that compiled code does not depend on. Caches stay valid after an edit in these folders.
+# Compiled code does not depend on these folders.
 INDEPENDENT = frozenset(
     ("demo", "distributed", "integrations", "optim", "progress", "stability", "testing", "tools")
 )
 
 
 def hashed_files() -> list[Path]:
-    """List the source files that compiled code may depend on."""
+    """List the files that compiled code may depend on."""
     root = Path(__file__).parent
     files = sorted(root.rglob("*.py"))
     return [p for p in files if p.relative_to(root).parts[0] not in INDEPENDENT]
@@ -187,7 +163,6 @@ def hashed_files() -> list[Path]:
 
 @cache
 def source_hash() -> str:
-    """Return a hash of the compiler's source."""
     digest = hashlib.sha256()
     for path in hashed_files():
         digest.update(path.read_bytes())

@@ -32,17 +32,10 @@ from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights
 
 @dataclass(frozen=True)
 class Backend:
-    """A `torch.compile` backend with its configuration. Equal backends share compiled code.
-
-    Attributes:
-        config: the user's choices.
-        observer: called with each compiled graph.
-        requests: the optional parts of the plans to compute.
-        hooks: called while graphs are compiled.
-    """
+    """A `torch.compile` backend. Equal backends share compiled code."""
 
     config: Config = field(default_factory=Config)
-    observer: Observer | None = None
+    observer: Observer | None = None  # called with each compiled graph
     requests: Requests = field(default_factory=Requests)
     hooks: tuple[Hooks, ...] = ()
 
@@ -56,7 +49,6 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Program:
-        """Compile one graph captured by Dynamo."""
         compat.rename_self(gm)
         inline_regions(gm)
         config, given = self._choices(mode, options)
@@ -78,7 +70,7 @@ class Backend:
     def _choices(
         self, mode: str | None, options: Mapping[str, Any] | None
     ) -> tuple[Config, dict[str, Any]]:
-        """Return the configuration, and the options of Inductor that the user gave."""
+        """Return the configuration, and Inductor's options."""
         patches = dict(_mode_options(mode))
         if not options:
             return self.config, patches
@@ -94,22 +86,15 @@ class Backend:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph that Dynamo captured, to be compiled once or in several versions.
-
-    Attributes:
-        gm: the graph.
-        example_inputs: the inputs that Dynamo traced with.
-        patches: options of Inductor.
-        hooks: called while the graph is compiled.
-    """
+    """A graph that Dynamo captured, to be compiled once or in several versions."""
 
     gm: fx.GraphModule
     example_inputs: tuple[Any, ...]
-    patches: Mapping[str, Any]
+    patches: Mapping[str, Any]  # options of Inductor
     hooks: tuple[Hooks, ...] = ()
 
     def compilation(self, config: Config, **options: Any) -> Compilation:
-        """Return a new `Compilation` of the graph, without compiling it."""
+        """Return a new `Compilation`, without compiling the graph."""
         graphed = compat.uses_cuda_graphs(self.patches)
         moving = moving_weights(self.gm, self.example_inputs) if graphed else frozenset[int]()
         inputs = Inputs.of(self.example_inputs, moving)
@@ -122,7 +107,7 @@ class Captured:
         compilation: Compilation,
         inner_compile: Callable[..., Any] | None = None,
     ) -> Program:
-        """Compile `gm`, which is `self.gm` or a copy of `self.gm`."""
+        """Compile `gm`, which is `self.gm` or a copy."""
         patches = {**self.patches, "custom_partitioner_fn": Partitioner(compilation)}
         program: Any = compat.compile_fx(
             gm,
@@ -136,10 +121,9 @@ class Captured:
     def compile_version(
         self, config: Config, inner_compile: Callable[..., Any] | None = None
     ) -> Program:
-        """Compile a copy of the graph with `config`; see `hooks.CompileVersion`."""
+        """Compile a copy of the graph, as `hooks.CompileVersion` defines."""
         compilation = self.compilation(config, is_main=False)
-        # Cache keys do not contain `inner_compile`, so a cache could return a version that another
-        # `inner_compile` compiled.
+        # Cache keys do not contain `inner_compile`.
         with compat.uncached() if inner_compile else nullcontext():
             return self.compile(compat.copy_captured(self.gm), compilation, inner_compile)
 
@@ -151,7 +135,7 @@ class InnerCompile:
     compilation: Compilation
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Return the compiled graph, a function of a list of inputs."""
+        """Return a function of a list of inputs."""
         half = compat.half_of(kwargs)
         if half == "inference":
             rewrite_inference(gm, self.compilation, compat.static_inputs(kwargs))
@@ -172,8 +156,8 @@ def rewrite_inference(
 ) -> None:
     """Run the inference passes on a graph without a backward.
 
-    A graph that compiled autograd captured is left unchanged, because it is a backward: it contains
-    no forward of a layer. `parameters` contains the indices of the inputs with fixed addresses.
+    A graph that compiled autograd captured is a backward, and is left unchanged. `parameters` are
+    the indices of inputs with fixed addresses.
     """
     if compat.captures_backward():
         return
@@ -189,33 +173,26 @@ def rewrite_inference(
 
 
 def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """Return options of Inductor that suit graphs with low-bit saved tensors.
+    """Return options of Inductor that suit graphs with low-bit saved tensors, measured on GPUs.
 
-    The user's own options override them. The values were chosen by measurements on GPUs. On a CPU,
-    which is only for experiments, Inductor keeps its own defaults, which are better tested.
+    The user's options override them. On a CPU, Inductor keeps its better tested defaults.
     """
     if _on_cpu(example_inputs):
         return {}
     options: dict[str, Any] = {
-        # Inductor's estimate of the peak memory is wrong for these graphs, so Inductor would move
-        # nodes that materialize_plan placed well.
+        # Inductor's wrong estimate of the peak would move nodes that materialize_plan placed well.
         "reorder_for_peak_memory": False,
-        # With reuse, Inductor holds the memory of an unused buffer until another result needs it,
-        # maybe a layer later. Without reuse, the allocator gets the memory back at once: the peak
-        # of four layers of hidden size 4096 is 0.6 GiB lower.
+        # With reuse, Inductor holds unused buffers until another result needs them. Without reuse,
+        # the peak of four layers of hidden size 4096 is 0.6 GiB lower.
         "allow_buffer_reuse": False,
-        # By default Inductor stores an expression that reads more than four tensors if two kernels
-        # use the expression. For gradients of gated activations it is faster to compute the
-        # expression twice than to write the result to memory and read it again.
+        # Gradients of gated activations are faster to compute twice than to store.
         "realize_reads_threshold": 8,
-        # Launch the dialect's kernels like Inductor's own kernels, without Triton's launcher in
-        # Python. A layer of hidden size 2048 then takes 8% less CPU time.
+        # A layer of hidden size 2048 then takes 8% less CPU time.
         "static_launch_user_defined_triton_kernels": True,
     }
     if config.packs:
-        # By default Inductor stores the value of an expression once it has 30 operators. Unpacking
-        # an element takes about 15 operators, so Inductor would store each expression of two
-        # unpacked values. These are 0.55 GiB of FP32 values per layer in SwiGLU's backward.
+        # Unpacking an element takes about 15 operators. By default, Inductor would store each
+        # expression of two unpacked values, 0.55 GiB of FP32 per layer in SwiGLU's backward.
         options["realize_opcount_threshold"] = 64
     return options
 
@@ -240,7 +217,7 @@ def _check_can_compile(
 
 
 def _check_has_memory(example_inputs: Sequence[Any]) -> None:
-    """Raise ConfigError if a graph would train on the meta device, where tensors have no data."""
+    """Tensors on the meta device have no data."""
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
         raise ConfigError(
             "The model or its inputs are on the meta device and have no memory. Allocate memory "
@@ -253,10 +230,7 @@ def _on_cpu(example_inputs: Sequence[Any]) -> bool:
 
 
 def _check_cpp_compiler() -> None:
-    """Raise RuntimeError if no C++ compiler works.
-
-    Without this check Inductor would raise an error of a hundred lines.
-    """
+    """Raise RuntimeError instead of Inductor's error of a hundred lines."""
     if not compat.has_cpp_compiler():
         raise RuntimeError(
             "No working C++ compiler was found, which PyTorch's Inductor needs on a CPU. Install "
@@ -266,10 +240,7 @@ def _check_cpp_compiler() -> None:
 
 
 def _with_bandwidth(config: Config, example_inputs: Sequence[Any]) -> Config:
-    """Fill in the measured host bandwidth, if `offload` needs it and the user has not given it.
-
-    The plan and its cache key depend on the bandwidth.
-    """
+    """Add the measured bandwidth, on which the plan and its cache key depend."""
     if not config.offload or config.host_bandwidth is not None:
         return config
     devices = (x.device for x in example_inputs if isinstance(x, Tensor) and x.is_cuda)
@@ -297,7 +268,7 @@ def _check_types(options: Mapping[str, Any]) -> None:
 
 
 def _warn_about_checkpointing(hooks: Sequence[Hooks]) -> None:
-    """Warn if the graph runs inside `torch.utils.checkpoint`, unless the graph is for a report."""
+    """Warn unless the graph is for a report."""
     if compat.is_checkpointing() and not any(hook.records for hook in hooks):
         warn_about_checkpointing()
 

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 
 
 def _needs_call(make: Callable[P, Backend]) -> Callable[P, Backend]:
-    """Wrap `make` to raise TypeError if the user passes it as a backend instead of calling it."""
+    """Raise TypeError if the user passes `make` as a backend instead of calling it."""
 
     @wraps(make)
     def checked(*args: P.args, **kwargs: P.kwargs) -> Backend:
@@ -61,8 +61,5 @@ def backend(config: Config, *, monitor: Monitor | None = None) -> Backend:
 
 
 def fp8pass(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """Compile a graph for `torch.compile(model, backend="fp8pass")`.
-
-    Without options the recipe is `coat`.
-    """
+    """Compile a graph for `torch.compile(model, backend="fp8pass")`."""
     return Backend(hooks=HOOKS)(gm, example_inputs, **kwargs)

@@ -25,48 +25,36 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class GraphRun:
-    """One run of a compiled graph's forward.
+    """One run of a compiled graph's forward."""
 
-    Attributes:
-        weights: the parameters that were passed to the graph, by module path in the graph.
-        checkpointed: whether `torch.utils.checkpoint` wraps the compiled code. It then frees the
-            saved tensors after the forward, and repeats the run in the backward.
-    """
-
+    # By module path in the graph.
     weights: dict[str, torch.Tensor] = field(repr=False)
+    # `torch.utils.checkpoint` wraps the compiled code, and repeats the run in the backward.
     checkpointed: bool
 
 
 @dataclass
 class CompiledGraph:
-    """One compiled graph, as passed to hooks.
+    """One compiled graph, as passed to hooks."""
 
-    Attributes:
-        passes: the records of the joint passes. Records of the lowering passes are appended when
-            the forward and backward graphs are compiled.
-        gm: the joint or inference graph, after all its passes.
-        ctx: the context of the passes, with decisions about the nodes of `gm`.
-        runs: the runs of the forward. Equal blocks that are compiled one by one share a graph,
-            which then runs once for each block.
-        inputs: names of the Dynamo graph's inputs, as in the model; empty if not recorded.
-        stock: the result of PyTorch's own partitioner; None if not recorded.
-    """
-
+    # Of the joint passes, then of the lowering passes.
     passes: list[PassRecord]
-    gm: fx.GraphModule
-    ctx: Context
+    gm: fx.GraphModule  # joint or inference graph, after its passes
+    ctx: Context  # with decisions about the nodes of `gm`
+    # Equal blocks that are compiled one by one share a graph, which runs once for each block.
     runs: list[GraphRun] = field(default_factory=list)
+    # Names of inputs, as in the model; empty if not recorded.
     inputs: list[str] = field(default_factory=list)
+    # PyTorch's own partitioner; None if not recorded.
     stock: StockPartition | None = None
 
     @property
     def plan(self) -> Plan:
-        """The decisions about the graph."""
         return self.ctx.plan
 
     @property
     def runs_kept(self) -> int:
-        """The number of runs whose saved tensors stay in memory until the backward."""
+        """Runs whose saved tensors stay in memory until the backward."""
         return sum(not run.checkpointed for run in self.runs)
 
 
@@ -77,8 +65,8 @@ class CompileVersion(Protocol):
         """Compile with `config`. If `inner_compile` is given, it is called instead of Inductor."""
 
 
-# A function that takes a graph's program and returns the program to run instead. The second
-# argument is None if the program comes from a cache.
+# Takes a graph's program and returns the program to run instead. The second argument is None if the
+# program comes from a cache.
 Wrap = Callable[[Program, CompiledGraph | None], Program]
 
 
@@ -87,12 +75,9 @@ class Hooks(Protocol):
 
     A subclass overrides the methods that it needs. Backends share compiled code only if their hooks
     are equal.
-
-    Attributes:
-        records: whether to record the graph before and after each pass, and to store in the plan
-            the numbers that reports show.
     """
 
+    # Record each pass, and store in the plan the numbers that reports show.
     records: bool = False
 
     def before_compile(
@@ -127,7 +112,6 @@ class Observing(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that records the names of the inputs and each run of the program."""
         weights = weights_by_path(gm)
         names = [compat.input_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
 
@@ -145,17 +129,13 @@ class Observing(Hooks):
         return wrap
 
     def after_passes(self, compiled: CompiledGraph) -> None:
-        """Call the observer."""
         self.observer(compiled)
 
 
 def weights_by_path(
     gm: fx.GraphModule,
 ) -> Callable[[Sequence[Any]], dict[str, torch.Tensor]]:
-    """Return a function that picks the parameters from the arguments of a Dynamo graph.
-
-    The function returns a dict from module paths to parameters.
-    """
+    """Return a function that maps the arguments of a Dynamo graph to parameters by module path."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     paths = [(i, graph.module_path(n)) for i, n in enumerate(inputs)]
     return lambda args: {path: args[i] for i, path in paths if isinstance(args[i], nn.Parameter)}

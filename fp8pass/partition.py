@@ -24,12 +24,7 @@ from fp8pass.plan import Checkpointing
 
 
 class Partitioner(compat.CustomPartitionerFn):
-    """Runs the passes on a joint graph and splits the graph into a forward and a backward graph.
-
-    Args:
-        compilation: the compilation of the graph.
-        watcher: called with the graph before and after each pass.
-    """
+    """Runs the passes on a joint graph and splits the graph into a forward and a backward graph."""
 
     def __init__(self, compilation: Compilation, watcher: Watcher | None = None) -> None:
         self.compilation = compilation
@@ -38,7 +33,6 @@ class Partitioner(compat.CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward module."""
         ctx = self.context(gm, **kwargs)
         observed = self.compilation.records
         stock = None
@@ -61,11 +55,11 @@ class Partitioner(compat.CustomPartitionerFn):
         return forward, backward
 
     def context(self, gm: fx.GraphModule, **kwargs: Any) -> Context:
-        """Normalize a joint graph and return the context for the passes on it."""
+        """Normalize a joint graph and return the context for its passes."""
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
-        # The Dynamo graph has one input for a tensor subclass, such as a DTensor. The joint graph
-        # has a primal for each inner tensor. `select_inputs` maps the indices to primals.
+        # A tensor subclass, such as a DTensor, is one input of the Dynamo graph, but several
+        # primals. `select_inputs` maps the indices.
         inputs = self.compilation.inputs
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
         parameters = select_inputs(primals, static)
@@ -80,11 +74,10 @@ class Partitioner(compat.CustomPartitionerFn):
         return Context(self.compilation.config, facts, self.compilation.requests)
 
     def uuid(self) -> str:
-        """Return the key of the partitioner's results in Inductor's caches."""
+        """Return the key for Inductor's caches."""
         return self.compilation.cache_key()
 
-    # Inductor copies its options, including this partitioner, and pickles them for the keys of its
-    # caches. Neither the copy nor the pickle may include a compiled graph.
+    # Inductor copies and pickles its options, which must not include a compiled graph.
 
     def __deepcopy__(self, memo: object) -> Partitioner:
         return self
@@ -94,17 +87,14 @@ class Partitioner(compat.CustomPartitionerFn):
 
 
 def find_checkpointing(gm: fx.GraphModule) -> Checkpointing | None:
-    """Count the GEMMs and attentions that `torch.utils.checkpoint` tags for recomputation.
-
-    Call this before any pass. The result is None if none of these operators is tagged.
-    """
+    """Count the tagged GEMMs and attentions before any pass."""
     products = (Kind.GEMM, Kind.ATTENTION)
     count = sum(compat.must_recompute(n) and kind(n) in products for n in gm.graph.nodes)
     return Checkpointing(count) if count else None
 
 
 def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointing:
-    """Plan a copy of the graph without checkpointing tags, and return its bytes for comparison."""
+    """Plan a copy of the graph without checkpointing tags, for comparison."""
     copies: dict[fx.Node, fx.Node] = {}
     copy = graph.copy_module(gm, copies)
     compat.forget_checkpointing(copy.graph)
@@ -117,7 +107,7 @@ def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointin
 
 
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split the joint graph, and check that the backward reads only the tensors in `ctx.saved`."""
+    """Check that the backward reads only the tensors in `ctx.saved`."""
     symbols = [n for n in ctx.saved if compat.is_sym_node(n)]
     objects = [n for n in ctx.saved if compat.is_opaque(n)]
     tensors = [n for n in ctx.saved if not graph.is_non_tensor(n)]
@@ -140,10 +130,8 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
 def share_storages(g: fx.Graph) -> None:
     """Make the fake value of each view share the storage of the viewed tensor's fake value.
 
-    When a pass replaces an operator, the result gets a new fake value, but the fake values of its
-    views still have the old storage. AOTAutograd lets the backward overwrite a saved tensor whose
-    storage differs from the storages of all outputs. Without this function, the backward could
-    overwrite an output through a saved view.
+    When a pass replaces an operator, its views still have the old storage. AOTAutograd would then
+    let the backward overwrite an output through a saved view.
     """
     for node in g.nodes:
         x = graph.value(node)

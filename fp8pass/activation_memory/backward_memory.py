@@ -1,14 +1,11 @@
 """Bytes alive during the backward: saved values, recomputed values and gradients.
 
-The peak exceeds the bytes of the saved values. A recomputed value stays alive until its last use,
-as a saved value does. It often takes more bytes, because it is not quantized. Weight gradients
-accumulate until the end of the backward. The backward of a model's first block comes last, when
-all these gradients exist, so recomputing values of this block can even raise the peak.
+A recomputed value stays alive until its last use, often in more bytes than when it is saved. Weight
+gradients accumulate until the end, so recomputing values of the first block can raise the peak.
 
-The estimate includes only values that have a buffer: results of GEMMs and attention, quantized
-data, sums of the residual stream. Pointwise operators are fused with their users and have no
-buffer. A time is the position of a node in the backward. The estimate adds up the bytes at only a
-few times (`_pick_times`).
+Only values with a buffer count: results of GEMMs and attention, quantized data, sums of the
+residual stream. Inductor fuses other pointwise operators. A time is a node's position in the
+backward.
 """
 
 from __future__ import annotations
@@ -36,10 +33,9 @@ BUFFERED_KINDS = (*LIBRARY_KINDS, Kind.REDUCTION, Kind.QUANTIZE)
 
 
 class Lifetime(NamedTuple):
-    """The times between which a forward value is alive in the backward, both ends included.
+    """The first and last time at which a forward value is alive in the backward.
 
-    A saved value is alive from the start of the backward to `last`, a recomputed value from `first`
-    to `last`.
+    A saved value is alive from the start of the backward.
     """
 
     first: float = math.inf
@@ -47,12 +43,11 @@ class Lifetime(NamedTuple):
 
     @classmethod
     def union(cls, lifetimes: Iterable[Lifetime]) -> Lifetime:
-        """Return the shortest lifetime that includes all given lifetimes."""
         found = [cls(), *lifetimes]
         return cls(min(x.first for x in found), max(x.last for x in found))
 
 
-# A range of indices into `BackwardMemory.times`, and the bytes that a value takes at these times.
+# Indices into `BackwardMemory.times`, and the bytes that a value takes at these times.
 Span = tuple[range, float]
 
 
@@ -83,7 +78,6 @@ class BackwardMemory:
         self.gradients = [gradients[t] for t in self.times]
 
     def peak(self, decisions: Decisions) -> float:
-        """Return the largest number of bytes alive at any of `times`, including gradients."""
         alive = list(self.gradients)
         for value, decision in decisions.items():
             if value in self.lifetimes and not self.choices.facts.is_free(value):
@@ -100,20 +94,14 @@ class BackwardMemory:
         return [*spans, (self.alive_fetched(value), on_host)] if on_host else spans
 
     def alive_saved(self, value: fx.Node) -> range:
-        """Return the indices of `times` at which a value is alive if it is saved on the device."""
         return self._times_between(-math.inf, self.lifetimes[value].last)
 
     def alive_fetched(self, value: fx.Node) -> range:
-        """Return the indices of `times` at which a value in host memory is also on the device.
-
-        The range begins one index before the first use, because the copy to the device takes
-        memory before this use.
-        """
+        """Begin one index before the first use, because the copy to the device takes memory."""
         used = self._times_between(*self.lifetimes[value])
         return range(max(used.start - 1, 0), used.stop)
 
     def alive_recomputed(self, value: fx.Node) -> list[Span]:
-        """Return one span for each buffer of a recomputed value."""
         buffers = self._recomputed_buffers(value)
         return [(self._times_between(first, last), bytes_) for first, last, bytes_ in buffers]
 
@@ -123,8 +111,8 @@ class BackwardMemory:
     def _recomputed_buffers(self, value: fx.Node) -> list[tuple[float, float, float]]:
         """Return first position, last position and bytes of each buffer of a recomputed value.
 
-        The kernel that quantizes the operands of a recomputed GEMM also writes their transposes.
-        The transposes stay in memory until GEMMs of the backward read them.
+        The kernel that quantizes operands of a recomputed GEMM also writes the transposes for the
+        backward.
         """
         first, last = self.lifetimes[value]
         buffers = [(first, last, _recomputed_bytes(value))]
@@ -137,9 +125,8 @@ class BackwardMemory:
         return [buffer for buffer in buffers if buffer[2]]
 
     def _find_uses(self) -> dict[fx.Node, Lifetime]:
-        """Map each node of the backward to its first and last use by nodes that have a buffer.
-
-        A node without a buffer is fused with its users, so uses by these users count instead.
+        """Map each node to its first and last use by nodes with a buffer, also through fused
+        users.
         """
         found: dict[fx.Node, Lifetime] = {}
         for node in reversed(self.backward):
@@ -155,8 +142,7 @@ class BackwardMemory:
     def _starts(self) -> dict[fx.Node, int]:
         """Map each gradient with a buffer to the position at which the buffer is allocated.
 
-        One kernel writes all quantized data of a region, so all buffers for this data are allocated
-        at the same position.
+        One kernel writes all quantized data of a region.
         """
         region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
         starts: dict[fx.Node, int] = {}
@@ -171,9 +157,8 @@ class BackwardMemory:
     def _find_lifetimes(self, values: list[fx.Node]) -> dict[fx.Node, Lifetime]:
         """Return the longest lifetime that any plan of `budget.py` can give to each value.
 
-        These plans recompute at most one of two consecutive sums of the residual stream. So a chain
-        of recomputations that begins at a value contains at most one sum. `within` maps each value
-        to the first use that chains without a sum lead to.
+        Such a plan recomputes at most one of two consecutive residual sums. `within` maps each
+        value to the first use that chains without a sum lead to.
         """
         lifetimes: dict[fx.Node, Lifetime] = {}
         within: dict[fx.Node, float] = {}
@@ -192,17 +177,13 @@ class BackwardMemory:
         return lifetimes
 
     def _pick_times(self, alive: list[float]) -> list[int]:
-        """Return one position for each block: the position with the most bytes in `alive`.
-
-        Blocks end at sums of gradients in the residual stream. If the backward has 100 nodes and
-        such sums at positions 29 and 69, the blocks are 0-29, 30-69 and 70-99.
-        """
+        """Return the position with the most bytes of each block. Blocks end at residual sums."""
         ends = [self._position[n] for n in self.backward if is_residual_sum(n)]
         blocks = pairwise([0, *(e + 1 for e in ends), len(self.backward)])
         return [max(range(a, b), key=alive.__getitem__) for a, b in blocks if a < b]
 
     def _total(self, buffers: Iterable[tuple[float, float, float]]) -> list[float]:
-        """Return the bytes alive at each position, given (first, last, bytes) of each buffer."""
+        """Return the bytes at each position, given (first, last, bytes) of each buffer."""
         length = len(self.backward)
         change = [0.0] * (length + 1)
         for first, last, bytes_ in buffers:
@@ -213,7 +194,6 @@ class BackwardMemory:
 
 
 def is_buffered(node: fx.Node) -> bool:
-    """Whether a node's result has a buffer of its own."""
     if is_residual_sum(node) or node.op == "placeholder":
         return True
     if node.target is fp8.quantize.default:  # not written if only the transpose is read
@@ -224,24 +204,19 @@ def is_buffered(node: fx.Node) -> bool:
 
 
 def reads_memory(user: fx.Node) -> bool:
-    """Whether `user` is a library call, or a view that a library call reads.
-
-    Library calls read their operands from buffers.
-    """
+    """Whether a library call reads `user` or a view of it from a buffer."""
     if kind(user) is Kind.VIEW:
         return any(reads_memory(u) for u in user.users)
     return kind(user) in LIBRARY_KINDS and not graph.is_getitem(user)
 
 
 def _unquantized(node: fx.Node) -> fx.Node:
-    """Return the node from which FP8 data is quantized. Return other nodes unchanged."""
     while node.target in (fp8.transpose.default, fp8.quantize.default):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _recomputed_bytes(value: fx.Node) -> float:
-    """Return the bytes of a recomputed value's buffer; 0 if the value has no buffer."""
     if value.target is fp8.quantize.default and len(value.users) > 1:
         return 0.0  # the backward reads the transpose; only the forward reads `value`
     return graph.nbytes(value) if is_buffered(value) else 0.0

@@ -1,17 +1,14 @@
 """Find the plan within a memory budget that adds the least time, by mixed-integer programming.
 
-The plan of `cuts.py` recomputes only values that are cheap to recompute. To meet smaller budgets,
-this program may recompute every value that has the same result when it is computed again, including
-results of GEMMs and attention, and whole blocks. The levels of recomputation in the paper LLMQ
-(non-GEMM, SwiGLU, norms, FFN, QKV, attention, block) are points on the resulting curve of bytes and
-time. Each forward value v has four binary variables, one for each way in which the backward can get
-v. It has two more if v may be in host memory. any_v is the sum of these variables:
+The plan of `cuts.py` recomputes only values that are cheap to recompute. This program may recompute
+every value that has the same result when it is computed again, including results of GEMMs and
+attention, and whole blocks. Each forward value v has four binary variables, one for each way in
+which the backward can get v, and two more if v may be in host memory. any_v is their sum:
 
     save_exact_v     host_exact_v      recompute_exact_v      (from exact operands)
     save_low_bit_v   host_low_bit_v    recompute_inexact_v    (from any operands)
 
-Below, save_exact_v stands for save_exact_v + host_exact_v, and save_low_bit_v stands for
-save_low_bit_v + host_low_bit_v, except in products with bytes.
+Below, save_x_v stands for save_x_v + host_x_v, except in products with bytes.
 
     minimize    Σ seconds(v) (recompute_exact_v + recompute_inexact_v) + price(v) save_low_bit_v
                 + Σ slowdown(v) (host_exact_v + host_low_bit_v) + waits
@@ -26,21 +23,15 @@ save_low_bit_v + host_low_bit_v, except in products with bytes.
        (3)      Σ copy_seconds(v) (host_exact_v + host_low_bit_v) - wait ≤ time for the copies
                                    at times of the forward and of the backward
 
-(1) limits a chain of recomputation to one block. Without (1), the values for the backward of the
-last block could be recomputed from the first block's input, with values of all blocks alive at
+(1) limits a chain of recomputation to one block. Otherwise values of all blocks could be alive at
 once.
 
 (2) limits the peak of saved values, recomputed values and gradients (`backward_memory.py`). The
-allowance is the peak of the plan of `cuts.py`, minus the bytes that this plan saves. So a smaller
-budget also lowers the limit of the peak. `excess` is a variable with a high price. The smallest
-budgets need a positive `excess`, because recomputed values may take more bytes than the saved
-values that they replace.
+allowance is the peak minus the saved bytes of the plan of `cuts.py`. `excess` has a high price. The
+smallest budgets need it, because recomputed values may take more bytes than saved ones.
 
-(3) limits the copies to and from host memory (`host_transfer.py`). Copies that computation cannot
-hide increase the variable `wait`, which counts as time of the plan. The forward and the backward
-have one `wait` each.
-
-HiGHS solves the program, through scipy.
+(3) limits the copies to and from host memory (`host_transfer.py`). `wait` is the time of copies
+that computation cannot hide, in the forward or in the backward.
 """
 
 from __future__ import annotations
@@ -79,24 +70,19 @@ from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import SUM_OPERATORS
 from fp8pass.option_checks import ConfigError, bytes_text
 
-# The search ends at a plan that is slower than the fastest plan by at most this share, or after
-# this many seconds. Without these limits, the solver would compare the many equally good solutions
-# of a model whose layers are equal.
+# Otherwise the solver would compare the many equally good solutions of a model with equal layers.
 RELATIVE_GAP = 0.03
 TIME_LIMIT_S = 15.0
 
-# This share of the highest price is added to the price of recomputing each value. If recomputation
-# were free, the solver might recompute values that are not needed.
+# If recomputation were free, the solver might recompute values that are not needed.
 NEGLIGIBLE_SHARE = 1e-6
 
-# Each byte by which the peak exceeds its limit costs this many times the average price of
-# recomputing a byte.
+# Price of a byte of `excess`, in average prices of recomputing a byte.
 EXCESS_PRICE = 30
 
 INFEASIBLE = 2  # scipy's status
 
-# The ways in which the backward can get a value. Each value has variables for the first four ways,
-# and for the last two if it may be in host memory.
+# Values that may be in host memory have variables for all ways, other values for the first four.
 SAVE_EXACT, SAVE_LOW_BIT, RECOMPUTE_EXACT, RECOMPUTE_INEXACT, HOST_EXACT, HOST_LOW_BIT = range(6)
 WAYS_WITHOUT_HOST = 4
 ALL_WAYS = range(6)
@@ -104,7 +90,7 @@ EXACT_WAYS = (SAVE_EXACT, RECOMPUTE_EXACT, HOST_EXACT)
 RECOMPUTE_WAYS = (RECOMPUTE_EXACT, RECOMPUTE_INEXACT)
 ON_HOST = {SAVE_EXACT: HOST_EXACT, SAVE_LOW_BIT: HOST_LOW_BIT}
 
-# Columns of the last three variables, which are continuous, in the constraint matrix.
+# Columns of the continuous variables in the constraint matrix.
 FORWARD_WAIT, BACKWARD_WAIT, EXCESS = -3, -2, -1
 CONTINUOUS = 3
 
@@ -112,18 +98,11 @@ MEGA = 1e6  # the constraints are in megabytes, because the solver's tolerances 
 
 
 class _Variable(NamedTuple):
-    """A binary variable: one way in which the backward can get one value.
-
-    Attributes:
-        allowed: whether the variable may be 1.
-        bytes: bytes saved on the device if the variable is 1.
-        seconds: time that a step takes longer if the variable is 1.
-        host_bytes: bytes saved in host memory if the variable is 1.
-    """
+    """A binary variable: one way in which the backward can get one value."""
 
     allowed: bool
-    bytes: float
-    seconds: float
+    bytes: float  # saved on the device
+    seconds: float  # added to a step
     host_bytes: float = 0.0
 
 
@@ -136,10 +115,9 @@ class BudgetProblem:
     Args:
         needs: the values that the backward needs, at least one.
         choices: the formats in which each value may be saved.
-        memory: estimate of the bytes alive in the backward. If None, the peak is not limited.
+        memory: bytes alive in the backward. If None, the peak is not limited.
         allowance: bytes by which the peak may exceed the budget at no price.
-        transfer: estimate of the copies to host memory. If None, host memory is not used. Requires
-            `memory`.
+        transfer: copies to host memory, which require `memory`. If None, host memory is not used.
     """
 
     def __init__(
@@ -170,11 +148,9 @@ class BudgetProblem:
         self.waits = self._waits()
 
     def least(self) -> float:
-        """Return the smallest budget that can be met, in bytes."""
         return float(self.bytes @ self._smallest)
 
     def smallest(self) -> Decisions:
-        """Return a plan that meets the smallest budget, however slow the plan is."""
         return self._plan(self._smallest)
 
     @cached_property
@@ -218,10 +194,7 @@ class BudgetProblem:
             options={"mip_rel_gap": RELATIVE_GAP, "time_limit": TIME_LIMIT_S},
         )
 
-    # --- variables ------------------------------------------------------------------------------
-
     def _variables(self) -> _Variables:
-        """Return the variables by value and way, in the order of their columns."""
         found = {
             (value, way): variable
             for value in self.values
@@ -253,10 +226,10 @@ class BudgetProblem:
         )
 
     def _host_variables(self, value: fx.Node, variables: _Variables) -> _Variables:
-        """Return the variables for saving a value in host memory.
+        """Add variables for host memory: of the low-bit value, if one is allowed, else of the exact
+        one.
 
-        If a low-bit format is allowed, only the low-bit value may be there. The seconds of a
-        variable include the slowdown of other work by the copies, but not the waits for copies.
+        The seconds include the slowdown of other work, but not the waits for copies.
         """
         assert self.transfer is not None
         low_bit = value not in self.needs.exact and variables[value, SAVE_LOW_BIT].allowed
@@ -276,14 +249,12 @@ class BudgetProblem:
         values = [getattr(x, attribute) for x in self.variables.values()]
         return np.array(values + CONTINUOUS * [0.0], dtype=float)
 
-    # --- constraints ----------------------------------------------------------------------------
-
     def _columns(self, value: fx.Node, ways: Iterable[int]) -> dict[int, float]:
-        """Return a row of a constraint: 1 for each variable that combines `value` and a way."""
+        """Return 1 for each variable that combines `value` and a way."""
         return {self.columns[key]: 1 for way in ways if (key := (value, way)) in self.columns}
 
     def _availability(self) -> LinearConstraint:
-        """Return the constraints that make needed values available, and constraint (1)."""
+        """Make needed values available, and add constraint (1)."""
         rows: list[dict[int, float]] = []
         lower: list[int] = []
         for value in self.values:
@@ -322,7 +293,7 @@ class BudgetProblem:
                     yield graph.skip_views_and_casts(operand), later
 
     def _alive(self) -> csr_matrix:
-        """Return the matrix of constraint (2): megabytes by time (row) and variable (column)."""
+        """Return constraint (2): megabytes by time (row) and variable (column)."""
         if self.memory is None:
             return csr_matrix((0, len(self.bytes)))
         alive = np.zeros((len(self.memory.times), len(self.bytes)))
@@ -340,7 +311,6 @@ class BudgetProblem:
         return csr_matrix(alive)
 
     def _waits(self) -> list[LinearConstraint]:
-        """Return constraint (3) of the module docstring, with one row for each sample time."""
         sent = {key: x.host_bytes for key, x in self.variables.items() if x.host_bytes}
         if self.transfer is None or not sent:
             return []
@@ -362,12 +332,10 @@ class BudgetProblem:
                 most.append(available / unit)
         return [LinearConstraint(self._matrix(rows), -np.inf, np.array(most))]
 
-    # --- solutions ------------------------------------------------------------------------------
-
     def _plan(self, chosen: np.ndarray) -> Decisions:
-        """Return the decisions about needed values and the values from which they are recomputed.
+        """Decide needed values and their sources.
 
-        Other values are ignored, because the solver may set their variables to 1 at no cost.
+        The solver may set other variables to 1 at no cost.
         """
         plan: Decisions = {}
         needed = set(self.needs.all)
@@ -390,7 +358,6 @@ class BudgetProblem:
         return Decision(None, 0, SavedReason.RECOMPUTED)
 
     def _save(self, value: fx.Node, way: int) -> Decision:
-        """Return the decision to save a value, in one of the four ways to save."""
         on_host = way in ON_HOST.values()
         if way in (SAVE_LOW_BIT, HOST_LOW_BIT):
             return replace(self.choices.cheapest(value), on_host=on_host)

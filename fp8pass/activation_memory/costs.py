@@ -1,8 +1,7 @@
-"""Estimate costs of saving and recomputing values: units for `cuts.py`, seconds for `budget.py`.
+"""Estimate costs: units (`UNITS_PER_BYTE` to save a byte, one to recompute it) and seconds.
 
-Recomputing a byte costs one unit. Saving a byte costs `UNITS_PER_BYTE`, as much as recomputing 256
-bytes. So recomputing an elementwise result is nearly free, but the statistics of a row (4 bytes)
-are cheaper to save than to recompute from the row.
+Recomputing an elementwise result is then nearly free, but the statistics of a row (4 bytes) are
+cheaper to save than to recompute from the row.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from fp8pass.graph.flops import EXPENSIVE_KINDS, flops, is_fp8_gemm
 
 UNITS_PER_BYTE = 256
 
-# A recomputed pointwise operator is fused with its users, so only this share of the memory traffic
-# of a separate kernel remains.
+# A recomputed pointwise operator is fused with its users, so some memory traffic disappears.
 FUSED_SHARE = 0.25
 
 WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION)
@@ -34,7 +32,6 @@ RECOMPUTABLE = (
 
 
 def recompute_price(node: fx.Node) -> float:
-    """Return the price of recomputing `node`, in units; infinite if it must not be recomputed."""
     if node.op == "get_attr":
         return 0  # a constant or a subgraph of the module, which both graphs have
     if node.op != "call_function" or compat.must_save(node):
@@ -56,10 +53,11 @@ def recompute_price(node: fx.Node) -> float:
 
 
 def _price_of_collective(node: fx.Node) -> float:
-    """Return 0 for a gather that `repeat_gathers` or a checkpointed region recomputes.
+    """Return 0 for a gather that `repeat_gathers` or a checkpointed region recomputes, else
+    infinity.
 
-    Other collectives have an infinite price. A finite price could lead to different decisions on
-    ranks whose tensors differ, but all ranks must run the same collectives.
+    A finite price could lead to different decisions, and so different collectives, on different
+    ranks.
     """
     collective: Any = node.args[0] if node.target is WAIT_TENSOR else node
     is_gather = collective.target is ALL_GATHER
@@ -67,7 +65,6 @@ def _price_of_collective(node: fx.Node) -> float:
 
 
 def save_price(node: fx.Node) -> float:
-    """Return the price of saving `node` exactly, in units; infinite if it cannot be saved."""
     if graph.is_non_tensor(node):
         return 0
     if graph.value(node) is None:
@@ -75,13 +72,12 @@ def save_price(node: fx.Node) -> float:
     if compat.must_recompute(graph.operator_of(node)) and math.isfinite(recompute_price(node)):
         return math.inf
     price = graph.nbytes(node) * UNITS_PER_BYTE
-    # Saving a view costs more than saving its base: the view must be copied, because otherwise it
-    # would keep the whole base alive.
+    # A view must be copied, because otherwise it would keep the whole base alive.
     return price + graph.nbytes(node) if kind(node) is Kind.VIEW else price
 
 
 def can_run_again(node: fx.Node) -> bool:
-    """Whether computing `node` twice gives the same result, whatever the cost."""
+    """Whether computing `node` twice gives the same result, at any cost."""
     if math.isfinite(recompute_price(node)):
         return True
     operator = graph.operator_of(node)
@@ -91,7 +87,6 @@ def can_run_again(node: fx.Node) -> bool:
 
 
 def recompute_seconds(node: fx.Node) -> float:
-    """Return the seconds that recomputing `node` takes, by the roofline of the device."""
     if node.op != "call_function" or graph.is_getitem(node):
         return 0.0
     kind_ = kind(node)
@@ -105,7 +100,6 @@ def recompute_seconds(node: fx.Node) -> float:
 
 
 def _reduces(node: fx.Node) -> bool:
-    """Whether an operator reads many more elements than it returns."""
     return kind(node) is Kind.REDUCTION or node.target in AMAX_OPERATORS
 
 
@@ -114,7 +108,6 @@ def _operand_bytes(node: fx.Node) -> int:
 
 
 def _peak_flops(node: fx.Node) -> float:
-    """Return the hardware's peak rate for `node`, in floating point operations per second."""
     if kind(node) is Kind.ATTENTION:
         return hardware.ATTENTION_FLOPS
     return hardware.FP8_FLOPS if is_fp8_gemm(node) else hardware.BF16_FLOPS

@@ -16,43 +16,26 @@ from fp8pass.graph.joint_facts import JointFacts
 
 @dataclass(frozen=True)
 class Decision:
-    """How one forward value reaches the backward.
+    """How one forward value reaches the backward."""
 
-    Attributes:
-        format: the format of the saved value; None if the value is recomputed.
-        group_size: number of elements that share a scale; 0 if the value is saved exactly or
-            recomputed.
-        reason: the reason for the decision, as text.
-        expected_error: relative RMS error that rounding this value is expected to cause in
-            gradients.
-        price: cost of saving the value in a low-bit format, in units of `costs.py`. Infinite if the
-            value is saved exactly or recomputed.
-        on_host: whether the saved tensors, except scales and means, are in host memory.
-        centred: whether the mean over tokens is subtracted before the value is quantized. The mean
-            is saved, too.
-    """
-
-    format: Format | None
-    group_size: int
+    format: Format | None  # None if the value is recomputed
+    group_size: int  # 0 if the value is saved exactly or recomputed
     reason: str
-    expected_error: float = 0.0
-    price: float = math.inf
-    on_host: bool = False
-    centred: bool = False
+    expected_error: float = 0.0  # relative RMS error of gradients
+    price: float = math.inf  # in units of `costs.py`; infinite if saved exactly or recomputed
+    on_host: bool = False  # the saved tensors, except scales and means
+    centred: bool = False  # the mean over tokens is saved exactly, and the difference in low bits
 
     @property
     def recomputed(self) -> bool:
-        """Whether the backward recomputes the value."""
         return self.format is None
 
     @property
     def low_bit(self) -> bool:
-        """Whether the forward quantizes the value and the backward dequantizes it."""
         return self.group_size > 0
 
     @property
     def lossy(self) -> bool:
-        """Whether the saved value has rounding errors."""
         return self.low_bit and self.format is not None and not self.format.lossless
 
 
@@ -60,14 +43,13 @@ Decisions = dict[fx.Node, Decision]
 
 
 def decide_free(node: fx.Node, facts: JointFacts) -> Decision:
-    """Return the decision about a parameter or leaf, which is alive in the backward anyway."""
     return Decision(
         EXACT, 0, SavedReason.PARAMETER if node in facts.parameters else SavedReason.LEAF
     )
 
 
 def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
-    """Return the bytes that a plan saves on the device, except values that stay alive anyway."""
+    """Return the saved bytes on the device, without values that stay alive anyway."""
     return sum(
         stored_bytes(node, decision) - host_bytes(node, decision)
         for node, decision in decisions.items()
@@ -76,7 +58,7 @@ def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
 
 
 def host_bytes(node: fx.Node, decision: Decision) -> float:
-    """Return how many bytes of a saved value are in host memory: all except scales and means."""
+    """Return the bytes in host memory. Scales and means stay on the device."""
     if not decision.on_host:
         return 0.0
     on_device = _scale_bytes(node, decision) + _mean_bytes(node, decision)
@@ -84,7 +66,6 @@ def host_bytes(node: fx.Node, decision: Decision) -> float:
 
 
 def stored_bytes(node: fx.Node, decision: Decision) -> float:
-    """Return the bytes of a saved value: data, scales and means, wherever they are stored."""
     if not decision.low_bit or decision.format is None:
         return graph.nbytes(node)
     if decision.format.lossless:

@@ -31,18 +31,15 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint_facts import JointFacts
 from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle_patterns
 
-# The price of errors: rounding that makes a gradient wrong by 100% costs as much as this many saved
-# bytes per element. So errors decide only between formats, or cuts, that save about the same bytes.
-# The price does not depend on the dtype, because rounding an FP32 sum of a residual stream does the
-# same harm as rounding the 16-bit branch that was added to it.
+# Rounding that makes a gradient wrong by 100% costs as much as this many saved bytes per element.
+# The price does not depend on the dtype, because an FP32 sum of a residual stream suffers as much
+# as the 16-bit branch that was added to it.
 ERROR_BYTES = 0.5
 
-# A `keep_exact` pattern that contains this separator is the name of a value,
-# `module:operator:number`, not the path of a module.
+# Such a `keep_exact` pattern is the name of a value, `module:operator:number`.
 VALUE_SEPARATOR = ":"
 
-# Number of elements of an attention output that share a scale
-# (`benchmarks/results/attention_storage.json`).
+# See `benchmarks/results/attention_storage.json`.
 OUTPUT_GROUP = 32
 
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,10 +56,7 @@ STORABLE_KINDS = (
 
 
 class FormatChoices:
-    """The formats in which each value of one joint graph may be saved.
-
-    The formats of a value are computed on first use.
-    """
+    """The formats in which each value of one joint graph may be saved."""
 
     def __init__(self, config: Config, facts: JointFacts, rules: Rules) -> None:
         self.config, self.facts = config, facts
@@ -71,7 +65,6 @@ class FormatChoices:
 
     @cached_property
     def _keep_exact(self) -> dict[fx.Node, str]:
-        """The values that match `keep_exact`, each with the matching pattern."""
         patterns = self.config.exact_patterns
         if not patterns or self.smallest.lossless:
             return {}
@@ -104,7 +97,6 @@ class FormatChoices:
 
     @property
     def smallest(self) -> Format:
-        """The allowed format with the fewest bits."""
         return self.formats[0]
 
     def why_exact(self, node: fx.Node) -> str:
@@ -118,8 +110,7 @@ class FormatChoices:
     def must_be_available(self, node: fx.Node) -> bool:
         """Whether the backward must have `node` exactly even if it does not read `node`.
 
-        This is true for values that `keep_exact` names one by one. If `keep_exact` names a
-        module, this is true only for the values of the module that checkpointing recomputes.
+        For example, `keep_exact` names it, or names its module and checkpointing recomputes it.
         """
         return node in self._keep_exact and (
             VALUE_SEPARATOR in self._keep_exact[node] or compat.must_recompute(node)
@@ -130,14 +121,10 @@ class FormatChoices:
         return node not in self._keep_exact and self.rules.may_be_recomputed(node, self.smallest)
 
     def cheapest(self, node: fx.Node) -> Decision:
-        """Return the cheapest of `options`."""
         return min(self.options(node), key=lambda option: option.price)
 
     def options(self, node: fx.Node) -> list[Decision]:
-        """Return all low-bit formats that are allowed for `node`, from few bits to many.
-
-        If no low-bit format is allowed, the only option is `EXACT`, with the reason.
-        """
+        """Return all low-bit formats for `node`, from few bits to many, or else only `EXACT`."""
         if node not in self._options:
             self._options[node] = self._list_options(node)
         return self._options[node]
@@ -161,7 +148,6 @@ class FormatChoices:
         return [self._option(node, f, group, amplification) for f, group in allowed]
 
     def _group_size(self, node: fx.Node, format: Format) -> int | None:
-        """Return the group size for `node` in `format`; None if no group size divides a row."""
         val = graph.tensor(node)
         if val.ndim < 2 or compat.has_unbacked(val) or graph.numel(val) == 0:
             return None
@@ -171,7 +157,6 @@ class FormatChoices:
         return divisor_group(length, self.config.group_size, multiple=format.group_multiple)
 
     def _why_not_storable(self, node: fx.Node) -> str:
-        """Return why a value can never be saved in a low-bit format, whatever reads it; else ''."""
         val = graph.value(node)
         if self.config.save_format == "none":
             return SavedReason.NO_LOW_BITS
@@ -190,7 +175,7 @@ class FormatChoices:
         return self.rules.why_ungrouped(node)
 
     def _attention_output(self, node: fx.Node, amplification: Amplification) -> Decision:
-        """Return how to save an attention output that need not be exact (`attention_output`)."""
+        """See the option `attention_output`."""
         val = graph.tensor(node)
         group = None if compat.has_unbacked(val) else divisor_group(val.shape[-1], OUTPUT_GROUP)
         if group is None:
@@ -214,7 +199,7 @@ class FormatChoices:
 
 
 def _with_price(node: fx.Node, option: Decision, error_bytes: float) -> Decision:
-    """Return `option` with its price. Errors cost as much as `error_bytes` bytes per element."""
+    """Add the price. Errors cost as much as `error_bytes` bytes per element."""
     bytes_ = stored_bytes(node, option) + error_bytes * graph.numel(graph.tensor(node))
     # To quantize the value, a kernel reads it once more, which costs as much as recomputing it.
     return replace(option, price=bytes_ * UNITS_PER_BYTE + graph.nbytes(node))

@@ -1,16 +1,13 @@
 """Estimate how long a step waits for copies of saved values to host memory and back.
 
-A copy to the host may begin when the value has been computed. The forward ends only after the last
-copy. A copy back must be done when the backward first uses the value. In each direction one copy
-runs at a time, in the order of these times, at the bandwidth of the link to the host. The times are
-roofline estimates. The resulting waits are:
+In each direction one copy runs at a time, at the bandwidth of the link to the host. Times are
+roofline estimates. The waits are:
 
     forward     max over t of (t + seconds to copy all values computed at t or later), minus the
                 duration of the forward
     backward    max over t of (seconds to copy all values used until t, minus t)
 
-So the copies of a value cannot be hidden if the forward computes it late and the backward uses it
-early. Small tensors stay on the device, because their copies take longer to launch than to run.
+So the copies of values that the forward computes late and the backward uses early are not hidden.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ INSTANTS = 32
 
 
 def running_times(g: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[float, float]]:
-    """Return when each node begins and ends, in seconds, if `nodes` run one after another."""
+    """Return when each node begins and ends, in seconds, if `nodes` run in order."""
     chunks = {c.node: c for c in chunks_of(g)}
     found, now = {}, 0.0
     for node in nodes:
@@ -84,11 +81,10 @@ class HostTransfer:
         self.bandwidth = find_bandwidth(choices.config, self.device)
 
     def may_send(self, value: fx.Node, bytes_: float) -> bool:
-        """Whether `bytes_` bytes of a value may be in host memory instead of on the device.
+        """Whether `bytes_` bytes of a value may be in host memory.
 
-        Values that are alive anyway (parameters, leaves, data and results of the graph) stay on the
-        device. Values that are computed only from parameters and data stay there, too, because the
-        backward can recompute them without any saved value.
+        Parameters, leaves, data and results of the graph are alive anyway. The backward can
+        recompute values that depend only on parameters and data.
         """
         if bytes_ < SMALLEST_COPY or value not in self.used or self.facts.is_free(value):
             return False
@@ -99,15 +95,12 @@ class HostTransfer:
         return val is not None and val.device == self.device and _is_dense(val)
 
     def seconds(self, bytes_: float) -> float:
-        """Return the time that a copy of `bytes_` takes in one direction."""
         return bytes_ / self.bandwidth
 
     def slowdown(self, bytes_: float) -> float:
-        """Return the seconds that copying `bytes_` to the host and back adds to other work."""
         return SLOWDOWN * 2 * self.seconds(bytes_)
 
     def wait(self, decisions: Decisions) -> float:
-        """Return the seconds that a step waits for copies under a plan."""
         sent = {n: self.seconds(host_bytes(n, d)) for n, d in decisions.items() if d.on_host}
         copies = ((self.computed[n], t) for n, t in sent.items())
         return forward_wait(copies, self.forward_seconds) + backward_wait(
@@ -128,10 +121,9 @@ class HostTransfer:
 def _times_of_forward(
     g: fx.Graph, forward: list[fx.Node], backward: list[fx.Node]
 ) -> dict[fx.Node, float]:
-    """Return the seconds from the start of the forward until each forward value is computed.
+    """Return the seconds until each forward value is computed.
 
-    Forward nodes may stand after the first backward node, if only the backward uses them. They
-    count as computed when their operands have been computed.
+    Forward nodes after the first backward node count as computed with their operands.
     """
     begin = next((n for n in backward if n.op == "call_function"), graph.output_node(g))
     early = [n for n in forward if n < begin]
@@ -142,10 +134,7 @@ def _times_of_forward(
 
 
 def forward_wait(copies: Iterable[tuple[float, float]], end: float) -> float:
-    """Return the seconds from the end of a forward until all its copies end.
-
-    Each copy is a pair: when its value has been computed, and how long the copy takes.
-    """
+    """Return the seconds that copies (value computed at, duration) outlast the forward."""
     free = 0.0
     for computed, seconds in sorted(copies):
         free = max(free, computed) + seconds
@@ -153,10 +142,7 @@ def forward_wait(copies: Iterable[tuple[float, float]], end: float) -> float:
 
 
 def backward_wait(copies: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that a backward waits for copies from the host.
-
-    Each copy is a pair: when its value is first used, and how long the copy takes.
-    """
+    """Return the seconds that a backward waits for copies (value used at, duration)."""
     total = late = 0.0
     for used, seconds in sorted(copies):
         total += seconds
@@ -165,15 +151,11 @@ def backward_wait(copies: Iterable[tuple[float, float]]) -> float:
 
 
 def find_bandwidth(config: Config, device: torch.device) -> float:
-    """Return the bytes per second that the link to the host copies in each direction.
-
-    The option `host_bandwidth` gives the rate. If it is not set, the rate is measured.
-    """
+    """Return the bytes per second of the link to the host, per direction; measured if not set."""
     return config.host_bandwidth or bandwidth(device)
 
 
 def _sample_times(times: Iterable[float]) -> list[float]:
-    """Return at most `INSTANTS` of the times, including the first and the last."""
     ordered = sorted(set(times))
     last = len(ordered) - 1
     if last < INSTANTS:
@@ -182,7 +164,7 @@ def _sample_times(times: Iterable[float]) -> list[float]:
 
 
 def base(node: fx.Node) -> fx.Node:
-    """Return the node that owns the memory of a view. Return other nodes unchanged."""
+    """Return the node that owns the memory of a view."""
     while isinstance(node, fx.Node) and node.op == "call_function" and kind(node) is Kind.VIEW:
         node = node.all_input_nodes[0]
     return node

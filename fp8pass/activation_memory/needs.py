@@ -14,20 +14,15 @@ from fp8pass.activation_memory.reasons import SavedReason
 
 @dataclass(frozen=True)
 class Needs:
-    """The forward values that the backward needs.
+    """The forward values that the backward needs."""
 
-    Attributes:
-        values: all nodes of the joint graph that do not depend on a gradient, in order.
-        all: the forward values that the backward reads or returns.
-        exact: the values that the backward needs exactly, each with the reason.
-    """
-
-    values: list[fx.Node]
+    values: list[fx.Node]  # all nodes of the joint graph that do not depend on a gradient, in order
     all: set[fx.Node] = field(default_factory=set)
+    # With the reasons.
     exact: dict[fx.Node, str] = field(default_factory=dict)
 
     def relevant_values(self) -> list[fx.Node]:
-        """Return, in order, the needed values and the values from which they may be recomputed."""
+        """Return the needed values, and the values from which they may be recomputed, in order."""
         found = set(self.all)
         for node in reversed(self.values):
             if node in found and can_run_again(node):
@@ -36,7 +31,6 @@ class Needs:
 
 
 def find_needs(gm: fx.GraphModule, choices: FormatChoices) -> Needs:
-    """Find the forward values that the backward of a joint graph needs."""
     facts, backward = choices.facts, choices.rules.backward
     needs = Needs([n for n in gm.graph.nodes if n not in backward and n.op != "output"])
     for gradient in graph.outputs(gm.graph)[facts.num_fwd_outputs :]:

@@ -63,7 +63,7 @@ class Planner:
 
     @property
     def _least(self) -> float:
-        """The smallest budget that can be met, with a margin for the solver's errors."""
+        """With a margin for the solver's errors."""
         return self.problem.least() * (1 + BUDGET_TOLERANCE)
 
     def _why_not(self, budget: float) -> str:
@@ -87,7 +87,7 @@ class Planner:
         )
 
     def _name_largest(self) -> str:
-        """Return a clause that names the largest value that the smallest plan saves."""
+        """Name the largest value that the smallest plan saves."""
         plan, facts = self.problem.smallest(), self.choices.facts
         sizes = {node: saved_bytes({node: d}, facts) for node, d in plan.items()}
         node = max(sizes, key=lambda node: sizes[node])
@@ -97,9 +97,9 @@ class Planner:
     def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
         """Return the costs of plans, from the smallest possible budget up to no budget.
 
-        `chosen` is the point of the plan in use. A point is left out if another point, or `chosen`,
-        is at least as small and as fast. If a point beats an earlier point in this way, it is also
-        left out, because the difference is within the solver's tolerance.
+        Points that are not smaller or faster than another point, or than `chosen`, are left out. So
+        are points that a later point beats, because the difference is within the solver's
+        tolerance.
         """
         budgets = np.linspace(self._least, max(self.most, self._least), points)[:-1]
         plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
@@ -113,9 +113,8 @@ class Planner:
     def point(self, decisions: Decisions) -> FrontierPoint:
         """Return the saved bytes, peak, time and error of a plan.
 
-        The time does not include values that the plan without a budget recomputes, too. Generated
-        kernels recompute such values while they read the saved values, and a roofline of single
-        operators would overestimate this fused work.
+        The time excludes values that the plan without a budget recomputes, too, because these are
+        fused.
         """
         seconds = sum(
             recompute_seconds(node)
@@ -135,7 +134,7 @@ class Planner:
 
 
 def _dominates(p: FrontierPoint, q: FrontierPoint) -> bool:
-    """Whether `p` is at least as small and as fast as `q`, and not equal in both."""
+    """Whether `p` is at least as small and as fast as `q`, and better in one."""
     return (p.bytes, p.seconds) != (q.bytes, q.seconds) and (
         p.bytes <= q.bytes and p.seconds <= q.seconds
     )

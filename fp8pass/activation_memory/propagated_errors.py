@@ -1,8 +1,7 @@
 """Propagate the error of a saved value into the values that are recomputed from it.
 
-The error rules of a value cover only the operators that read this value. But if a sum is recomputed
-from a rounded term, the sum also has the term's error, and the operators that read the sum may
-amplify this error more than the operators that read the term.
+If `s = a + b` is recomputed from a rounded `a`, the operators that read `s` amplify the error of
+`a`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ from fp8pass.error_analysis.error_rules import Rules
 
 
 def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisions:
-    """Return `decisions` with expected errors that also cover recomputed values.
-
-    If a saved value causes a larger error in gradients through the values that are recomputed from
-    it, its expected error is raised to this error.
-    """
+    """Raise expected errors to the errors that recomputed values cause."""
     found, worst = dict(decisions), dict[fx.Node, Amplification]()
     for node in reversed(g.nodes):
         decision = decisions.get(node)
@@ -42,7 +37,7 @@ def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisio
 
 
 def _include(decision: Decision, use: Amplification) -> Decision:
-    """Raise the expected error of `decision` to the error that `use` causes, if that is larger."""
+    """Raise the expected error of `decision` to the error that `use` causes."""
     assert decision.format is not None
     error = use.expected * decision.format.relative_error
     if not decision.low_bit or error <= decision.expected_error:

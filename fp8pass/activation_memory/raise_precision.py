@@ -1,10 +1,8 @@
 """Spend the rest of a budget on formats with more bits, where a byte reduces errors most.
 
-This is a knapsack problem: choose one of the allowed formats for each quantized value, so that the
-sum of errors over all elements is minimal within the budget. A step changes the format of one value
-to the next larger format, e.g. from 5 to 6 bits. Each additional bit reduces the error by less than
-the previous bit. So the steps are taken in the order of their error reduction per byte. A step that
-does not fit in the rest of the budget is left out.
+This is a knapsack problem. Each step raises one value to its next larger format, e.g. from 5 to 6
+bits. Each additional bit reduces the error by less than the previous bit, so the steps are taken in
+the order of their error reduction per byte.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from fp8pass.dialect.formats import Format
 
 @dataclass(frozen=True)
 class _Step:
-    """The step from one format of a value to the next allowed format."""
-
     value: fx.Node
     before: Decision
     after: Decision
@@ -34,10 +30,7 @@ class _Step:
 
 
 def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float) -> Decisions:
-    """Return `decisions` with formats of more bits where `budget` allows them.
-
-    `decisions` must save at most `budget` bytes.
-    """
+    """Return `decisions` with formats of more bits where `budget` allows them."""
     plan = dict(decisions)
     left = budget - saved_bytes(plan, choices.facts)
     steps = [step for value in plan for step in _steps(value, plan[value], choices)]
@@ -52,7 +45,6 @@ def raise_precision(decisions: Decisions, choices: FormatChoices, budget: float)
 
 
 def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterator[_Step]:
-    """Yield the steps from a value's format to its largest format; none for an exact value."""
     if not decision.low_bit:
         return
     options = choices.options(value)
@@ -67,9 +59,8 @@ def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterat
 
 
 def _rounding_error(format: Format) -> float:
-    """Return the relative RMS error of a group in which most values are small.
+    """Return the relative RMS error of a group in which most values are small (docs/formats.md).
 
-    The result is close to the error that docs/formats.md measures for values with tails. Formats of
-    6 and of 8 bits may have the same `relative_error`, although 6 bits round more values to zero.
+    Formats of 6 and 8 bits may have equal `relative_error`, but 6 bits round more values to zero.
     """
     return format.relative_error + format.flushed_share

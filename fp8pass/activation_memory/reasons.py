@@ -6,20 +6,14 @@ from enum import Enum
 
 
 class SavedReason(str, Enum):
-    """Why a value is saved in its format, or is recomputed.
+    """`str.format` fills in the parameters."""
 
-    `str.format` fills in the parameters of a text.
-    """
-
-    # Saved at no cost.
     PARAMETER = "parameter"
     LEAF = "a leaf tensor, which autograd keeps alive anyway"
-    # Needed exactly.
     GRADIENT = "a gradient"
     KEEP_EXACT = "matches keep_exact pattern {pattern!r}"
     NEEDED_FOR = "values computed from this tensor must be exact: {reason}"
     EXACT_VALUES_FOLLOW = "exact values are recomputed from this tensor"
-    # Cannot be saved in a low-bit format.
     NO_LOW_BITS = "save_format='none'"
     INPUT = "an input that needs no gradient, such as a table, a mask or data"
     QUANTIZED = "already quantized for a linear layer"
@@ -29,14 +23,12 @@ class SavedReason(str, Enum):
     CONSTANT = "computed only from parameters and data"
     NO_GROUPS = "its last dimension does not split into equal groups of 16 or more"
     AMPLIFIED = "may amplify errors {bound}, which is too much for every format"
-    # Saved in a low-bit format.
     ALLOWED = "amplifies errors at most {bound:.1f}×"
     SIGNS = ", and gradients depend on its small values, which {format} rounds to zero"
     RECOMPUTED_USES = ", and {bound:.1f}× in values recomputed from this tensor"
     ATTENTION_OUTPUT = (
         "attention_output={format!r}: attention amplifies errors about {expected:.1f}×"
     )
-    # Decided by cost or by the memory budget.
     CHEAP = "cheap to recompute"
     RECOMPUTED = "recomputed to meet the budget"
     WITHIN_BUDGET = "fits the budget"

@@ -13,26 +13,19 @@ from fp8pass.graph.joint_facts import JointFacts
 
 @dataclass(frozen=True)
 class StockPartition:
-    """The result of PyTorch's partitioner.
-
-    Attributes:
-        graphs: the forward and the backward graph.
-        saved: bytes of each saved tensor, by name. Parameters and leaves are left out.
-    """
-
-    graphs: tuple[fx.Graph, fx.Graph]
+    graphs: tuple[fx.Graph, fx.Graph]  # the forward and the backward graph
+    # Bytes of each saved tensor, by name. Parameters and leaves are left out.
     saved: dict[str, int]
 
     @property
     def bytes(self) -> int:
-        """Bytes of all saved tensors."""
         return sum(self.saved.values())
 
 
 def partition_stock(
     gm: fx.GraphModule, joint_inputs: Sequence[object], facts: JointFacts
 ) -> StockPartition:
-    """Partition a copy of a joint graph in the same way as stock `torch.compile`."""
+    """Partition a copy of a joint graph as stock `torch.compile` does."""
     primals = [n for n in gm.graph.nodes if compat.is_primal(n)]
     forward, backward = compat.stock_partition(
         graph.copy_module(gm),

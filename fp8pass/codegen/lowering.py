@@ -1,9 +1,4 @@
-"""Replace the operators of the dialect by aten operators, which Inductor fuses.
-
-The replacement runs on the forward and backward graphs right before Inductor compiles them. Each
-operator is replaced by the trace of a function. This is the function in `tuned_lowerings.py` if
-there is one, and otherwise the operator's reference implementation (`dialect/ops.py`).
-"""
+"""Replace the operators of the dialect by traces of their tuned lowerings or references."""
 
 from __future__ import annotations
 
@@ -19,19 +14,16 @@ from fp8pass.codegen.tuned_lowerings import LOWERINGS
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.collectives import remove_unused
 
-# The traces of each compilation, by function and arguments. Repeated layers share a trace. The key
-# of a compilation is its fake mode.
+# By fake mode, one for each compilation, then by function and arguments. Repeated layers share.
 _traces: WeakKeyDictionary[Any, dict[tuple[Any, str], fx.Graph]] = WeakKeyDictionary()
 
 
 def lower(gm: fx.GraphModule, only: Callable[..., Any] | None = None) -> None:
-    """Replace all operators of the dialect, or only the operator `only`, in a module's graph."""
     lower_graph(gm.graph, only)
     gm.recompile()
 
 
 def lower_graph(g: fx.Graph, only: Callable[..., Any] | None = None) -> None:
-    """Replace all operators of the dialect, or only the operator `only`, in a graph."""
     nodes = [n for n in g.nodes if n.target in OPERATORS and only in (None, n.target)]
     for node in nodes:
         function, arguments = OPERATORS[node.target].reference, node.args
@@ -45,7 +37,7 @@ def lower_graph(g: fx.Graph, only: Callable[..., Any] | None = None) -> None:
 
 
 def _emit_traced(like: fx.Node, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-    """Copy the trace of `function(*args)` to the insertion point, and return its result node."""
+    """Copy the trace of `function(*args)`, and return its result node."""
     operands = [n for n in compat.tree_leaves(args) if isinstance(n, fx.Node)]
     traced = _trace(function, args, list(dict.fromkeys(operands)))
     inputs, outputs = traced.find_nodes(op="placeholder"), graph.outputs(traced)
@@ -61,7 +53,7 @@ def _emit_traced(like: fx.Node, function: Callable[..., Any], args: tuple[Any, .
 def _trace(
     function: Callable[..., Any], args: tuple[Any, ...], operands: list[fx.Node]
 ) -> fx.Graph:
-    """Return the graph of `function(*args)`. Its inputs correspond to `operands`, in order."""
+    """Return the graph of `function(*args)`, whose inputs correspond to `operands`."""
     fakes = [graph.tensor(n) for n in operands]
     texts = {n: _describe(i, fake) for i, (n, fake) in enumerate(zip(operands, fakes, strict=True))}
     known = _traces.setdefault(compat.fake_mode_of(fakes[0]), {})
@@ -77,5 +69,4 @@ def _trace(
 
 
 def _describe(number: int, x: torch.Tensor) -> str:
-    """Return a text with the properties of operand `number` that a trace depends on."""
     return f"{number}: {x.dtype} {x.device} {list(x.shape)} {list(x.stride())}"

@@ -1,7 +1,6 @@
 """Functions that `lowering.py` traces instead of the reference implementations of some operators.
 
-They call library GEMMs, fix the layouts of GEMM operands, and arrange reductions in a way that lets
-Inductor fuse the reductions.
+They call library GEMMs, fix layouts of operands, and let Inductor fuse reductions.
 """
 
 from __future__ import annotations
@@ -26,22 +25,14 @@ from fp8pass.graph.nodes import aten, tensor
 
 fp8 = torch.ops.fp8pass
 
-# The amax of a tensor is computed in two stages. The first stage reduces groups of this many
-# elements. Saved tensors usually have groups of the same size.
+# The first stage of an amax reduces groups of this size, the usual size of groups in saved tensors.
 AMAX_GROUP = 128
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function that is traced instead of the reference implementation of an operator.
-
-    Attributes:
-        function: the traced function.
-        arguments: returns the arguments of `function` for a node. By default, these are the node's
-            own arguments.
-    """
-
     function: Callable[..., Tensor]
+    # Returns the arguments of `function` for a node.
     arguments: Callable[[fx.Node], tuple[Any, ...]] = lambda node: node.args
 
 
@@ -57,7 +48,7 @@ def _lowers(target: Callable[..., Any], **options: Any) -> Callable[[Callable], 
 
 
 def _pin_row_major(x: Tensor) -> Tensor:
-    """Store `x` [M, N] in a row-major buffer. Without it, Inductor may choose another layout."""
+    """Pin the layout, because Inductor may choose another one."""
     return buffer(x, [0, 1])
 
 
@@ -79,14 +70,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return _pin_row_major(ops.joined(parts))
 
 
-# --- amaxes -------------------------------------------------------------------------------------
-
-
 def _amax_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of `_amax`.
-
-    The arguments are `x`, the block, whether the elements of `x` are already amaxes, and how many
-    elements of `x` will share a byte when `x` is packed.
+    """Return `x`, the block, whether `x` has amaxes already, and how many elements will share a
+    byte.
     """
     x, block = node.args
     scales = [user for user in node.users if user.target is fp8.scale.default]
@@ -107,10 +93,8 @@ def _amax(x: Tensor, block: str, has_amaxes: bool, parts: int) -> Tensor:
 def _amax_in_two_stages(x: Tensor) -> Tensor:
     """Compute the amax of each group, then the amax of the tensor (COAT's Group Scaling).
 
-    Inductor fuses the first stage into the kernel that computes `x`. If `x` is also saved for the
-    backward, this kernel needs the amax of each group of the saved tensor. Its groups usually have
-    `AMAX_GROUP` elements, so that the first stage has already computed these amaxes. A first stage
-    that reduces whole rows would need a separate kernel.
+    Inductor fuses the first stage into the kernel that computes `x`, and shares it with the groups
+    of a saved tensor. A first stage that reduces whole rows would need a separate kernel.
     """
     length = x.shape[-1]
     group = divisor_group(length, AMAX_GROUP) if isinstance(length, int) else None
@@ -119,15 +103,9 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
-    """Return the amax of each group, starting with the elements that will share a byte.
-
-    Packing visits the elements in the same order, so Inductor uses one loop for amax and packing.
-    """
+    """Start with elements that will share a byte, as packing does, so Inductor uses one loop."""
     magnitudes = (part.abs() for part in split_groups(x, group_size, parts))
     return reduce(torch.maximum, magnitudes).amax(-1).float()
-
-
-# --- GEMMs --------------------------------------------------------------------------------------
 
 
 @_lowers(fp8.scaled_mm.default)
@@ -141,7 +119,7 @@ def _scaled_mm(
     fast_accumulation: bool,
     *quantizations: str,
 ) -> Tensor:
-    """On a GPU, call `aten._scaled_mm`, which Inductor's autotuning runs in cuBLASLt or Triton."""
+    """Inductor's autotuning runs `aten._scaled_mm` in cuBLASLt or Triton."""
     in_groups = any(parse(text).is_in_groups for text in quantizations)
     if in_groups or not is_fp8(a.dtype) or a.device.type != "cuda":
         options = bias, out_dtype, fast_accumulation, *quantizations
@@ -154,10 +132,8 @@ def _scaled_mm(
     return product if bias is None or fuses_bias else product + bias
 
 
-# GEMMs of experts. On a GPU, `_scaled_grouped_mm` multiplies FP8 matrices, and its BF16 result is
-# cast to the output dtype. On a CPU, the FP8 data are converted to BF16, which is exact.
-# `_grouped_mm` multiplies the BF16 matrices, and its result is then scaled. These functions round
-# twice, except for BF16 results on a GPU. The reference implementations round once.
+# On a CPU, FP8 data become BF16, which is exact. These functions round twice, except for BF16
+# results on a GPU. The reference implementations round once.
 
 
 @_lowers(fp8.scaled_grouped_mm.default)
@@ -191,11 +167,11 @@ def _scaled_grouped_outer(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """On a GPU, repeat each expert's scale, because PyTorch's kernel needs a scale for each row."""
+    """PyTorch's kernel needs a scale for each row, so each expert's scale is repeated."""
     b_transposed = b.permute(1, 0)
     if a.device.type == "cuda":
         pairs = (a_scale, a), (b_scale, b)
-        # Copies are needed: with a single expert, the expanded scales would have stride 0.
+        # With a single expert, the expanded scales would have stride 0.
         vectors = [_copy(scale.expand(-1, x.shape[0])).view(-1) for scale, x in pairs]
         return _multiply_groups(a, b_transposed, *vectors, ends, out_dtype, fast_accumulation)
     products = aten._grouped_mm.default(a.bfloat16(), b_transposed.bfloat16(), ends)
@@ -203,7 +179,7 @@ def _scaled_grouped_outer(
 
 
 def _copy(x: Tensor) -> Tensor:
-    """Return a contiguous copy. `x.contiguous()` fails on fake CUDA tensors in CPU-only PyTorch."""
+    """Copy without `x.contiguous()`, which fails on fake CUDA tensors in CPU-only PyTorch."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -214,16 +190,8 @@ def _multiply_groups(*args: Any) -> Tensor:
     return product.to(out_dtype)
 
 
-# --- data of other ranks and of experts ---------------------------------------------------------
-
-
 def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of `_as_codes`.
-
-    If NCCL gathered the data on a GPU, `_as_codes` replaces the all-gather. Its arguments are then
-    this rank's FP8 data, the format, and the remaining arguments of the all-gather. Otherwise they
-    are the node's own arguments.
-    """
+    """If NCCL gathered the data, return this rank's FP8 data, the format, and the process group."""
     data, format = node.args
     if data.target is WAIT_TENSOR and tensor(data).device.type == "cuda":  # type: ignore[union-attr,arg-type]
         gather: Any = data.args[0]  # type: ignore[union-attr]
@@ -246,7 +214,7 @@ def _transpose_segments(x: Tensor, *args: Any) -> Tensor:
 
 
 def _call_kernel(*args: Any) -> Tensor:
-    # This import is local because a machine without a GPU may not have Triton.
+    # A machine without a GPU may not have Triton.
     from fp8pass.codegen.kernels.expert_transpose import transpose_segments
 
     return transpose_segments(*args)

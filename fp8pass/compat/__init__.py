@@ -1,8 +1,7 @@
 """All private PyTorch symbols that fp8pass uses, for all supported versions.
 
-No module outside of this folder imports from `torch._*`. If a PyTorch release moves or changes a
-symbol, only this folder needs a change. `fp8pass.compat` re-exports the names in each module's
-`__all__`.
+No module outside of this folder imports from `torch._*`. `fp8pass.compat` re-exports the names in
+each module's `__all__`.
 
 compiling.py      Dynamo, AOTAutograd and Inductor
 joint.py          joint graphs: inputs, checkpointing tags, partitioning
@@ -25,7 +24,6 @@ _MINIMUM, _BELOW = (2, 11), (2, 15)
 
 
 def check_version(version: str) -> None:
-    """Raise ImportError if fp8pass does not support this `version` of PyTorch."""
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if not _MINIMUM <= release < _BELOW:
         raise ImportError(

@@ -40,8 +40,8 @@ __all__ = [
     "uses_cuda_graphs",
 ]  # fmt: skip
 
-# Before 2.13, Dynamo does not check a parameter again while the dict that holds it is unchanged. If
-# the user unfroze a layer, Dynamo would not recompile the model, and the layer would not train.
+# Before 2.13, Dynamo does not check a parameter again while its dict is unchanged. If the user
+# unfroze a layer, Dynamo would not recompile the model, and the layer would not train.
 if torch.__version__ < "2.13":
     dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
 
@@ -49,19 +49,18 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def half_of(kwargs: dict[str, Any]) -> str:
-    """Return the kind of graph that Inductor compiles: `forward`, `backward` or `inference`."""
+    """Return `forward`, `backward` or `inference`."""
     if kwargs.get("is_inference"):
         return "inference"
     return "backward" if kwargs.get("is_backward") else "forward"
 
 
 def static_inputs(kwargs: dict[str, Any]) -> frozenset[int]:
-    """Return the indices of the graph's inputs with fixed addresses, such as parameters."""
+    """Return the indices of inputs with fixed addresses, such as parameters."""
     return frozenset(kwargs.get("static_input_idxs") or ())
 
 
 def has_cpp_compiler() -> bool:
-    """Whether Inductor finds a C++ compiler."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -70,35 +69,35 @@ def has_cpp_compiler() -> bool:
 
 
 def multiplies_bf16_on_cpu() -> bool:
-    """Whether PyTorch can use instructions of this CPU for BF16 matrix products."""
+    """Whether PyTorch can use the CPU's instructions for BF16 matrix products."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_checkpointing() -> bool:
-    """Whether the caller runs inside `torch.utils.checkpoint`, which recomputes saved tensors."""
+    """Whether the caller runs inside `torch.utils.checkpoint`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def captures_backward() -> bool:
-    """Whether compiled autograd is compiling a whole backward, which contains fp8pass's graphs."""
+    """Whether compiled autograd is compiling a whole backward."""
     return bool(compiled_autograd.in_compiled_autograd_region)
 
 
 def type_of_option(name: str) -> type | None:
-    """Return the type of an Inductor option; None if the type is not a class or is `NoneType`."""
+    """Return the type of an Inductor option, if it is a class."""
     found = inductor_config.get_type(name)  # type: ignore[attr-defined]
     return found if isinstance(found, type) and found is not type(None) else None
 
 
 def activation_quantization_is_on(options: Mapping[str, Any]) -> bool:
-    """Whether `options`, or Inductor's defaults, enable PyTorch's own activation quantization."""
+    """Whether PyTorch's own activation quantization is enabled."""
     fusions = options.get("post_grad_fusion_options", inductor_config.post_grad_fusion_options)
     return "activation_quantization_aten_pass" in fusions
 
 
 def box(function: Any) -> Any:
-    """Mark `function`, which takes one list of arguments, as compiled code for AOTAutograd."""
+    """Mark a function of one list of arguments as compiled code for AOTAutograd."""
     function._boxed_call = True
     return function
 
@@ -106,9 +105,8 @@ def box(function: Any) -> Any:
 def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None) -> Any:
     """Return a function for AOTAutograd that runs `gm` op by op, or calls `run` if it is given.
 
-    A result of `gm` may be a view of an intermediate value. The returned function replaces the view
-    by a separate tensor, as generated code does. Otherwise autograd would raise an error when a
-    model writes in place to the view.
+    It replaces a result that is a view by a separate tensor, as generated code does. Otherwise
+    autograd would raise an error when a model writes in place to the view.
     """
     match_generated_code(gm)
     run = run or make_boxed_func(gm.forward)
@@ -123,14 +121,14 @@ def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None)
 
 
 def _detach_from_base(value: Any) -> Any:
-    """Return a tensor that shares the memory of a view, but is not a view for autograd."""
+    """Share the memory of a view, but not as a view for autograd."""
     if not isinstance(value, torch.Tensor) or not value._is_view():
         return value
     return torch.ops.aten._unsafe_view.default(value, value.shape)
 
 
 def seeded_random_ops() -> Iterable[Any]:
-    """Return Inductor's random operators. With the same seed, they return the same numbers."""
+    """Return the operators whose random numbers are determined by a seed operand."""
     return (
         torch.ops.prims.inductor_random.default,
         torch.ops.prims.inductor_randint.default,
@@ -141,9 +139,8 @@ def seeded_random_ops() -> Iterable[Any]:
 def match_generated_code(gm: fx.GraphModule) -> None:
     """Change a graph so that running it op by op gives the results of generated code.
 
-    In eager mode, random operators ignore the seed, so a backward would recompute different
-    numbers. `iota` does not support unsigned dtypes. Results may have other strides than in the
-    trace, so that a traced `view` would raise an error.
+    In eager mode, random operators ignore the seed, and `iota` does not support unsigned dtypes.
+    Results may have other strides than in the trace, so a traced `view` would raise an error.
     """
     aten, prims = torch.ops.aten, torch.ops.prims
     for node in gm.graph.nodes:
@@ -174,7 +171,7 @@ def _make_generator(seed: torch.Tensor) -> torch.Generator:
 
 
 def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the backend and options of a compiled module; (None, {}) if it is not compiled.
+    """Return the backend and options of a compiled module, or (None, {}).
 
     If a module that is compiled in place is compiled again by `torch.compile`, the inner backend
     runs.
@@ -190,11 +187,10 @@ def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def compiled_in_vain(module: nn.Module) -> bool:
-    """Whether a compiled module runs eagerly, because Dynamo does not trace the module's class.
+    """Whether `module.compile()` had no effect, because Dynamo does not trace the module's class.
 
-    `module.compile()` then has no effect. Before PyTorch 2.14 Dynamo traces the forward of a
-    `torch.nn` class only when other traced code calls it. For a DistributedDataParallel, the class
-    of the wrapped module counts.
+    Before PyTorch 2.14 Dynamo traces the forward of a `torch.nn` class only when other traced code
+    calls it. For a DistributedDataParallel, the class of the wrapped module counts.
     """
     if module._compiled_call_impl is None:
         return False
@@ -219,13 +215,13 @@ def _compiles_torch_classes_in_place() -> bool:
 
 
 def original_of(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wrapped. Return other modules unchanged."""
+    """Return the module that `torch.compile` wrapped, if any."""
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 @contextmanager
 def recompile(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
-    """Within the context, use `backend` for `parts`, which were compiled with another backend."""
+    """Use `backend` for `parts`, which were compiled with another backend."""
     earlier: list[tuple[nn.Module, str, Any]] = []
     for part in parts:
         if isinstance(part, OptimizedModule):
@@ -244,7 +240,7 @@ def recompile(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
 
 @contextmanager
 def run_uncompiled(module: nn.Module) -> Iterator[None]:
-    """Within the context, run a module and its submodules without in-place compilation."""
+    """Run a module and its submodules without in-place compilation."""
     compiled = {m: m._compiled_call_impl for m in module.modules() if m._compiled_call_impl}
     for m in compiled:
         m._compiled_call_impl = None
@@ -257,9 +253,8 @@ def run_uncompiled(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within the context, disable the post-accumulate-gradient hooks of tensors."""
-    # A tensor stores its hooks in a dict. The autograd engine holds a reference to this dict, so
-    # the dict must be cleared instead of replaced.
+    # The autograd engine holds a reference to the dict of hooks, so the dict must be cleared
+    # instead of replaced.
     hooks = [h for x in leaves if (h := x._post_accumulate_grad_hooks)]
     registered = [dict(h) for h in hooks]
     for h in hooks:
@@ -272,10 +267,7 @@ def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy a graph that Dynamo captured, including the sources of the graph's inputs.
-
-    AOTAutograd recognizes parameters by these sources.
-    """
+    """Copy the sources of inputs, too, by which AOTAutograd recognizes parameters."""
     copies: dict[fx.Node, fx.Node] = {}
     g = fx.Graph()
     g.output(g.graph_copy(gm.graph, copies))
@@ -290,9 +282,9 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def source_of(node: fx.Node) -> str:
-    """Return the Python expression from which Dynamo read a graph input; '' for other nodes."""
+    """Return the Python expression from which Dynamo read a graph input, or ''."""
     source = getattr(node, "_dynamo_source", None)
-    # `name` is a method in older versions, and an attribute in newer versions.
+    # A method in older versions, an attribute in newer versions.
     name = "" if source is None else source.name
     return name() if callable(name) else name
 
@@ -303,13 +295,12 @@ def is_region(node: fx.Node) -> bool:
 
 
 def is_of_fsdp(node: fx.Node) -> bool:
-    """Whether a graph input belongs to a module that FSDP manages."""
+    """Whether FSDP manages the module of a graph input."""
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_fsdp_module()
 
 
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
-    """Whether code that is compiled with the Inductor options `patches` runs in CUDA graphs."""
     return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
@@ -321,22 +312,21 @@ def cache_folder() -> str | None:
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Within the context, disable the cache of AOTAutograd."""
+    """Disable the cache of AOTAutograd."""
     with functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 @contextmanager
 def fresh_compilation() -> Iterator[None]:
-    """Within the context, ignore caches and recompile limits. On exit, drop the compiled code.
+    """Ignore caches and recompile limits, and drop the compiled code on exit.
 
-    The code is dropped because Dynamo limits the number of versions of a function, and never
-    retries a function after its compilation raised an exception. If a function had versions before
-    the context, each dropped version leaves an empty entry. Only `accumulated_recompile_limit`
-    counts these entries.
+    Dynamo limits the versions of a function, and never retries a function after its compilation
+    raised an exception. Each dropped version leaves an empty entry, which only
+    `accumulated_recompile_limit` counts.
     """
     unlimited = 1 << 20
-    # The list keeps code and guard objects alive, because the ids of dead objects may be reused.
+    # Ids of dead objects may be reused.
     before = [
         (code, [entry.guard_manager for entry in _live_entries(code)]) for code in _compiled_codes()
     ]
@@ -354,19 +344,19 @@ def fresh_compilation() -> Iterator[None]:
 
 
 def _compiled_codes() -> list[CodeType]:
-    """Return the code of the functions that Dynamo has compiled, or has tried to compile."""
+    """Return the functions that Dynamo has compiled, or has tried to compile."""
     codes = (reference() for reference in convert_frame.input_codes.seen)
     return [code for code in codes if code is not None]
 
 
 def _live_entries(code: CodeType) -> list[Any]:
-    """Return Dynamo's cache entries for a function, one for each valid compiled version."""
+    """Return Dynamo's cache entries for a function, one for each valid version."""
     entries = _debug_get_cache_entry_list(code)
     return [e for e in entries if getattr(e.guard_manager, "extra_state", None) is not None]
 
 
 def _forget(code: CodeType, known: set[int]) -> None:
-    """Drop the versions of a function, except those whose guard manager has an id in `known`."""
+    """Drop versions, except those whose guard manager has an id in `known`."""
     if not known:
         reset_code(code)
         return
@@ -376,7 +366,7 @@ def _forget(code: CodeType, known: set[int]) -> None:
 
 
 class _Forgotten(DeletedGuardManagerWrapper):
-    """Guards of a dropped version. They match no object, so Dynamo does not count the version."""
+    """They match no object, so Dynamo does not count the dropped version."""
 
     def __init__(self) -> None:
         super().__init__("compiled by an fp8pass tool that has ended")
@@ -399,12 +389,11 @@ def find_replayed_memory(device: torch.device) -> frozenset[int]:
 
 
 def running_backward() -> int:
-    """Return an id of the running backward, or of the innermost one if backwards are nested."""
+    """Return an id of the (innermost) running backward."""
     return torch._C._current_graph_task_id()
 
 
 def compiles_backward() -> bool:
-    """Whether compiled autograd runs the current backward."""
     return compiled_autograd.in_compiled_autograd_region
 
 
@@ -417,7 +406,7 @@ def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) 
 
 
 class _Ending:
-    """Callback for the end of a backward. If the backward fails, it is deleted, but not called."""
+    """If a backward fails, its callbacks are deleted, but not called."""
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
         self._function, self._otherwise = function, otherwise

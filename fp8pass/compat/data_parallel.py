@@ -1,4 +1,4 @@
-"""Access to private APIs of FSDP2 and of `replicate`.
+"""Private APIs of FSDP2 and of `replicate`.
 
 `fp8pass.compat` does not import this module, because some builds have no torch.distributed.
 """
@@ -18,19 +18,19 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-# PyTorch renamed this collective, and warns about the old name on every rank.
+# PyTorch renamed this collective, and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def find_replicas(module: Replicated) -> Any:
-    """Return the process group of a module's replicas. The module must not have run yet."""
+    """Return the process group of a module that has not run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)
 
 
 def replicas_have_begun(module: Replicated) -> bool:
-    """Whether a replicated module has run. After that, it does not accept gradient hooks."""
+    """Whether a replicated module has run, and so accepts no gradient hooks."""
     return replicate.state(cast(Any, module)).has_initialized
 
 
@@ -40,18 +40,14 @@ def fsdp_has_run(module: FSDPModule) -> bool:
 
 
 def get_shard(parameter: DTensor) -> Tensor:
-    """Return a parameter's local tensor: the object on which FSDP2 looks up its extension methods.
-
-    `to_local` returns a new object, which FSDP2 does not use.
-    """
+    """Return the object on which FSDP2 looks up its extension methods, unlike `to_local()`."""
     return parameter._local_tensor
 
 
 def find_factor(op: Any, ranks: int) -> float | None:
-    """Return the number by which a sum over ranks is multiplied to get the reduction `op`.
+    """Return the factor that turns a sum over ranks into `op`: 1/8 for an average over 8 ranks.
 
-    For an average over 8 ranks it is 1/8. For a maximum there is no such number, and the result is
-    None. FSDP2's `set_gradient_divide_factor` makes NCCL multiply the terms by a factor.
+    None for a maximum. FSDP2's `set_gradient_divide_factor` makes NCCL multiply terms by a factor.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0
@@ -65,13 +61,10 @@ def find_factor(op: Any, ranks: int) -> float | None:
 
 @contextmanager
 def reduce_separately(model: nn.Module) -> Iterator[None]:
-    """Within the context, let FSDP2 reduce new gradients, but not those accumulated before.
-
-    The accumulated gradients are removed, and FSDP2's settings changed. The exit restores both.
-    """
+    """Let FSDP2 reduce new gradients, but not those accumulated before, which return on exit."""
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
-    # A parameter has the attribute `_unsharded_param` only after the first forward.
+    # A parameter has this attribute only after the first forward.
     unsharded = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
     changes = [
         *((g, "reduce_grads", True) for g in groups),
@@ -91,27 +84,26 @@ def reduce_separately(model: nn.Module) -> Iterator[None]:
 
 
 class GradientBuffer(Tensor):
-    """A buffer to which FSDP2 copies gradients. The buffer records the shapes of the gradients.
+    """A buffer to which FSDP2 copies gradients, and which records their shapes.
 
-    FSDP2 passes only the buffer to a custom reduce-scatter, which needs the shapes. Parameters
-    without a gradient have no shape and no memory in the buffer.
+    FSDP2 passes only the buffer to a custom reduce-scatter. Parameters without a gradient have no
+    shape and no memory in the buffer.
     """
 
     shapes: list[torch.Size]
 
     @classmethod
     def empty(cls, *size: int, dtype: torch.dtype, device: torch.device) -> GradientBuffer:
-        """Return an uninitialized buffer."""
         buffer = torch.empty(*size, dtype=dtype, device=device).as_subclass(cls)
         buffer.shapes = []
         return buffer
 
     def plain(self) -> Tensor:
-        """Return the same memory as a plain tensor."""
+        """View the memory as a plain tensor."""
         return self.as_subclass(Tensor)
 
     def compute_sizes(self, ranks: int) -> tuple[int, ...]:
-        """Return, for each gradient, the number of elements that one rank receives.
+        """Return the number of elements of each gradient that one rank receives.
 
         Raises:
             RuntimeError: FSDP2 filled the buffer with another operator than `fsdp.chunk_cat`.
@@ -140,36 +132,27 @@ class GradientBuffer(Tensor):
 
 
 def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Within the context, allow in-place writes to gathered weights, although autograd saved them.
+    """Allow in-place writes to gathered weights that autograd saved.
 
-    The backward still reads correct values, because FSDP2 gathers the weights again.
+    FSDP2 gathers the weights again for the backward.
     """
     tracked = tuple(x for x in tensors if not x.is_inference())
     return torch.autograd._unsafe_preserve_version_counter(tracked) if tracked else nullcontext()
 
 
 def same_placements(like: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor of the shard `local`, on any device, with the placements of `like`."""
+    """Wrap the shard `local`, on any device."""
     return DTensor(local, like._spec, requires_grad=False)
 
 
 @dataclass(frozen=True)
 class GatheredParameter:
-    """A parameter that FSDP2 gathers.
-
-    Attributes:
-        module, name: the module that owns the parameter, and the parameter's name in the module. If
-            several modules share the parameter, it is the first of them.
-        dtype: dtype of the gathered tensor.
-        group: a number. FSDP2 gathers parameters with the same number together.
-        resharded_to_fewer_ranks: whether `reshard_after_forward` is a number of ranks.
-    """
-
+    # If several modules share the parameter, the first of them.
     module: nn.Module
     name: str
-    dtype: torch.dtype
-    group: int
-    resharded_to_fewer_ranks: bool
+    dtype: torch.dtype  # of the gathered tensor
+    group: int  # FSDP2 gathers parameters with the same number together
+    resharded_to_fewer_ranks: bool  # whether `reshard_after_forward` is a number of ranks
 
 
 def _list_groups(module: FSDPModule) -> Sequence[Any]:
@@ -181,7 +164,7 @@ def _list_groups(module: FSDPModule) -> Sequence[Any]:
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[GatheredParameter]:
-    """Yield the parameters in the FSDP2 groups of `module` itself, in FSDP2's order."""
+    """Yield the parameters of `module` itself, in FSDP2's order."""
     for group in _list_groups(module):
         fewer = group.post_forward_mesh_info not in (None, group.mesh_info)
         for each in group.fsdp_params:

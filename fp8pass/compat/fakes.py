@@ -26,22 +26,20 @@ __all__ = [
     "autocast_for_cpu", "use_fake_tensors",
 ]  # fmt: skip
 
-# Errors that operators on fake tensors raise if a result or its shape depends on values. The
-# attribute `func` of an error is the operator.
+# A result or its shape depends on values. `func` is the operator.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-# For each active `autocast_for_cpu`, the id of its thread. In these threads
-# `torch.autocast("cuda")` applies to the CPU.
+# Ids of the threads in which `torch.autocast("cuda")` applies to the CPU.
 _redirected: list[int] = []
 _lock = threading.Lock()
 
 
 def use_fake_tensors() -> Any:
-    """Return a context in which new tensors are fake, and operators accept real tensors, too."""
+    """Return a mode in which new tensors are fake, and operators accept real tensors, too."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class OperatorObserver(TorchDispatchMode):
-    """Mode that calls `observe(operator, (args, kwargs), result)` for every operator."""
+    """Calls `observe(operator, (args, kwargs), result)` for every operator."""
 
     def __init__(self, observe: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()
@@ -49,7 +47,7 @@ class OperatorObserver(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True, because Dynamo does not compile under modes that return False."""
+        """Return True, because Dynamo does not compile under other modes."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,15 +57,14 @@ class OperatorObserver(TorchDispatchMode):
 
 
 class RealPositions(TorchDispatchMode):
-    """Mode in which results of `arange`, and values computed only from them, are real tensors.
+    """Makes results of `arange`, and values computed only from them, real tensors.
 
-    Use this mode together with fake tensors if a model reads the values of position ids. For
-    example, Hugging Face models read them to decide whether they need an attention mask.
+    Hugging Face models read position ids to decide whether they need an attention mask.
     """
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True, because Dynamo does not compile under modes that return False."""
+        """Return True, because Dynamo does not compile under other modes."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,10 +78,9 @@ class RealPositions(TorchDispatchMode):
 
 @contextmanager
 def autocast_for_cpu() -> Iterator[None]:
-    """Within the context, redirect this thread's `torch.autocast("cuda")` to the CPU.
+    """Redirect this thread's `torch.autocast("cuda")` to the CPU, also in Dynamo's graphs.
 
-    Programs that simulate a GPU on a CPU need this, because PyTorch disables autocast on a machine
-    without a GPU. The autocast objects that Dynamo and its graphs create are redirected, too.
+    PyTorch disables autocast on a machine without a GPU.
     """
     thread = threading.get_ident()
     with _lock:

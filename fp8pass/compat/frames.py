@@ -12,9 +12,9 @@ __all__ = ["compile_call", "rename_self"]
 
 
 def rename_self(gm: fx.GraphModule) -> None:
-    """Make the module paths in a graph independent of how the traced method names its `self`.
+    """Make module paths independent of how the traced method names its `self`.
 
-    For a method `forward(module, x)`, paths such as `L['module'].layers` become `L['self'].layers`.
+    For `forward(module, x)`, `L['module'].layers` becomes `L['self'].layers`.
     """
     name = _find_self()
     if name in (None, "self"):
@@ -30,9 +30,8 @@ def rename_self(gm: fx.GraphModule) -> None:
 
 
 def compile_call() -> object:
-    """Return an object that identifies the current `torch.compile` call; None if not tracing.
-
-    All graphs of the call get the same object.
+    """Return an object that identifies the current `torch.compile` call, the same for all its
+    graphs.
     """
     current = getattr(tls, "current_tx", None)
     return current.output.compiler_fn if current is not None else None

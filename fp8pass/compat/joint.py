@@ -18,7 +18,6 @@ __all__ = [
     "recompute_always", "save_always", "stock_partition",
 ]  # fmt: skip
 
-# The default partitioner of `torch.compile`.
 stock_partition = partitioners.min_cut_rematerialization_partition
 
 _EXTRACT_TAKES_OPAQUE = (
@@ -46,7 +45,7 @@ def extract_forward_backward(
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward. The forward saves only the given nodes."""
+    """Split a joint graph into a forward, which saves only the given nodes, and a backward."""
     extra: dict[str, Any] = {}
     if _EXTRACT_TAKES_OPAQUE:
         extra["saved_opaque_nodes"] = saved_objects
@@ -66,24 +65,24 @@ def extract_forward_backward(
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether `node` is an input of the backward: the gradient of a forward output."""
+    """Whether `node` is the gradient of a forward output, an input of the backward."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_primal(node: fx.Node) -> bool:
-    """Whether `node` is an input of the forward: parameter, buffer or argument."""
+    """Whether `node` is a parameter, buffer or argument, an input of the forward."""
     return node.op == "placeholder" and "primals" in str(node.target)
 
 
 def input_name(node: fx.Node) -> str:
-    """Return the Python expression of a Dynamo graph's input, such as `L['ids']`; '' if unknown."""
+    """Return e.g. `L['ids']`; '' if unknown."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
     return name() if callable(name) else name  # a method in old versions of PyTorch
 
 
 def must_recompute(node: fx.Node) -> bool:
-    """Whether the user requested recomputation of `node` (`torch.utils.checkpoint`)."""
+    """Whether `torch.utils.checkpoint` recomputes `node`."""
     return node.meta.get("recompute") in (
         CheckpointPolicy.MUST_RECOMPUTE,
         CheckpointPolicy.PREFER_RECOMPUTE,
@@ -91,37 +90,37 @@ def must_recompute(node: fx.Node) -> bool:
 
 
 def forget_checkpointing(g: fx.Graph) -> None:
-    """Remove the tags of `torch.utils.checkpoint`, so that every value may be saved."""
+    """Remove the tags of `torch.utils.checkpoint`."""
     for node in g.nodes:
         if must_recompute(node):
             del node.meta["recompute"]
 
 
 def must_save(node: fx.Node) -> bool:
-    """Whether recomputing `node` is forbidden, by the user's policy or because of a side effect."""
+    """Whether the user's policy or a side effect forbids recomputing `node`."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
 def recompute_always(node: fx.Node) -> None:
-    """Tag `node` for recomputation in the backward, as `torch.utils.checkpoint` does."""
+    """Tag `node` for recomputation, as `torch.utils.checkpoint` does."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def save_always(node: fx.Node) -> None:
-    """Forbid recomputing `node`, unless `torch.utils.checkpoint` requires recomputing it."""
+    """Forbid recomputation, unless `torch.utils.checkpoint` requires it."""
     if not must_recompute(node):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def copy_region(source: fx.Node, node: fx.Node) -> None:
-    """Copy the checkpointing tag of `source` to `node`."""
+    """Copy the checkpointing tag."""
     node.meta.pop("recompute", None)
     if "recompute" in source.meta:
         node.meta["recompute"] = source.meta["recompute"]
 
 
 def input_index(node: fx.Node) -> int | None:
-    """Return the index of the Dynamo graph's input that `node` comes from; None if unknown."""
+    """Return the index of the Dynamo graph's input, if known."""
     desc = node.meta.get("desc")
     while isinstance(desc, SubclassGetAttrAOTInput):  # a DTensor's local tensor
         desc = desc.base

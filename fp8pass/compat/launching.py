@@ -22,10 +22,10 @@ __all__ = ["ceil_div", "load_source", "lower_to_buffer", "lower_to_parts", "lowe
 
 
 def lower_to_buffer(op: Any) -> None:
-    """Lower `op(x, order)` to a buffer that stores `x` with its dimensions in `order`.
+    """Lower `op(x, order)` to a buffer with dimensions `order`, from the largest stride to the
+    smallest.
 
-    `order` lists dimensions from the largest stride to the smallest. A tensor that is already
-    stored in this order is not copied.
+    A tensor that is already stored in this order is not copied.
     """
 
     def lowering(x: Any, order: Sequence[int]) -> Any:
@@ -36,10 +36,7 @@ def lower_to_buffer(op: Any) -> None:
 
 
 def lower_to_parts(op: Any) -> None:
-    """Lower `op(parts, dim)` to a concatenation along `dim` in one buffer.
-
-    The kernels that compute the parts write directly to the buffer.
-    """
+    """Lower `op(parts, dim)` to a concatenation in one buffer, to which kernels write the parts."""
 
     def lowering(parts: Sequence[Any], dim: int) -> Any:
         dim %= len(parts[0].get_size())
@@ -49,7 +46,7 @@ def lower_to_parts(op: Any) -> None:
 
 
 def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[Any]]) -> None:
-    """Lower `op(inputs, programs)`. On a GPU, it becomes the launches that `prepare` returns."""
+    """Lower `op(inputs, programs)` on a GPU to the launches that `prepare` returns."""
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     def lowering(inputs: Sequence[Any], programs: str) -> Any:
@@ -91,10 +88,9 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
 
 @contextmanager
 def _cache_kernel_analyses() -> Iterator[None]:
-    """Within the context, cache the analysis that finds out which arguments a kernel writes.
+    """Cache Inductor's slow analysis of the arguments that a kernel writes.
 
-    Inductor's analysis is slow, because it compiles the kernel. PyTorch 2.13 renamed the analysis,
-    so both names are tried.
+    PyTorch 2.13 renamed the analysis, so both names are tried.
     """
     names = ("identify_mutated_tensors", "identify_accessed_tensors")
     originals = {name: f for name in names if (f := getattr(triton_kernel_wrap, name, None))}
@@ -120,10 +116,10 @@ def _cache_analysis(analyse: Any) -> Any:
 
 
 def ceil_div(a: Any, b: int) -> Any:
-    """Return ⌈a / b⌉ for integers, symbolic sizes or Inductor's expressions."""
+    """Return ⌈a / b⌉ for an integer, a symbolic size or an Inductor expression `a`."""
     return CeilDiv(a, b) if isinstance(a, sympy.Expr) else -(-a // b)
 
 
 def load_source(source: str) -> Any:
-    """Import source text as a module. The text is written to a file, as Triton requires."""
+    """Import source text from a file, which Triton requires."""
     return PyCodeCache.load(source)

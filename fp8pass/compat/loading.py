@@ -11,15 +11,14 @@ from typing import Any
 __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
-# A function that gets the flat state dict and the checkpoint's metadata before data is read. It may
-# replace entries of the state dict. It returns a dict from names of entries to functions that
-# convert what was read. Several entries may have the same function, which is called when all of
-# them have been read.
+# Gets the flat state dict, whose entries it may replace, and the checkpoint's metadata before data
+# is read. Returns functions that convert entries. A common function of several entries is called
+# when all of them have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 
 def prepare_loads(prepare: Prepare) -> None:
-    """Make DCP call `prepare` in every load from now on. Do nothing if DCP is not imported."""
+    """Make DCP call `prepare` in every load from now on, if DCP is imported."""
     if "torch.distributed.checkpoint" in sys.modules:
         _patch_planner(prepare)
 
@@ -35,8 +34,7 @@ def _patch_planner(prepare: Prepare) -> None:
         for name in ("finish_plan", "commit_tensor"):  # from an earlier load of this planner
             vars(planner).pop(name, None)
         set_up(planner, *args, **kwargs)
-        # Without flattening, `planner.state_dict` is the caller's own dict. Its entries must not be
-        # replaced.
+        # Without flattening, `planner.state_dict` is the caller's own dict.
         if planner.metadata is not None and planner.flatten_state_dict:
             conversions = prepare(planner.state_dict, planner.metadata.state_dict_metadata)
             _call_after_reads(planner, conversions)

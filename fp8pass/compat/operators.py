@@ -27,15 +27,14 @@ __all__ = [
     "version_of", "weak_storage", "wrapper",
 ]  # fmt: skip
 
-# The grouped GEMM of experts, which older code calls instead of `torch.nn.functional.grouped_mm`.
+# Older code calls this instead of `torch.nn.functional.grouped_mm`.
 grouped_mm = torch._grouped_mm
-# The FP8 GEMM of cuBLASLt and CUTLASS.
 scaled_mm = torch._scaled_mm
-# Operators that process many tensors in one launch.
+# Many tensors in one launch.
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
-# A data-dependent size gets this hint if its upper bound is at least `_LARGEST_BOUND`.
+# For a data-dependent size without an upper bound below `_LARGEST_BOUND`.
 _UNBACKED_HINT = 4096
 _LARGEST_BOUND = 1 << 40
 
@@ -43,20 +42,20 @@ _LARGEST_BOUND = 1 << 40
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """Return a key that is equal for tensors with the same storage.
 
-    While a key object exists, new storages get other keys, even at the same address.
+    While it exists, new storages get other keys, even at the same address.
     """
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Make an instance of wrapper subclass `cls` with the sizes, strides and device of `like`."""
+    """Copy sizes, strides and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
     )
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes of a tensor and its views."""
+    """Count in-place changes of a tensor and its views."""
     return tensor._version
 
 
@@ -66,10 +65,10 @@ def has_unbacked(value: object) -> bool:
 
 
 def size_hint(value: int | torch.SymInt) -> int:
-    """Return a static size itself, a dynamic size's value when it was traced, or an estimate.
+    """Return a dynamic size's traced value.
 
-    The estimate is for data-dependent sizes. It is the middle of the size's range, e.g. half the
-    number of elements of a mask for the number of its true elements.
+    For a data-dependent size, return the middle of its range, e.g. half the elements of a mask for
+    its true elements.
     """
     if isinstance(value, int):
         return value
@@ -90,11 +89,10 @@ def guard_count(graph: torch.fx.Graph) -> int:
 
 
 def restrictions(graph: torch.fx.Graph, known: int) -> list[str]:
-    """Return descriptions of the guards, except the first `known`, that can cause recompilations.
+    """Describe the guards, except the first `known`, that can cause recompilations.
 
-    A description contains the place in the code that added the guard. A guard cannot cause a
-    recompilation if it holds for all sizes that the first `known` guards allow, which is tested
-    with some sizes. Guards on strides alone are left out, too: every pointwise operator adds them.
+    A guard is left out if it holds for all tested sizes that the first guards allow, or if it is on
+    strides alone, which every pointwise operator adds.
     """
     guards, env = _guards(graph), _shape_env(graph)
     return [
@@ -123,7 +121,7 @@ def _is_stride(env: Any, symbol: Any) -> bool:
 
 
 def _restricts(condition: Any, known: list[Any]) -> bool:
-    """Whether some tested sizes satisfy the known conditions, but not `condition`."""
+    """Whether tested sizes satisfy the known conditions, but not `condition`."""
     symbols = sorted(condition.free_symbols, key=str)
     about_these = [each for each in known if each.free_symbols <= condition.free_symbols]
     equal = [dict.fromkeys(symbols, size) for size in (*range(2, 130), 1001, 1 << 20)]
@@ -142,44 +140,43 @@ def _holds(condition: Any, sizes: dict[Any, int]) -> bool | None:
 
 
 def fake_mode_of(fake: torch.Tensor) -> Any:
-    """Return the mode of a fake tensor, which is a context in which new tensors are fake."""
+    """Return a context in which new tensors are fake."""
     assert isinstance(fake, FakeTensor)
     return fake.fake_mode
 
 
 def is_opaque(node: torch.fx.Node) -> bool:
-    """Whether a node's value is an object that operators only pass on, such as a DTensor's mesh."""
+    """Whether a value is an object that operators only pass on, such as a DTensor's mesh."""
     return isinstance(node.meta.get("val"), (torch.ScriptObject, FakeScriptObject))
 
 
 def is_operator(target: object) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether a node's target is an operator with a schema, for example `aten.mul.Tensor`."""
+    """Whether `target` has a schema, such as `aten.mul.Tensor`."""
     return isinstance(target, torch._ops.OpOverload)
 
 
-# FlexAttention's forward and backward, which are higher-order operators without a schema.
+# Higher-order operators without a schema.
 FLEX_ATTENTION = flex_attention, flex_attention_backward
 
 
 def calls_graphs(node: fx.Node) -> bool:
-    """Whether an operator runs subgraphs that are passed to it, like `torch.cond` and `scan`."""
+    """Whether an operator runs subgraphs, like `torch.cond` and `scan`."""
     return isinstance(node.target, HigherOrderOperator) and node.target not in FLEX_ATTENTION
 
 
 def tensor_leaves(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers and Hugging Face outputs."""
+    """Search nested containers and Hugging Face outputs."""
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator: name, arguments, and which arguments it writes to."""
+    """Return name, arguments, and which arguments the operator writes to."""
     return operator._schema
 
 
 def stream_of(device: torch.device) -> int:
     """Return the handle of the current CUDA stream; 0 on a CPU.
 
-    The handle is read without PyTorch's stream object, which takes as long to create as a small
-    kernel takes to run.
+    PyTorch's stream object takes as long to create as a small kernel takes to run.
     """
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

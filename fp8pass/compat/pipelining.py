@@ -1,7 +1,4 @@
-"""Schedules of `torch.distributed.pipelining`, which define the order of work on each rank.
-
-This module imports torch.distributed late, because some builds do not have it.
-"""
+"""Schedules of `torch.distributed.pipelining`, imported late, because some builds lack it."""
 
 from __future__ import annotations
 
@@ -20,14 +17,8 @@ __all__ = [
 
 
 class PipelineAction(NamedTuple):
-    """One action of a rank.
-
-    Attributes:
-        kind: `F` for forward, `B` for backward, `I` and `W` for the backward of inputs and of
-            weights. Actions of other kinds compute nothing.
-        stage: index of the stage.
-    """
-
+    # `F` for forward, `B` for backward, `I` and `W` for the backward of inputs and of weights.
+    # Other kinds compute nothing.
     kind: str
     stage: int
 
@@ -41,15 +32,15 @@ def pipeline_actions(schedule: object) -> list[list[PipelineAction]]:
 def _flatten(row: list[Any]) -> Iterator[PipelineAction]:
     for step in row:
         if step is not None:  # None is a bubble
-            # A forward that overlaps with a backward is one step with two sub-actions.
+            # A forward that overlaps with a backward has two sub-actions.
             for action in step.sub_actions or (step,):
                 yield PipelineAction(action.computation_type.value, action.stage_index)
 
 
 def find_schedule(model: nn.Module) -> Any:
-    """Return the pipeline schedule that trains `model` or a part of it; None if no schedule does.
+    """Return the pipeline schedule that trains `model` or a part of it, if any.
 
-    The search covers all objects, because modules and stages hold no reference to their schedule.
+    Modules and stages hold no reference to their schedule, so this searches all objects.
     """
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is None:
@@ -64,7 +55,7 @@ def find_schedule(model: nn.Module) -> Any:
 
 
 def in_shape_inference() -> bool:
-    """Whether a pipeline stage calls its module only to infer shapes, on uninitialized memory."""
+    """Whether a pipeline stage infers shapes on uninitialized memory."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _SHAPE_INFERENCE:
@@ -73,17 +64,17 @@ def in_shape_inference() -> bool:
     return False
 
 
-# The functions of PyTorch 2.11 and of newer versions that infer shapes.
+# In PyTorch 2.11 and in newer versions.
 _SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference")
 
 
 def gradient_divisor(schedule: Any) -> int:
-    """Return the divisor that a schedule applies to gradients after the last micro-batch."""
+    """Return the divisor of gradients after the last micro-batch."""
     return schedule._n_microbatches if schedule.scale_grads else 1
 
 
 def _iterate_modules(schedule: Any) -> Iterator[nn.Module]:
-    """Yield the modules of this rank's stages. Stages of a `planned_schedule` have no module."""
+    """Stages of a `planned_schedule` have no module."""
     one = getattr(schedule, "_stage", None)
     for stage in getattr(schedule, "_stages", [one]):
         if (module := getattr(stage, "submod", None)) is not None:
@@ -100,25 +91,21 @@ def schedule_names() -> list[str]:
 
 
 def schedule_class(name: str) -> type:
-    """Return the class of the schedule with a name such as `1F1B`, as in torchtitan's options.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Return the class for a name such as `1F1B`; raise ValueError for an unknown name."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     return get_schedule_class(name)
 
 
 def runs_one_stage_a_rank(schedule: type) -> bool:
-    """Whether each rank has exactly one stage, as in 1F1B and GPipe."""
+    """Whether each rank has one stage, as in 1F1B and GPipe."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     return issubclass(schedule, PipelineScheduleSingle)
 
 
 def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int) -> object:
-    """Return a schedule without models, which lists the order of actions but cannot run.
+    """Return a schedule without models, which cannot run.
 
     Raises:
         ValueError: the schedule does not support these numbers of stages, ranks or micro-batches.

@@ -19,17 +19,15 @@ from fp8pass.compat.operators import fake_mode_of
 __all__ = ["trace"]
 
 _aten = torch.ops.aten
-# Operators that are not decomposed. On a CPU, Inductor would decompose small GEMMs into sums, which
-# round differently.
+# On a CPU, Inductor would decompose small GEMMs into sums, which round differently.
 _GEMMS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Graph:
-    """Return the graph of `function` on fake inputs, with Inductor's decompositions applied.
+    """Return the graph of `function` on fake inputs, with Inductor's decompositions and no
+    metadata.
 
-    The nodes of the graph have no metadata. Layouts are not recorded, because `make_fx` would
-    compare a dynamic number of elements with 2, which adds a guard and makes PyTorch recompile for
-    other sizes.
+    Layouts are not recorded, because `make_fx` would add a guard on a dynamic number of elements.
     """
     traced = make_fx(function, tracing_mode="real", decomposition_table=_decompositions())
     with torch.no_grad(), fake_mode_of(inputs[0]), enable_python_dispatcher(), _without_layouts():

@@ -58,11 +58,7 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Check that `torch.compile` finds the C++ compiler that it needs on a CPU.
-
-    Raises:
-        Failure: `torch.compile` finds no C++ compiler.
-    """
+    """Raises Failure if `torch.compile` finds no C++ compiler on a CPU."""
     if device.type == "cpu" and not compat.has_cpp_compiler():
         raise Failure(
             "torch.compile needs a C++ compiler on a CPU, and found none. Install one "
@@ -72,7 +68,7 @@ def check_compiler(device: torch.device) -> None:
 
 @contextmanager
 def hide_compile_log() -> Iterator[None]:
-    """Hide the line that fp8pass logs for each graph. The warnings of fp8pass are still shown."""
+    """Hide log lines except warnings."""
     log = logging.getLogger("fp8pass")
     level = log.level
     log.setLevel(logging.WARNING)
@@ -83,7 +79,7 @@ def hide_compile_log() -> Iterator[None]:
 
 
 def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) -> list[Run]:
-    """Train with stock `torch.compile`, with fp8pass, and again with stock and another seed."""
+    """Train with stock `torch.compile`, with fp8pass, and with stock and another seed."""
     with_fp8pass = partial(torch.compile, backend="fp8pass", options={"recipe": recipe})
     variants: list[tuple[str, Compile, int]] = [
         ("torch.compile", torch.compile, seed),
@@ -101,7 +97,7 @@ def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) ->
 
 
 def summarize(model: Decoder, size: Size) -> str:
-    """Return a line about the model, the training and the device."""
+    """Describe the model, the training and the device."""
     parameters = sum(p.numel() for p in model.parameters())
     weight = model.lm_head.weight
     device, dtype = weight.device, "BF16" if weight.dtype is torch.bfloat16 else "FP32"

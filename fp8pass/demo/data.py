@@ -17,14 +17,14 @@ from fp8pass.tools.cli.parsing import UsageError
 MAX_TEXT_BYTES = 4 << 20
 HELD_OUT_SHARE = 16  # 1/16 of the bytes is held out from training
 HELD_OUT_BATCHES = 16
-# Folders of the standard library without ordinary source text: tables, tests or other packages.
+# Tables, tests or other packages.
 SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "encodings", "lib2to3", "idlelib")
 )
 
 
 def read_text(path: Path | None) -> bytes:
-    """Return the first MAX_TEXT_BYTES of a file or folder, by default of the standard library.
+    """Return the first MAX_TEXT_BYTES of a file, folder or the standard library.
 
     Raises:
         UsageError: the path does not exist.
@@ -43,28 +43,28 @@ def read_text(path: Path | None) -> bytes:
 
 
 def source_files(path: Path | None) -> list[Path]:
-    """Return the files in a folder, or in the standard library, in a fixed random order."""
+    """Use a fixed random order."""
     if path and path.is_file():
         return [path]
     root = path or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*" if path else "*.py") if p.is_file())
     if not path:
         files = [p for p in files if SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts)]
-    # Files are shuffled, so that training text and held-out text come from the same distribution.
+    # Training text and held-out text must come from the same distribution.
     random.Random(0).shuffle(files)
     return files
 
 
 @dataclass(frozen=True)
 class Data:
-    """Training bytes and held-out bytes, uint8 [N] each, on the device that trains."""
+    """uint8 [N], on the device that trains."""
 
     train: Tensor
     held_out: Tensor
 
     @classmethod
     def of(cls, text: bytes, size: Size, device: torch.device) -> Data:
-        """Split `text`. The first part is for training, and the last part is held out.
+        """Hold out the last part.
 
         Raises:
             UsageError: the text is too short.
@@ -79,7 +79,7 @@ class Data:
         return cls(tokens[:-held_out], tokens[-held_out:])
 
     def train_batches(self, size: Size, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return `size.steps` random batches. A seed gives the same batches on all devices."""
+        """Return random batches. A seed gives the same batches on all devices."""
         generator = torch.Generator().manual_seed(seed)
         count = len(self.train) - size.seq
         starts = torch.randint(count, (size.steps, size.batch), generator=generator)
@@ -88,7 +88,7 @@ class Data:
     def held_out_batches(
         self, size: Size, count: int = HELD_OUT_BATCHES
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return `count` batches of sequences that are spread evenly over the held-out bytes."""
+        """Spread sequences evenly over the held-out bytes."""
         last = len(self.held_out) - size.seq - 1
         # FP32 cannot represent all integers above 2^24.
         starts = torch.linspace(0, last, count * size.batch, dtype=torch.float64).long()
@@ -97,6 +97,6 @@ class Data:
 
 
 def _take_windows(tokens: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, int64 [B, seq] each, of the sequences that begin at `starts`."""
+    """Return inputs and targets, int64 [B, seq]."""
     index = starts[:, None] + torch.arange(seq, device=starts.device)
     return tokens[index].long(), tokens[index + 1].long()

@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Llama-style language model over bytes. Its forward returns the mean loss of a batch."""
+    """Returns the mean loss of a batch."""
 
     cos: Tensor
     sin: Tensor
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
 
 
 def rope_tables(seq: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of rotary embeddings, fp32 [seq, head_dim] each."""
+    """Return cosines and sines, fp32 [seq, head_dim]."""
     angles = torch.arange(seq)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
@@ -102,16 +102,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def new_model(size: Size, seed: int, device: torch.device) -> Decoder:
-    """Return a model on `device`, in `dtype_for(device)`, with random weights from `seed`."""
     torch.manual_seed(seed)
     return Decoder(size).to(device, dtype_for(device))
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
-    """Return BF16, or FP32 for a CPU without BF16 instructions, as in most laptops and desktops.
-
-    Without BF16 instructions, a step in BF16 takes twenty times as long.
-    """
+    """Return BF16, or FP32 on a CPU without BF16 instructions, where BF16 is 20 times slower."""
     if device.type == "cpu" and not compat.multiplies_bf16_on_cpu():
         return torch.float32
     return torch.bfloat16

@@ -14,7 +14,6 @@ DESCRIPTION = "Train the same small language model with and without fp8pass, and
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options to a parser."""
     add = parser.add_argument
     add("--data", type=Path, help="file or folder of text (default: Python's standard library)")
     add("--out", type=Path, default=Path("demo-output"), help="folder for the plot")

@@ -19,7 +19,7 @@ from fp8pass.option_checks import bytes_text
 
 @contextmanager
 def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar for each run. Yield `update(name, step)`; step 0 means compilation."""
+    """Yield `update(name, step)`; step 0 means compilation."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -32,7 +32,7 @@ def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Ca
 
         def update(name: str, step: int) -> None:
             bars.start_task(tasks[name])
-            # The progress of compilation is unknown. Without a total, the bar pulses.
+            # Without a total, the bar pulses.
             total, status = (steps, "") if step else (None, "compiling")
             bars.update(tasks[name], completed=step, total=total, status=status)
 
@@ -40,7 +40,7 @@ def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Ca
 
 
 def make_table(runs: list[Run]) -> Table:
-    """Return a table with a row for each run. Peak memory is omitted if it was not measured."""
+    """Omit peak memory if it was not measured."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("variant", no_wrap=True)
     counts_peak = runs[0].peak_bytes is not None
@@ -58,7 +58,7 @@ def make_table(runs: list[Run]) -> Table:
 
 
 def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
-    """Yield three sentences: about memory, about loss, and about speed."""
+    """Compare memory, loss and speed."""
     stock, ours, other_seed = runs
     saved, stock_saved = bytes_text(ours.saved_bytes), bytes_text(stock.saved_bytes)
     share = ours.saved_bytes / stock.saved_bytes
@@ -74,7 +74,7 @@ def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
 
 
 def explain_speed(device: torch.device) -> str:
-    """Return why FP8 GEMMs do not run on `device`, as a sentence; '' if they do."""
+    """Return why FP8 GEMMs do not run on `device`, or ''."""
     if device.type == "cpu":
         return " A CPU emulates FP8 in FP32, so this ratio does not predict the speed on a GPU."
     reason = hardware.why_no_fp8_gemm(device)
@@ -82,7 +82,7 @@ def explain_speed(device: torch.device) -> str:
 
 
 def write_plot(runs: list[Run], folder: Path) -> str:
-    """Plot the losses to a file in `folder`. Return a line about its path, or why it is missing."""
+    """Return a line about the file's path, or why it is missing."""
     path = folder / "loss.png"
     try:
         plot_losses(runs, path)
@@ -92,11 +92,7 @@ def write_plot(runs: list[Run], folder: Path) -> str:
 
 
 def plot_losses(runs: list[Run], path: Path) -> None:
-    """Write a PNG with the losses of all runs, and the difference between fp8pass and stock.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Raises ImportError if matplotlib is not installed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,6 +118,6 @@ def plot_losses(runs: list[Run], path: Path) -> None:
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """Return, for each value, the mean of the last `window` values up to this value."""
+    """Average the last `window` values up to each value."""
     recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(chunk) / len(chunk) for chunk in recent]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a model and of its training."""
-
     dim: int
     layers: int
     heads: int
@@ -21,7 +19,6 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in a batch."""
         return self.batch * self.seq
 
 

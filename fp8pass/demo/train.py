@@ -20,7 +20,7 @@ from fp8pass.tools.saved_bytes import saved_bytes
 
 @dataclass
 class Run:
-    """Results of one variant. `peak_bytes` is None on a CPU, where peak memory is not measured."""
+    """`peak_bytes` is None on a CPU."""
 
     variant: str
     losses: list[float]
@@ -31,7 +31,7 @@ class Run:
 
 
 class Meter:
-    """Measures the time and the peak memory since the meter was created."""
+    """Measures time and peak memory since its creation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -45,7 +45,7 @@ class Meter:
         return time.perf_counter()
 
     def read(self) -> tuple[float, int | None]:
-        """Return the seconds and the peak memory in bytes (None on a CPU) since the start."""
+        """Return seconds, and bytes (None on a CPU)."""
         seconds = self._now() - self.start
         on_gpu = self.device.type == "cuda"
         return seconds, torch.cuda.max_memory_allocated(self.device) if on_gpu else None
@@ -58,7 +58,7 @@ OnStep = Callable[[int], None]
 def run_variant(
     name: str, compile_model: Compile, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> Run:
-    """Train a new model and return the measurements. After each step, call `on_step(step)`."""
+    """Call `on_step(step)` after each step."""
     device = data.train.device
     model = compile_model(new_model(size, seed, device))
     losses, tokens_per_second, peak_bytes = train(model, data, size, seed, on_step)
@@ -75,7 +75,7 @@ def run_variant(
 def train(
     model: Any, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> tuple[list[float], float, int | None]:
-    """Train a model. Return all losses, and tokens per second and peak bytes after a warm-up."""
+    """Return all losses, and tokens per second and peak bytes after a warm-up."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -100,21 +100,19 @@ def train(
 
 
 def learning_rate(step: int, size: Size) -> float:
-    """Return the learning rate: a linear warm-up for 1/5 of the steps, then a cosine to peak/10."""
+    """Warm up linearly for 1/5 of the steps, then follow a cosine to peak/10."""
     warm_up = max(1, size.steps // 5)
     progress = max(0, step - warm_up) / (size.steps - warm_up)
     return size.peak_lr * min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 def held_out_loss(model: Any, data: Data, size: Size) -> float:
-    """Return the mean loss of the held-out batches."""
-    # The forward runs with gradients, because the model would be compiled again for `no_grad`.
+    # For `no_grad`, the model would be compiled again.
     losses = [model(*batch).item() for batch in data.held_out_batches(size)]
     return sum(losses) / len(losses)
 
 
 def free_memory() -> None:
-    """Free the memory of the previous variant."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

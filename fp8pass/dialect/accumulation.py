@@ -1,20 +1,14 @@
 """Emulate the accumulation of FP8 tensor cores, bit by bit, in plain PyTorch.
 
-A Hopper instruction multiplies 32 pairs of FP8 numbers and adds the products to a running sum. The
-hardware shifts these 33 numbers to the largest exponent among them, and drops the bits after the
-13th fraction bit. It adds the shifted numbers exactly, and truncates the sum to 13 fraction bits.
-*Fast* accumulation has one running sum for the whole contraction. *Precise* accumulation adds the
-running sum to an FP32 sum after every 128 products, and then starts a new running sum.
+A Hopper instruction adds 32 products of FP8 numbers to a running sum. It shifts these 33 numbers to
+the largest exponent among them, drops the bits after the 13th fraction bit, adds exactly, and
+truncates the sum to 13 fraction bits. *Fast* accumulation has one running sum. *Precise*
+accumulation adds the running sum to an FP32 sum after every 128 products.
 
-Truncation makes sums too small. Long sums have the largest errors: sums of 16,384 products of
-correlated operands are 4% too small (`benchmarks/accumulation.py`). On an H100, the emulation is
-bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to 16,384 products, and to
-cuBLASLt and CUTLASS for precise sums of up to 4,096 products
-(`tests/codegen/test_gemm_accumulation.py`). A library may split a contraction into several shorter
-sums (split-K). Its result is then more precise than the emulation.
-
-By default, the reference implementations of the dialect's GEMMs (`ops.py`) sum in FP32, which is
-fast. Inside `hardware_accumulation`, they accumulate as tensor cores do.
+Sums of 16,384 products of correlated operands are 4% too small (`benchmarks/accumulation.py`). On
+an H100, the emulation is bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to
+16,384 products, and to cuBLASLt and CUTLASS for precise sums of up to 4,096 products. With split-K,
+a library is more precise.
 """
 
 from __future__ import annotations
@@ -28,19 +22,18 @@ from torch import Tensor
 
 from fp8pass import compat, hardware
 
-INSTRUCTION = 32  # number of products that one instruction adds
+INSTRUCTION = 32  # products
 FRACTION_BITS = 13
-PROMOTION = 128  # number of products between two additions to the FP32 sum
-
-_ZERO_EXPONENT = -(2**10)  # the exponent of zero is defined as less than all other exponents
+PROMOTION = 128  # products between two additions to the FP32 sum
+_ZERO_EXPONENT = -(2**10)  # less than all other exponents
 _SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
 _MULTIPLE = 16  # `_scaled_mm` needs sizes that are divisible by this number
-_BLOCK = 2**23  # largest number of products in memory at a time
+_BLOCK = 2**23  # products in memory at a time
 
 
 @dataclass(frozen=True)
 class _Mode:
-    """How the reference implementations of GEMMs accumulate. If both are False: in FP32."""
+    """If both are False, GEMMs accumulate in FP32."""
 
     on_tensor_cores: bool = False
     emulated: bool = False
@@ -104,10 +97,7 @@ def _accumulate_rows(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
 
 
 def _add(running: Tensor, products: Tensor, exponent: Tensor) -> Tensor:
-    """Add `products` [M, N, K] to the running sums [M, N], as one instruction does.
-
-    `exponent` [M, N] is the largest exponent of the products.
-    """
+    """Add `products` [M, N, K], with largest exponents [M, N], to the running sums [M, N]."""
     exponent = torch.maximum(exponent, _exponents(running, _ZERO_EXPONENT)).clamp_min(-100)
     steps = torch.exp2((FRACTION_BITS - exponent).float())
     added = (products * steps.unsqueeze(-1)).trunc().sum(-1) + (running * steps).trunc()
@@ -115,12 +105,11 @@ def _add(running: Tensor, products: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _exponents(x: Tensor, smallest: int) -> Tensor:
-    """Return the exponent of each number: `smallest` for denormals, `_ZERO_EXPONENT` for zero."""
+    """Return exponents: `smallest` for denormals, `_ZERO_EXPONENT` for zero."""
     exponents = (torch.frexp(x)[1] - 1).clamp_min(smallest)
     return torch.where(x == 0, _ZERO_EXPONENT, exponents)
 
 
 def _truncate(x: Tensor) -> Tensor:
-    """Keep the first `FRACTION_BITS` fraction bits of FP32 `x`, and clear the rest."""
     dropped = torch.finfo(torch.float32).bits - 9 - FRACTION_BITS
     return (x.view(torch.int32) & -(1 << dropped)).view(torch.float32)

@@ -1,7 +1,7 @@
 """Convert fp32 numbers to a format and back, and pack several elements into a byte.
 
-PyTorch has no cast for some formats, e.g. E2M1. They are converted with integer arithmetic on the
-bits of fp32 numbers (23 mantissa bits, exponent bias 127) and fp16 numbers (10 bits, bias 15).
+Formats that PyTorch cannot cast to, e.g. E2M1, are converted with integer arithmetic on the bits of
+fp32 (23 mantissa bits, exponent bias 127) and fp16 numbers (10 bits, bias 15).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from torch import Tensor
 from fp8pass import compat
 from fp8pass.dialect.formats import FORMATS, Format
 
-# The length of a contraction on FP8 tensor cores must be a multiple of this.
+# FP8 tensor cores need such a length of a contraction.
 CONTRACTION_MULTIPLE = 16
 
 
 def padded_size(size: Any) -> Any:
-    """Round a size up to a multiple of `CONTRACTION_MULTIPLE`."""
     return compat.ceil_div(size, CONTRACTION_MULTIPLE) * CONTRACTION_MULTIPLE
 
 
@@ -31,11 +30,10 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:
-    """Round fp32 `x` to `fmt`, with ties to even. The caller has divided `x` by its scale.
+    """Round fp32 `x`, divided by its scale, to `fmt`, with ties to even.
 
-    Returns a tensor in the format's dtype. If the format is emulated, returns the bits of each
-    element as int32. Magnitudes above `fmt.max`, which a rounded scale can cause, become `fmt.max`.
-    NaN stays NaN, except in an emulated format without NaN, where it becomes 0.
+    Returns the format's dtype, or int32 bits of each element if the format is emulated. Magnitudes
+    above `fmt.max` become `fmt.max`. NaN stays NaN, or becomes 0 in an emulated format without NaN.
     """
     clamped = x.clamp(-fmt.max, fmt.max)
     if not fmt.emulated:
@@ -59,11 +57,7 @@ def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 
 
 def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Return the bits of elements that are denormals of `fmt`.
-
-    The power of two is chosen such that adding it rounds a magnitude to a multiple of the denormal
-    step. The lowest bits of the sum then contain this multiple.
-    """
+    """Add a power of two, so that denormal steps become the lowest bits."""
     exponent = 23 - fmt.mantissa + fmt.min_exponent
     return (magnitude + 2.0**exponent).view(torch.int32) - (127 + exponent << 23)
 
@@ -71,9 +65,8 @@ def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 def decode(data: Tensor, fmt: Format) -> Tensor:
     """Return the fp32 values of elements that `encode` or `unpack` returned.
 
-    The bits of an emulated format are moved to the sign, exponent and mantissa of an fp16 number.
-    Multiplying this number by a power of two corrects the exponent bias. Denormals convert exactly,
-    because fp16 has denormals, too.
+    The bits of an emulated format become an fp16 number, times a power of two for the exponent
+    bias. Denormals convert exactly, because fp16 has denormals, too.
     """
     if not fmt.emulated:
         return data.float()
@@ -95,9 +88,9 @@ def split_groups(x: Tensor, group_size: int, parts: int) -> list[Tensor]:
 
 
 def pack(parts: Sequence[Tensor], fmt: Format, plane: int) -> Tensor:
-    """Pack the w bits of each element that belong to `plane`, as uint8 [..., K / G, G·w/8].
+    """Pack the w bits of each element in `plane`, uint8 [..., K / G, G·w/8].
 
-    `parts` contains the int32 bits of all elements, which `split_groups` cut into 8/w parts.
+    `parts` are int32 bits, which `split_groups` cut into 8/w parts.
     """
     offset, width = sum(fmt.planes[:plane]), fmt.planes[plane]
     is_last = offset + width == fmt.bits
@@ -120,10 +113,8 @@ def unpack(planes: Sequence[Tensor], fmt: Format, group_size: int) -> Tensor:
 
 
 def shift_right(x: Tensor, count: int) -> Tensor:
-    """Shift integers right by `count` bits; the sign is preserved."""
     return torch.bitwise_right_shift(x, count) if count else x
 
 
 def shift_left(x: Tensor, count: int) -> Tensor:
-    """Shift integers left by `count` bits."""
     return torch.bitwise_left_shift(x, count) if count else x

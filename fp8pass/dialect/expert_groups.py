@@ -1,13 +1,11 @@
 """Expert groups: consecutive rows of a matrix that belong to one expert.
 
 `offsets`, int32 [E], contains the end of each group: [3, 3, 7] means that expert 0 has rows 0 to 2,
-expert 1 has no rows, and expert 2 has rows 3 to 6. Offsets are computed on the device at run time,
-and the CPU does not wait for them, except in the reference implementations of GEMMs. Rows after the
-last group belong to no expert and may have any values.
+expert 1 none, and expert 2 rows 3 to 6. Offsets are computed on the device; only reference GEMMs
+wait for them. Later rows may have any values.
 
-Tensor cores support only contractions over a multiple of 16 rows. A GEMM that contracts the rows of
-each group therefore reads padded groups, which have a multiple of 16 rows. An empty group is padded
-to 16 rows of zeros, so that its product is zero.
+A GEMM that contracts rows reads groups that are padded with zeros to a multiple of 16 rows, at
+least 16.
 """
 
 from __future__ import annotations
@@ -22,23 +20,22 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE, padded_size
 
 
 def padded_length(rows: Any, experts: int) -> Any:
-    """Return a multiple of 16 that is at least the total number of rows of all padded groups."""
+    """Return an upper limit of the rows of all padded groups."""
     return padded_size(rows) + experts * CONTRACTION_MULTIPLE
 
 
 def rows_of_padded(length: int, experts: int) -> int:
-    """Invert `padded_length`: return the rows before padding, rounded up to a multiple of 16."""
+    """Invert `padded_length`, up to a multiple of 16."""
     return length - experts * CONTRACTION_MULTIPLE
 
 
 def group_starts(ends: Tensor) -> Tensor:
-    """Return the index of the first row of each group, int32 [E]."""
-    # Indexing a fake GPU tensor would need a PyTorch with CUDA; `narrow` does not.
+    # Indexing a fake GPU tensor would need a PyTorch with CUDA.
     return torch.nn.functional.pad(ends, (1, 0)).narrow(0, 0, ends.shape[0])
 
 
 def padded_group_ends(offsets: Tensor) -> Tensor:
-    """Return the index of the row after each padded group, int32 [E]."""
+    """Return the index of the row after each padded group."""
     sizes = offsets - group_starts(offsets)
     multiples = sizes + (CONTRACTION_MULTIPLE - 1) & -CONTRACTION_MULTIPLE
     return multiples.clamp_min(CONTRACTION_MULTIPLE).cumsum(0, dtype=torch.int32)
@@ -50,11 +47,7 @@ def expert_of(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which row of the original matrix each row of the padded matrix contains.
-
-    `count` is the number of original rows. Returns three tensors with an element for each padded
-    row: the index of the original row, a bool that is False for padding, and the expert's index.
-    """
+    """Return the original row of each padded row, False for padding, and the expert."""
     ends, starts = padded_group_ends(offsets), group_starts(offsets)
     length = padded_length(count, offsets.shape[0])
     place = torch.arange(length, dtype=torch.int32, device=offsets.device)
@@ -64,5 +57,5 @@ def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def group_slices(ends: Tensor) -> list[slice]:
-    """Return a slice of row indices for each group. The CPU waits until `ends` are computed."""
+    """Return the rows of each group. The CPU waits until `ends` are computed."""
     return [slice(*bounds) for bounds in pairwise([0, *ends.tolist()])]

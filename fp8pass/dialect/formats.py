@@ -1,8 +1,4 @@
-"""Number formats: how one element is quantized, and how many bytes it needs.
-
-A *format* (`E4M3`, `E5M2`, ...) defines the bits of an element. A *quantization*
-(`quantization.py`) also defines which elements share a scale. All quantizations satisfy
-`x ≈ data * scale` (`scaling.py`).
+"""Number formats: the bits of one element.
 
 This module does not import PyTorch, so that options can be parsed without loading it.
 """
@@ -18,79 +14,63 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Bytes of a group's scale. Such scales are stored in bf16 (`scaling.GROUP_SCALE_DTYPE`).
+# Size of `scaling.GROUP_SCALE_DTYPE`.
 GROUP_SCALE_BYTES = 2
 
-# Minimum and maximum number of exponent and mantissa bits in a simulated format (maximum: fp32).
+# Limits of a simulated format.
 EXPONENT_BITS, MANTISSA_BITS = (1, 8), (0, 23)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A number format, such as E4M3.
-
-    Attributes:
-        stored_as: name of the dtype in which a tensor in this format is stored; '' if a tensor
-            keeps its own dtype, as in `exact` and in formats that are only simulated.
-        max: the largest finite value.
-        mantissa: number of stored mantissa bits.
-        min_exponent: exponent of the smallest normal number; smaller numbers are denormals.
-        planes: number of bits of an element in each plane, lowest bits first. A plane is a tensor
-            with some bits of all elements, e.g. (4, 1): four bits in one tensor, the fifth bit in
-            another. In planes of less than 8 bits, several elements share a byte (`ops.quantize`).
-        emulated: whether elements are converted with integer arithmetic, which any GPU supports.
-            Packed formats are emulated, and so is `E4M3_BYTES`.
-        nan: bits of NaN in an emulated format, or 0 if the format has no NaN. If the format has no
-            NaN, a NaN or Inf in a group makes the scale of the group NaN or Inf instead.
-        multiplies: whether GEMMs support the format.
-        saves: whether users can choose the format for saved tensors.
-    """
+    """A number format, such as E4M3."""
 
     name: str
+    # Dtype of stored tensors; '' if a tensor keeps its own dtype (`exact`, simulated formats).
     stored_as: str
-    max: float
-    mantissa: int
-    min_exponent: int
+    max: float  # the largest finite value
+    mantissa: int  # stored bits
+    min_exponent: int  # of the smallest normal number
+    # Bits of an element in each plane, lowest bits first. (4, 1) means that one tensor has four
+    # bits of all elements, and another tensor the fifth bit.
     planes: tuple[int, ...] = (8,)
+    # Converted with integer arithmetic, which any GPU supports.
     emulated: bool = False
+    # Bits of NaN in an emulated format; 0 if it has none, where NaN or Inf makes the scale NaN or
+    # Inf.
     nan: int = 0
-    multiplies: bool = False
-    saves: bool = False
+    multiplies: bool = False  # supported by GEMMs
+    saves: bool = False  # available to users for saved tensors
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which a tensor is stored, or None if a tensor keeps its own dtype."""
         import torch
 
         return getattr(torch, self.stored_as) if self.stored_as else None
 
     @property
     def lossless(self) -> bool:
-        """Whether a tensor is stored unchanged."""
         return math.isinf(self.max)
 
     @property
     def packed(self) -> bool:
-        """Whether several elements share a byte."""
         return self.planes != (8,)
 
     @property
     def bits(self) -> int:
-        """Number of bits of an element, including the sign."""
+        """Bits of an element, including the sign."""
         return sum(self.planes)
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest finite value."""
         return math.frexp(self.max)[1] - 1
 
     @property
     def relative_error(self) -> float:
         """Root-mean-square relative rounding error of a value in the format's normal range.
 
-        For values in [1, 2), the absolute error is uniformly distributed over a step of 2^-m, so
-        its root mean square is 2^-m / √12. Dividing by the value gives the relative error. Its root
-        mean square assumes that the logarithm of the value is uniformly distributed.
+        For values in [1, 2), the error is uniform over a step of 2^-m, so its root mean square is
+        2^-m / √12. The logarithm of the value is assumed to be uniform.
         """
         if self.lossless:
             return 0.0
@@ -99,7 +79,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """Group sizes must be multiples of this, so that groups fill whole bytes of each plane."""
+        """Groups must fill whole bytes of each plane."""
         return 8 // min(self.planes)
 
     @property
@@ -118,10 +98,7 @@ class Format:
         return 0.0 if self.lossless else 2.0 ** (self.min_exponent - self.mantissa - 1) / self.max
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
-        """Return the bytes of this number of elements, including a scale for each group.
-
-        The result is infinite if the elements of a group do not fill whole bytes.
-        """
+        """Include a scale for each group. Infinite if a group does not fill whole bytes."""
         if group_size % (8 // min(self.planes)):
             return math.inf
         return elements * self.bits // 8 + elements // group_size * GROUP_SCALE_BYTES
@@ -150,9 +127,8 @@ SAVED_FORMATS = tuple(sorted((f for f in FORMATS.values() if f.saves), key=lambd
 def simulated_format(name: str) -> Format:
     """Return the format with a name such as `e8m3`: 8 exponent bits and 3 mantissa bits.
 
-    Formats that are not in `FORMATS` have no dtype and follow IEEE 754. The smallest exponent is
-    reserved for denormals, and the largest for Inf and NaN. For example, E8M7 is bfloat16, and
-    E5M10 is float16. A format with one exponent bit has only normal numbers, in [2, 4).
+    Formats that are not in `FORMATS` follow IEEE 754: E8M7 is bfloat16. One exponent bit gives only
+    normal numbers, in [2, 4).
 
     Raises:
         ValueError: the name is not `ExMy`, or the format has more bits than float32.
@@ -179,11 +155,7 @@ def _is_within(count: int, limits: tuple[int, int]) -> bool:
 def divisor_group(
     length: int, group_size: int, smallest: int = 16, multiple: int = 1
 ) -> int | None:
-    """Return the largest group size that divides a row of `length` elements.
-
-    The size is a multiple of `multiple`, at least `smallest` and at most `group_size`. Returns None
-    if no such size divides the row.
-    """
+    """Return the largest size from `smallest` to `group_size` that divides `length`, or None."""
     for size in range(min(group_size, length), smallest - 1, -1):
         if length % size == 0 and size % multiple == 0:
             return size

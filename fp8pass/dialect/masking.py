@@ -1,9 +1,8 @@
 """Simulate a number format by masking (section 3.2 of the paper "FP8 and back").
 
-Masking clears the mantissa bits that the format lacks, which rounds magnitudes down. Magnitudes
-above the largest number of the format become this number. Nonzero magnitudes below the smallest
-normal number become the smallest normal number, because a simulated format has no denormals. Values
-are not scaled. They are masked as fp32 numbers, whatever their dtype is.
+Masking clears the mantissa bits that the format lacks, which rounds magnitudes down. It clamps
+magnitudes to the largest and, because a simulated format has no denormals, to the smallest normal
+number. Values are not scaled.
 """
 
 from __future__ import annotations
@@ -16,21 +15,17 @@ from torch import Tensor
 from fp8pass.dialect.encoding import shift_left
 from fp8pass.dialect.formats import Format
 
-# Number of mantissa bits, and exponent range of normal numbers, in fp32. The 16-bit dtypes in
-# `MASKED_DTYPES` have fewer mantissa bits, and no exponents outside of this range.
+# Limits of fp32. The 16-bit `MASKED_DTYPES` are within these limits.
 FP32_MANTISSA = 23
 LEAST_EXPONENT, LARGEST_EXPONENT = -126, 127
 MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
-    """Mask `x` to a format. The result has the dtype of `x`. NaN, Inf and zeros do not change.
+    """Mask `x`, in its dtype. NaN, Inf and zeros do not change.
 
-    Args:
-        x: bfloat16, float16 or float32.
-        fmt: the format.
-        inner: whether nonzero magnitudes below the smallest normal number become this number.
-        outer: whether finite magnitudes above the largest number become this number.
+    `inner` raises nonzero magnitudes to the smallest normal number, and `outer` lowers finite
+    magnitudes to the largest number.
     """
     value = _round_to_dtype(x)
     cut = (value.view(torch.int32) & -(1 << FP32_MANTISSA - fmt.mantissa)).view(torch.float32)
@@ -47,26 +42,25 @@ def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
 def _round_to_dtype(x: Tensor) -> Tensor:
     """Return `x` as fp32, rounded to the dtype of `x`.
 
-    Code that Inductor generates computes 16-bit values in fp32. It rounds them only if they are
-    stored or, as here, if their bits are read. Without rounding, a number just below a power of two
-    would be masked to the next smaller number, although its 16-bit value is the power of two.
+    Inductor computes 16-bit values in fp32, and rounds them only if their bits are read. A number
+    just below a power of two must not be masked to the next smaller number.
     """
     if x.dtype is torch.float32:
         return x
     bits = x.view(torch.int16).int()
     if x.dtype is torch.bfloat16:  # its bits are the upper half of an fp32 number
         return shift_left(bits, 16).view(torch.float32)
-    # The casts to int32 and back are needed: Inductor would remove two successive views.
+    # Inductor would remove two successive views.
     return bits.to(torch.int16).view(x.dtype).float()
 
 
 def clamps_outside(fmt: Format) -> bool:
-    """Whether masking can clamp large magnitudes, because fp32 has larger exponents than `fmt`."""
+    """Whether fp32 has larger exponents than `fmt`."""
     return fmt.max_exponent < LARGEST_EXPONENT
 
 
 def clamps_inside(fmt: Format) -> bool:
-    """Whether masking can increase magnitudes, because fp32 has smaller exponents than `fmt`."""
+    """Whether fp32 has smaller exponents than `fmt`."""
     return fmt.min_exponent > LEAST_EXPONENT
 
 

@@ -1,15 +1,11 @@
 """The `fp8pass::` dialect: the operators that fp8pass adds to graphs of aten operators.
 
-Every operator is functional. Its reference implementation is a function in plain PyTorch, which
-computes in fp32 on any device and defines the exact result. Graphs that run operator by operator
-(`compiler="eager"`) call this function. For graphs that Inductor compiles, `codegen/lowering.py`
-traces this function. The function may return a view of its operands, in any layout. The operator
-itself returns a new tensor, in the layout that its shape rule (`Operator.fake`) defines.
+Every operator is functional. Its reference in plain PyTorch computes in fp32 and defines the exact
+result. The reference may return a view in any layout; the operator returns a new tensor in the
+layout of its shape rule (`Operator.fake`).
 
-Scale convention: `x ≈ data * scale` with `scale = amax / format.max`. A scale is at least the
-smallest normal number of fp32. The quantization defines how scales are rounded and stored
-(`quantization.py`). NaN and Inf are not lost: if the amax is NaN or Inf, so is the scale, and
-multiplying data by this scale gives NaN or Inf.
+`x ≈ data * scale` with `scale = amax / format.max`, at least the smallest normal number of fp32. If
+the amax is NaN or Inf, so is the scale.
 """
 
 from __future__ import annotations
@@ -41,23 +37,13 @@ _library = torch.library.Library("fp8pass", "DEF")
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of the dialect.
-
-    Attributes:
-        reference: computes the result in plain PyTorch, on any device.
-        fake: the shape rule. It returns an uninitialized tensor with the shape, dtype and layout of
-            the result. It must not branch on sizes: this would add guards on dynamic shapes.
-        multiplies: whether the operator is a GEMM.
-        reduces: whether the operator reduces a tensor, row or group to one number.
-    """
-
     reference: Callable[..., Tensor]
+    # Returns an uninitialized result. It must not branch on sizes, which would add guards.
     fake: Callable[..., Tensor]
-    multiplies: bool = False
-    reduces: bool = False
+    multiplies: bool = False  # a GEMM
+    reduces: bool = False  # a tensor, row or group becomes one number
 
     def run(self, *args: Any) -> Tensor:
-        """Run the reference implementation. Return a new tensor in the layout of the shape rule."""
         result, empty = self.reference(*args), self.fake(*args)
         storage = compat.weak_storage(result)
         operands = compat.tensor_leaves(args)
@@ -67,14 +53,14 @@ class Operator:
         return result
 
 
-# All operators of the dialect. Tests check that other tables of operators agree with this table.
+# Tests check that other tables of operators agree with this table.
 OPERATORS: dict[Any, Operator] = {}
 
 
 def _operator(
     fake: Callable[..., Tensor], *, multiplies: bool = False, reduces: bool = False
 ) -> Callable[[Callable], Callable]:
-    """Define the operator `fp8pass::<function name>`, which the decorated function implements."""
+    """Define `fp8pass::<function name>`."""
 
     def register(reference: Callable) -> Callable:
         operator, name = Operator(reference, fake, multiplies, reduces), reference.__name__
@@ -94,8 +80,7 @@ def _operator(
 def amax(x: Tensor, block: str) -> Tensor:
     """Return the largest magnitude in each block of `x`, fp32 (section 5.2 of the COAT paper).
 
-    The result has shape [] for the block `tensor`, [M, 1] for `row` in a matrix [M, K], and
-    [..., K / G] for `1×G`. The amax of a block that contains NaN is NaN.
+    The shape is [] for `tensor`, [M, 1] for `row`, and [..., K / G] for `1×G`. NaN propagates.
     """
     return _quantization_of(block).amax(x)
 
@@ -126,12 +111,10 @@ def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) 
 def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
     """Quantize `x` [..., K] with the scale of each block, and return one plane of the data.
 
-    A lossless format copies `x`. Data of an 8-bit format have the shape of `x`. They also have the
-    layout of `x` if scales vary along rows; otherwise they are contiguous. A packed plane with w
-    bits of each element is contiguous, uint8 [..., K·w/8]. Each group is cut into 8/w consecutive
-    parts. Byte i of the group contains the i-th element of each part, with the first part in the
-    lowest bits, e.g. elements 0 and 64 in byte 0 for 4 bits and groups of 128. Neighboring threads
-    can therefore process neighboring elements.
+    8-bit data have the shape of `x`, and its layout if scales vary along rows; otherwise they are
+    contiguous. A packed plane with w bits of each element is contiguous, uint8 [..., K·w/8]. Byte i
+    of a group has the i-th element of each of 8/w consecutive parts, e.g. elements 0 and 64 in byte
+    0 for 4 bits and groups of 128, so neighboring threads process neighboring elements.
     """
     how = parse(quantization)
     fmt = how.format
@@ -161,9 +144,8 @@ def _fake_dequantize(
 def dequantize(
     planes: list[Tensor], scale: Tensor, quantization: str, dtype: torch.dtype
 ) -> Tensor:
-    """Dequantize a tensor from all its planes, to `dtype`.
-
-    If the planes are packed, the result is contiguous. Otherwise it has the layout of the data.
+    """Dequantize all planes of a tensor. The layout is the data's, or contiguous for packed
+    planes.
     """
     how, first = parse(quantization), planes[0]
     fmt = how.format
@@ -183,11 +165,10 @@ def _fake_transpose(data: Tensor) -> Tensor:
 
 @_operator(_fake_transpose)
 def transpose(data: Tensor) -> Tensor:
-    """Transpose an FP8 matrix [M, K], so that a GEMM can contract the dimension M.
+    """Transpose an FP8 matrix [M, K] to [K, M'], contiguous, so that a GEMM can contract over M.
 
-    Returns a contiguous matrix [K, M']. M' is M rounded up to a multiple of 16, and the additional
-    columns are zeros. If `data` is not FP8, returns a column-major view [K, M], because GEMMs in
-    other dtypes support any layout.
+    M' is M padded with zeros to a multiple of 16. Other dtypes return a view, because GEMMs support
+    any layout of them.
     """
     if not is_fp8(data.dtype):
         return data.t()
@@ -208,13 +189,13 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 @_operator(lambda data: torch.empty_like(data, dtype=torch.uint8))
 def as_bytes(data: Tensor) -> Tensor:
-    """Reinterpret FP8 data as bytes, because operators outside the dialect do not support FP8."""
+    """View FP8 data as bytes, because operators outside the dialect do not support FP8."""
     return data.view(torch.uint8)
 
 
 @_operator(lambda data, format: torch.empty_like(data, dtype=FORMATS[format].dtype))
 def as_codes(data: Tensor, format: str) -> Tensor:
-    """Reinterpret bytes as FP8 data in `format`: the inverse of `as_bytes`."""
+    """View bytes as FP8 data: the inverse of `as_bytes`."""
     dtype = FORMATS[format].dtype
     assert dtype is not None
     return data.view(dtype)
@@ -235,11 +216,10 @@ def scaled_mm(
     a_quantization: str,
     b_quantization: str,
 ) -> Tensor:
-    """Return `dequantize(a) @ dequantize(b).T + bias`, rounded once to `out_dtype`.
+    """Return `dequantize(a) @ dequantize(b).T + bias`, rounded once to `out_dtype`, [M, N].
 
-    `a` [M, K] and `b` [N, K] are row-major. Returns [M, N] in `out_dtype`. Operands in a lossless
-    format are multiplied in their own dtype. With `fast_accumulation`, tensor cores may truncate
-    the running sum to 14 bits (`accumulation.py`).
+    `a` [M, K] and `b` [N, K] are row-major. Operands in a lossless format are multiplied in their
+    own dtype. With `fast_accumulation`, tensor cores may truncate the running sum to 14 bits.
     """
     if not is_fp8(a.dtype):
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
@@ -260,11 +240,10 @@ def padded_ends(offsets: Tensor) -> Tensor:
 
 @_operator(lambda amaxes, offsets: amaxes.new_empty((offsets.shape[0], 1)), reduces=True)
 def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
-    """Return the amax of each expert group, fp32 [E, 1]. `amaxes` [T, 1] has the amax of each row.
+    """Return the amax of each expert group, fp32 [E, 1], of row amaxes [T, 1]. NaN propagates.
 
-    The amax of an empty group is 0. If a row of a group has the amax NaN, so has the group. Each
-    row index is compared with the bounds of every group. One reduction then computes all results,
-    and the CPU does not wait for the offsets.
+    The amax of an empty group is 0. One reduction computes all results without waiting for the
+    offsets.
     """
     row = torch.arange(amaxes.shape[0], dtype=torch.int32, device=amaxes.device)
     starts, ends = expert_groups.group_starts(offsets).unsqueeze(-1), offsets.unsqueeze(-1)
@@ -286,9 +265,8 @@ def transpose_segments(
 ) -> Tensor:
     """Quantize the tokens of each expert with the expert's scale, then transpose and pad them.
 
-    `x` is [T, K], and `scales` is [E, 1]. If `rows` [T] is given, `x[rows]` is quantized, and `x`
-    may have any number of rows. Returns a contiguous matrix [K, T']. Each group is padded with
-    columns of zeros, and ends at the column that `padded_ends` returns. All later columns are zero.
+    `x` is [T, K], or any rows selected by `rows` [T]; `scales` is [E, 1]. Returns a contiguous [K,
+    T']. Each group is padded with columns of zeros up to `padded_ends`. All later columns are zero.
     """
     count = (x if rows is None else rows).shape[0]
     source, is_token, expert = expert_groups.padded_rows(count, offsets)
@@ -314,10 +292,9 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """Multiply the rows of each expert by its matrix: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` [T, K] contains the rows of all experts, and `b` [E·N, K] contains the stacked matrices of
-    the experts. Both are row-major and have a scale for each row, [T, 1] and [E·N, 1]. Products
-    accumulate as in `scaled_mm`, and are rounded once. Returns [T, N] in `out_dtype`. Rows without
-    an expert are zero in eager mode, and undefined in a compiled graph on a GPU.
+    `a` is [T, K], and `b` [E·N, K] has the stacked matrices; both are row-major with row scales.
+    Products are rounded once, to [T, N]. Rows without an expert are zero in eager mode, and
+    undefined in a compiled graph on a GPU.
     """
     experts = offsets.shape[0]
     product = a.new_zeros((a.shape[0], b.shape[0] // experts), dtype=out_dtype)
@@ -345,9 +322,8 @@ def scaled_grouped_outer(
 ) -> Tensor:
     """Contract over the tokens of each expert e: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` [M, T'] and `b` [N, T'] are results of `transpose_segments`, whose columns are tokens. Each
-    group has a scale; `a_scale` and `b_scale` are [E, 1]. `ends` is the result of `padded_ends`.
-    Products accumulate as in `scaled_mm`, and are rounded once. Returns [E, M, N] in `out_dtype`.
+    `a` [M, T'] and `b` [N, T'] are results of `transpose_segments`, with scales [E, 1]; `ends` of
+    `padded_ends`. Products are rounded once, to [E, M, N].
     """
     products = [
         accumulation.product(a[:, group], b[:, group], fast=fast_accumulation)

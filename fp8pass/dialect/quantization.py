@@ -1,7 +1,6 @@
 """Quantizations: a number format, the elements that share a scale, and how scales are stored.
 
-Operators of the dialect receive a quantization as text, such as `e4m3 row` or `e2m2 1×128`. `parse`
-converts the text to a `Quantization`.
+Operators of the dialect receive a text, such as `e4m3 row` or `e2m2 1×128`.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torch import Tensor
 from fp8pass.dialect.formats import E4M3, FORMATS, Format
 from fp8pass.dialect.scaling import amax_quotient, round_up_to_power_of_two, truncate_to_bf16
 
-# Rows and columns of a block, whose elements share a scale. 0 stands for the whole dimension.
+# Rows and columns of a block. 0 stands for the whole dimension.
 Block = tuple[int, int]
 TENSOR: Block = (0, 0)
 ROW: Block = (1, 0)
-# The blocks that users can choose for the operands of GEMMs.
+# Available to users for GEMM operands.
 OPERAND_BLOCKS: dict[str, Block] = {"row": ROW, "tensor": TENSOR}
 
-# By name: the dtype of stored scales, and whether they are rounded up to powers of two.
+# Dtype of stored scales, and whether they are rounded up to powers of two.
 SCALE_FORMS = {
     "fp32": ("float32", True),
     "bf16": ("bfloat16", False),
@@ -34,18 +33,16 @@ SCALE_FORMS = {
 
 
 def group(size: int) -> Block:
-    """Return the block that consists of `size` elements along the last dimension."""
     return 1, size
 
 
 def block_text(block: Block) -> str:
-    """Return the text for a block: `tensor`, `row`, or rows × columns, such as `1×128`."""
+    """Return `tensor`, `row`, or rows × columns, such as `1×128`."""
     names = {b: name for name, b in OPERAND_BLOCKS.items()}
     return names.get(block) or "×".join(map(str, block))
 
 
 def parse_block(text: str) -> Block:
-    """Return the block that a text describes. This is the inverse of `block_text`."""
     if text in OPERAND_BLOCKS:
         return OPERAND_BLOCKS[text]
     rows, columns = map(int, text.split("×"))
@@ -54,17 +51,11 @@ def parse_block(text: str) -> Block:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a tensor is quantized: `x ≈ data * scale`, with one scale for each block.
-
-    Attributes:
-        format: the format of an element.
-        block: the elements that share a scale.
-        scales: a name in `SCALE_FORMS`, such as `bf16`. The default is bf16 if scales vary along
-            the last dimension, as in saved tensors, and fp32 otherwise, as in GEMM operands.
-    """
+    """How a tensor is quantized: `x ≈ data * scale`, with one scale for each block."""
 
     format: Format
     block: Block
+    # In `SCALE_FORMS`; by default bf16 if scales vary along the last dimension, else fp32.
     scales: str = ""
 
     def __post_init__(self) -> None:
@@ -78,13 +69,12 @@ class Quantization:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Dtype of the stored scales."""
         dtype: torch.dtype = getattr(torch, SCALE_FORMS[self.scales][0])
         return dtype
 
     @property
     def is_for_operands(self) -> bool:
-        """Whether scales are powers of two, as in GEMM operands. In saved tensors they are not."""
+        """Whether scales are powers of two, unlike in saved tensors."""
         return SCALE_FORMS[self.scales][1]
 
     @property
@@ -99,14 +89,14 @@ class Quantization:
 
     @property
     def survives_transpose(self) -> bool:
-        """Whether blocks are square, so that the scales can be transposed with the tensor."""
+        """Square blocks have scales that can be transposed with the tensor."""
         return self.block[0] == self.block[1]
 
     def scale_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of the scales of a tensor with this `shape`.
+        """Return the shape of the scales of a tensor.
 
-        The shape is [] if the tensor has one scale, and [M, 1] if each row has one. It is
-        [..., K / G] for groups of G elements, and [M / m, K / n] for blocks of m rows, n columns.
+        [] for one scale, [M, 1] for rows, [..., K / G] for groups of G elements, and [M / m, K / n]
+        for blocks.
         """
         rows, columns = self.block
         if not columns:
@@ -115,7 +105,6 @@ class Quantization:
         return (*leading, shape[-1] // columns)
 
     def amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude in each block of `x`, fp32."""
         if self.block == TENSOR:
             return x.abs().amax(dim=-1).amax().float()
         if self.block == ROW:
@@ -124,20 +113,19 @@ class Quantization:
         return self.split(x.contiguous()).abs().amax(dim=dims).float()
 
     def scale(self, amax: Tensor) -> Tensor:
-        """Return scales that map `amax` to the format's largest value (LLMQ paper, section 3)."""
+        """Map `amax` to the format's largest value (LLMQ paper, section 3)."""
         if self.format.lossless:
             return torch.ones_like(amax, dtype=self.scale_dtype)
         round_scale = round_up_to_power_of_two if self.is_for_operands else truncate_to_bf16
         return round_scale(amax_quotient(amax, self.format)).to(self.scale_dtype)
 
     def split(self, x: Tensor) -> Tensor:
-        """Split the dimensions of `x` into blocks. `spread` returns scales in a matching shape."""
+        """Split dimensions into blocks, to which the scales of `spread` broadcast."""
         rows, columns = self.block
         groups = x.unflatten(-1, (-1, columns)) if columns else x
         return groups.unflatten(-3, (-1, rows)) if rows > 1 else groups
 
     def merge(self, blocks: Tensor, shape: Sequence[Any]) -> Tensor:
-        """Reshape blocks from `split` to the original `shape`."""
         return blocks.reshape(shape) if self.is_in_groups else blocks
 
     def spread(self, scales: Tensor) -> Tensor:
@@ -166,5 +154,5 @@ def parse(text: str) -> Quantization:
     return found
 
 
-# The quantization of `QuantizedWeight`, of exported weights, and of the operands of expert GEMMs.
+# For `QuantizedWeight`, exported weights, and the operands of expert GEMMs.
 BY_ROW = str(Quantization(E4M3, ROW))

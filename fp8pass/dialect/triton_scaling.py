@@ -14,7 +14,7 @@ EXPONENT, MANTISSA = tl.constexpr(EXPONENT_MASK), tl.constexpr(MANTISSA_MASK)
 
 @triton.jit
 def largest(a, b):
-    """Return the larger number, or NaN if either is NaN. Triton's default maximum drops NaN."""
+    """Return the maximum. Unlike Triton's default, propagate NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

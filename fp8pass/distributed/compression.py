@@ -31,7 +31,7 @@ from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
-PATIENCE_S = 30  # seconds until a rank warns that it still waits for other ranks
+PATIENCE_S = 30  # before a rank warns that it waits
 _COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
 
 
@@ -125,7 +125,7 @@ def compress(
 
 
 def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool) -> None:
-    """Raise ConfigError if gradients or weights are to be compressed, but cannot be."""
+    """Raise ConfigError if gradients or weights cannot be compressed."""
     if done := [path for path, module in reducers.items() if module in _COMPRESSED]:
         raise ConfigError(
             f"{done[0] or 'The model'} is compressed already: call compress only once, with the "
@@ -139,9 +139,9 @@ def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool)
 
 
 def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> None:
-    """Raise ConfigError on all ranks if their arguments differ. Training would otherwise block.
+    """Raise ConfigError on all ranks if their arguments differ; training would block.
 
-    A rank with invalid arguments also calls this function, because the other ranks wait for it.
+    A rank with invalid arguments also calls this function, because the others wait for it.
     """
     found = {arguments}
     with _warn_after_waiting():
@@ -158,7 +158,7 @@ def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> N
 
 @contextmanager
 def _warn_after_waiting() -> Iterator[None]:
-    """Warn once if the context lasts PATIENCE_S. PyTorch's timeout takes minutes."""
+    """PyTorch's timeout takes minutes."""
     text = "compress has waited %d s for other ranks: call it on every rank."
     timer = threading.Timer(PATIENCE_S, log.warning, (text, PATIENCE_S))
     timer.daemon = True
@@ -170,7 +170,7 @@ def _warn_after_waiting() -> Iterator[None]:
 
 
 def _find_groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
-    """Return the process groups of the first distributed module, one for each mesh dimension."""
+    """Return a group for each mesh dimension of the first distributed module."""
     for module in modules:
         if isinstance(module, DistributedDataParallel | Replicated):
             return [_find_group(module)]
@@ -200,7 +200,7 @@ def _why_nothing_reduces(model: nn.Module) -> str:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """Return why a module's reduction cannot be replaced, and what to do; None if it can."""
+    """Return why a module's reduction cannot be replaced, and what to do."""
     if isinstance(module, Replicated) and replicas_have_begun(module):
         return "the model has run already: call compress before its first forward."
     if isinstance(module, FSDPModule) and not any(map(_is_scattered, module.parameters())):
@@ -214,7 +214,7 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def _is_scattered(parameter: Tensor) -> bool:
-    """Return whether ranks hold different parts of a parameter."""
+    """Whether ranks hold different parts."""
     if not isinstance(parameter, DTensor):
         return True  # unknown: FSDP2 has gathered it in the middle of a step
     placements = enumerate(parameter.placements)
@@ -245,7 +245,7 @@ class FSDPReduceScatter:
         self.sums = sums
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer into which FSDP2 copies gradients."""
+        """Allocate a buffer to which FSDP2 copies gradients."""
         return GradientBuffer.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -273,16 +273,14 @@ class FSDPReduceScatter:
         self.sums.reduce_scatter(output_tensor, terms, sizes, group, factor)
 
 
-# Without annotations, because DDP compares a hook's annotations with classes, but annotations in
-# this module are strings. A module-level function, because a copied DDP finds the hook by name.
+# DDP compares a hook's annotations with classes, but annotations in this module are strings. A
+# copied DDP finds the hook by its module-level name.
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]
     return state.reduce(bucket)
 
 
 class DDPReduction:
-    """DDP's all-reduce of a bucket of gradients, in FP8.
-
-    On a GPU, the all-reduce runs at the same time as the rest of the backward.
+    """DDP's all-reduce of a bucket of gradients, in FP8, beside the rest of the backward.
 
     Copies and pickles of a DDP contain an empty instance, and use PyTorch's own reduction.
     """
@@ -292,11 +290,11 @@ class DDPReduction:
         self.stream: torch.cuda.Stream | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return an empty state: process groups and streams belong to this process."""
+        """Leave out process groups and streams, which belong to this process."""
         return {"group": None, "sums": None, "stream": None}
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Return a future of the bucket's gradients, averaged over ranks."""
+        """Average the bucket's gradients over ranks."""
         x = bucket.buffer()
         devices = [x.device] if x.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)

@@ -1,18 +1,16 @@
 """Sums of gradients over ranks, sent in FP8 (section 5 of the paper AGoQ).
 
-Each rank is responsible for one part of the gradients. It receives this part from all ranks,
-dequantizes the values, and adds them up in fp32. Therefore partial sums are never quantized. An
-all-reduce then sends the sums in FP8 to all ranks.
+Each rank receives one part of the gradients from all ranks, dequantizes the values, and adds them
+up in fp32. An all-reduce then sends the sums in FP8 to all ranks.
 
 Each parameter starts a new quantization group:
 
     row      p p p p p q q s s s s            parameters p, q, s
     padded   p p p p|p 0 0 0|q q 0 0|s s s s  in groups of 4
 
-Otherwise the scale of a group with elements of two parameters would depend on both parameters. With
-tensor parallelism, ranks hold equal copies of one parameter (e.g. of a norm) next to different
-shards of another parameter. Each rank would round the gradient of its copy differently, and the
-copies would drift apart.
+With tensor parallelism, ranks hold equal copies of one parameter (a norm) next to different shards
+of another. With a common scale, each rank would round its copy differently, and copies would drift
+apart.
 """
 
 from __future__ import annotations
@@ -35,42 +33,32 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 @dataclass
 class Traffic:
-    """Counts of the values and bytes that a rank has sent to other ranks.
+    """Counts of sent values and bytes."""
 
-    Attributes:
-        elements: number of values sent. A value counts once for each rank that receives it.
-        bytes: number of bytes sent.
-    """
-
-    elements: int = 0
+    elements: int = 0  # once for each rank that receives a value
     bytes: int = 0
 
     def add(self, elements: int, sent: int, copies: float) -> None:
-        """Count `copies` times `elements` values and `sent` bytes. `copies` may be a fraction."""
+        """Count `copies` times, which may be a fraction."""
         self.elements += int(elements * copies)
         self.bytes += int(sent * copies)
 
     @property
     def ratio(self) -> float:
-        """Bytes sent, divided by the bytes of these values in BF16; 1 before the first send."""
+        """Bytes relative to BF16; 1 before the first send."""
         return self.bytes / (2 * self.elements) if self.elements else 1.0
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Positions of parameters in a row of gradients, with and without padding.
+    """Positions of parameters in a row of gradients, with and without padding."""
 
-    Attributes:
-        sizes: number of elements of each parameter in a row, in order; at least 1.
-        unit: number of elements of a group.
-    """
-
-    sizes: tuple[int, ...]
-    unit: int = WIRE_GROUP_SIZE
+    sizes: tuple[int, ...]  # elements of each parameter in a row, in order; at least 1
+    unit: int = WIRE_GROUP_SIZE  # elements of a group
 
     @cached_property
     def _runs(self) -> tuple[int, ...]:
-        """Lengths of runs. A run is a sequence of parameters without padding between them."""
+        """Lengths of sequences of parameters without padding between them."""
         runs = [0]
         for size in self.sizes:
             runs[-1] += size
@@ -84,10 +72,7 @@ class ParameterLayout:
         return (*(run + -run % self.unit for run in others), last)
 
     def pad(self, rows: Tensor) -> Tensor:
-        """Return rows [R, N] with zeros inserted, so that each parameter starts a group.
-
-        Return `rows` itself if no padding is needed.
-        """
+        """Insert zeros into rows [R, N], so that each parameter starts a group."""
         if len(self._runs) == 1:
             return rows
         padded = rows.new_zeros(len(rows), sum(self._padded_runs))
@@ -96,7 +81,7 @@ class ParameterLayout:
         return padded
 
     def unpad(self, padded: Tensor, rows: Tensor) -> None:
-        """Copy `padded` without the padding to `rows` [R, N]."""
+        """Copy to `rows` [R, N] without the padding."""
         for source, run in self._pair_runs(padded, rows):
             run.copy_(source[:, : run.shape[-1]])
 
@@ -106,17 +91,14 @@ class ParameterLayout:
 
 @lru_cache(maxsize=1024)
 def make_layout(sizes: tuple[int, ...]) -> ParameterLayout:
-    """Return the layout of parameters. Parameters of size 0 are left out."""
+    """Leave out parameters of size 0."""
     return ParameterLayout(tuple(size for size in sizes if size))
 
 
 class GradientSums:
     """Sums of gradients over ranks, sent in E4M3 with a scale for each group of 128.
 
-    Args:
-        traffic: counts the values and bytes that are sent.
-        monitor: measures the gradients that are sent, in the steps that the monitor samples.
-        path: path of the module whose gradients are summed. The monitor reports this path.
+    The monitor measures sent gradients in sampled steps, under the module's `path`.
     """
 
     def __init__(self, traffic: Traffic, monitor: Monitor | None = None, path: str = "") -> None:
@@ -140,9 +122,9 @@ class GradientSums:
         layout.unpad(self._scatter(rows, group, factor), output.view(1, -1))
 
     def all_reduce(self, x: Tensor, sizes: tuple[int, ...], group: Any, factor: float) -> None:
-        """Replace `x` [N] by its sum over ranks, times `factor`. All ranks get the same bits.
+        """Replace `x` [N] by its sum over ranks, times `factor`, with the same bits on all ranks.
 
-        `sizes` are the numbers of elements of each parameter in `x`, in order.
+        `sizes` are the numbers of elements of each parameter, in order.
         """
         world = group.size()
         if world == 1:
@@ -152,7 +134,6 @@ class GradientSums:
         self.traffic.add(x.numel(), 0, 2 * (1 - 1 / world))
         padded = layout.pad(x.view(1, -1))
         length = padded.numel()
-        # Each rank gets whole groups.
         part = -(-length // (world * WIRE_GROUP_SIZE)) * WIRE_GROUP_SIZE
         terms = x.new_zeros(world, part, dtype=torch.float32)
         terms.view(-1)[:length] = padded[0]
@@ -164,7 +145,7 @@ class GradientSums:
         layout.unpad(sums[:, :length], x.view(1, -1))
 
     def _scatter(self, rows: Tensor, group: Any, factor: float) -> Tensor:
-        """Sum `rows` [world, N] over ranks, and return this rank's row [1, N], times `factor`."""
+        """Return this rank's row [1, N] of the sum of `rows` [world, N], times `factor`."""
         sent = pack(rows)
         if self.monitor is not None and self.monitor.sampling:
             padded, scales = split_into_groups(rows)

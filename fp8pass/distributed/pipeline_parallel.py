@@ -1,10 +1,8 @@
 """Memory budgets for the stages of a pipeline.
 
-A rank holds the saved tensors of several micro-batches at once, and the first rank holds the most
-micro-batches. The paper AGoQ (section 4.2, DBCA-PP) gives every rank the memory that the first rank
-needs if it saves tensors in 4 bits. So if rank i holds N_i micro-batches, it saves tensors in
-B_i = 4 · N_1 / N_i bits (Eq. 22). This module computes N_i from PyTorch's schedule. Budgets are in
-bytes, and the planner chooses a format for each tensor (`activation_memory/raise_precision.py`).
+The paper AGoQ (section 4.2, DBCA-PP) gives every rank the memory that the first rank, which holds
+the most micro-batches, needs in 4 bits. If rank i holds N_i micro-batches, it saves tensors in B_i
+= 4 · N_1 / N_i bits (Eq. 22). This module computes N_i from PyTorch's schedule.
 
     for stage, config in zip(stages, pipeline_configs("1F1B", len(stages), microbatches=8)):
         stage.compile(backend=fp8pass.backend(config))
@@ -20,8 +18,8 @@ from fp8pass.config import Config, checked_config
 from fp8pass.dialect.formats import SAVED_FORMATS
 from fp8pass.option_checks import LARGEST_SHARE, ConfigError, unknown
 
-# How much each kind of action changes the number of micro-batches that a rank holds. A backward in
-# two parts releases its micro-batch after the second part (W), which computes weight gradients.
+# Micro-batches that a rank holds. A backward in two parts releases its micro-batch after the second
+# part (W), which computes weight gradients.
 HELD_CHANGE = {"F": 1, "B": -1, "W": -1}
 
 
@@ -81,12 +79,9 @@ def pipeline_configs(
 def most_held(actions: list[PipelineAction]) -> int:
     """Return how many micro-batches a rank holds at its peak.
 
-    A micro-batch counts once for each stage of the rank, from the end of its forward to the end of
-    its backward. In zero bubble schedules, which compute weight gradients in a separate action, it
-    counts until the end of that action.
-
-    For interleaved 1F1B with two stages on each of n ranks, rank i, counted from 1, holds
-    3n - 2i + 1 micro-batches. Eq. 21 of AGoQ is n + 2i - 1, because it counts ranks backwards.
+    A micro-batch counts for each stage, until its backward or, in zero bubble schedules, the action
+    for weight gradients ends. For interleaved 1F1B with two stages on each of n ranks, rank i (from
+    1) holds 3n - 2i + 1. Eq. 21 of AGoQ is n + 2i - 1, because it counts ranks backwards.
     """
     held = peak = 0
     for action in actions:
@@ -96,10 +91,9 @@ def most_held(actions: list[PipelineAction]) -> int:
 
 
 def _compute_budget(base: Config, held: int, most: int) -> float | int:
-    """Return the budget of one micro-batch in one stage: bytes, or a share of the default.
+    """Return bytes, or a share of the default, of one micro-batch in one stage.
 
-    `held` is the number of micro-batches that the rank holds at its peak. `most` is the largest
-    such number of any rank.
+    The rank holds `held` micro-batches at its peak, and another rank `most`.
     """
     if isinstance(base.memory_budget, (str, int)):
         return int(base.budget_bytes(0) // held)
@@ -144,7 +138,6 @@ def _find_class(schedule: str | type) -> type:
 
 
 def _plan(schedule: type, numbers: dict[str, int | None]) -> object:
-    """Return a schedule of this class for these numbers of stages, ranks and micro-batches."""
     one_each = compat.runs_one_stage_a_rank(schedule)
     if one_each and numbers["ranks"] is None:
         numbers["ranks"] = numbers["stages"]

@@ -1,9 +1,8 @@
 """FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ, section 3.2).
 
-A shard consists of whole rows, so each rank quantizes its shard without communication. Every rank
-gathers FP8 data. This data has the same bits as if the rank gathered BF16 weights and quantized
-them by row. In compiled code, the forward's GEMM reads the data directly, and the backward
-dequantizes it. Shards, gradients and state dicts are not quantized.
+A shard consists of whole rows, so each rank quantizes its shard without communication, to the same
+bits as gathered BF16 weights. In compiled code, the forward's GEMM reads the FP8 data, and the
+backward dequantizes it. Shards, gradients and state dicts are not quantized.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, 
 
 log = logging.getLogger("fp8pass")
 
-# Dtypes of shards that the quantization kernel reads.
+# Supported by the quantization kernel.
 SHARD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,11 +45,9 @@ class PackedWeights:
     """FP8 data and scales of several matrices [M, K] in one buffer, which is sent as one tensor.
 
     Attributes:
-        memory: uint8 [ΣM·K + Σ4·M]: the FP8 data of all matrices, then the fp32 scales of all
-            matrices.
-        sizes: for each matrix the bytes of its data, then for each matrix the bytes of its scales.
-        views: typed views of `memory`: `data` of all matrices, `scales` of all matrices, and
-            `parts`, the pair of data and scales of each matrix.
+        memory: uint8 [ΣM·K + Σ4·M]: the FP8 data of all matrices, then all fp32 scales.
+        sizes: bytes of the data of each matrix, then of the scales of each matrix.
+        views: typed views of `memory`: `data`, `scales`, and `parts`, the pair of each matrix.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
@@ -64,9 +61,9 @@ class PackedWeights:
 
 
 class ShardKey(NamedTuple):
-    """Device, dtype and shapes of a module's shards. Modules with equal keys share a send buffer.
+    """Modules with equal keys share a send buffer.
 
-    The dtype is part of the key, because FSDP2 may gather weights of several dtypes together.
+    FSDP2 may gather weights of several dtypes together.
     """
 
     device: torch.device
@@ -75,28 +72,23 @@ class ShardKey(NamedTuple):
 
     @staticmethod
     def of(shards: Sequence[Tensor]) -> ShardKey:
-        """Return the key of shards that have the same device and dtype."""
+        """Return the key of shards of one device and dtype."""
         return ShardKey(shards[0].device, shards[0].dtype, tuple(x.shape for x in shards))
 
 
 class SendBuffers:
-    """Send buffers that modules with equal `ShardKey`s use in turn.
-
-    Shared buffers save the CPU time of allocating and splitting a buffer for every layer.
-    """
+    """Modules with equal `ShardKey`s use buffers in turn, which saves CPU time."""
 
     def __init__(self) -> None:
         self._users: Counter[ShardKey] = Counter()
         self._buffers: dict[tuple[ShardKey, int], PackedWeights] = {}
 
     def register(self, key: ShardKey) -> None:
-        """Register a module whose shards have this key."""
         self._users[key] += 1
 
     def get(self, key: ShardKey) -> PackedWeights:
-        """Return a buffer that the current stream may overwrite.
-
-        Each stream has its own buffers. Earlier reads on this stream end before the next write.
+        """Return a buffer that the current stream may overwrite, because its earlier reads have
+        ended.
         """
         place = key, compat.stream_of(key.device)
         if (found := self._buffers.get(place)) is None:
@@ -109,17 +101,15 @@ class SendBuffers:
 class WeightGather:
     """FSDP2's all-gather extension for the weights of one module.
 
-    FSDP2 calls the extension once for each weight, in order. The call for the first weight sends
-    the FP8 data of all weights and unpacks the received data; the other calls send nothing. One
-    tensor for all weights saves CPU time, because each tensor costs FSDP2 as much time as a kernel
-    launch.
+    FSDP2 calls it once for each weight, in order. The first call sends and unpacks all weights,
+    because each tensor costs FSDP2 as much CPU time as a kernel launch.
 
     Attributes:
         layers: the layers that own the weights, in FSDP2's order.
         traffic: counts the values and bytes that are sent.
         buffers: the send buffers, shared with other modules.
-        received: the gathered weights. FSDP2 frees their memory after use and allocates it again
-            before a gather. None before the first gather.
+        received: the gathered weights; None before the first gather. FSDP2 frees their memory after
+            use, and allocates it again before a gather.
     """
 
     def __init__(self, layers: list[nn.Linear], traffic: Traffic, buffers: SendBuffers) -> None:
@@ -135,7 +125,7 @@ class WeightGather:
         return [get_shard(cast(Any, y.weight)) for y in self.layers]
 
     def attach(self) -> None:
-        """Attach the extension to the current shards. Skip weights that FSDP2 has just gathered."""
+        """Skip weights that FSDP2 has just gathered."""
         for i, layer in enumerate(self.layers):
             weight: Any = layer.weight
             shard: Any = get_shard(weight) if isinstance(weight, DTensor) else None
@@ -151,8 +141,7 @@ class WeightGather:
             dtype = mp_policy.param_dtype or module.weight.dtype
             return self._quantize_shards(dtype, mesh.size() - 1) if i == 0 else (), dtype
 
-        # FSDP2 inspects the signature in each gather. Without this attribute, the inspection takes
-        # more CPU time than the rest of the gather.
+        # FSDP2 inspects the signature in each gather, which would take more CPU time than the rest.
         signature = inspect.signature(pre_all_gather)
         pre_all_gather.__signature__ = signature  # type: ignore[attr-defined]
         return pre_all_gather
@@ -181,9 +170,9 @@ class WeightGather:
         return post_all_gather
 
     def _receive(self, gathered: Tensor) -> None:
-        """Unpack the buffers of all ranks, uint8 [ranks · B], into `received`, then free them.
+        """Unpack the buffers of all ranks, uint8 [ranks · B], and free them.
 
-        Before this call, FSDP2 has allocated the memory of `received` again.
+        FSDP2 has allocated the memory of `received` again.
         """
         if self.received is None:
             self.received = PackedWeights(self._shapes, gathered.device)
@@ -192,7 +181,7 @@ class WeightGather:
 
 
 def unpack(gathered: Tensor, whole: PackedWeights) -> None:
-    """Copy the packed shards of all ranks, uint8 [ranks, B], to `whole`, the full weights."""
+    """Copy packed shards, uint8 [ranks, B], to the full weights."""
     if (kernels := load_kernels(gathered.device)) is not None:
         return kernels.unpack(gathered, whole.memory, whole.sizes)
     ranks = len(gathered)
@@ -205,11 +194,11 @@ def unpack(gathered: Tensor, whole: PackedWeights) -> None:
 def gather_quantized_weights(
     model: nn.Module, skip: tuple[Pattern, ...], traffic: Traffic
 ) -> tuple[str, ...]:
-    """Make FSDP2 gather weights of linear layers in FP8. Return the paths of these layers."""
+    """Return the paths of the layers whose weights are gathered in FP8."""
     reasons = find_reasons_against_fp8(model, skip)
     gathers: dict[nn.Module, list[WeightGather]] = {}
     buffers = SendBuffers()
-    # Modules that are sharded together, by fully_shard([a, b]), share a gather.
+    # Modules that `fully_shard([a, b])` shards together share a gather.
     made: dict[tuple[int, torch.dtype], WeightGather] = {}
     for module in model.modules():
         together: dict[tuple[int, torch.dtype], list[nn.Linear]] = {}
@@ -220,7 +209,7 @@ def gather_quantized_weights(
             if key not in made:
                 made[key] = WeightGather(layers, traffic, buffers)
             gathers.setdefault(module, []).append(made[key])
-    # A forward of the whole model starts with the model's hooks, so these attach all gathers.
+    # The model's hooks run first, so they attach all gathers.
     if gathers and isinstance(model, FSDPModule):
         gathers[model] = [each for group in gathers.values() for each in group]
     for module, group in gathers.items():
@@ -249,10 +238,7 @@ def _log_layers(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, .
 
 
 def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> None:
-    """Attach `gathers` now, after each load and before each forward of `module`.
-
-    This is necessary because loading a state dict and moving a module replace the shards.
-    """
+    """Attach `gathers` again after each load and before each forward, which may have new shards."""
 
     def attach(*_: Any) -> None:
         for gather in gathers:
@@ -264,17 +250,14 @@ def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> Non
 
 
 def why_too_late(modules: Iterable[nn.Module]) -> str:
-    """Return why it is too late to make FSDP2 gather weights in FP8; '' if it is not too late."""
+    """Return why FSDP2 can no longer gather in FP8, or ''."""
     shards = (m for m in modules if isinstance(m, FSDPModule))
     has_run = any(map(fsdp_has_run, shards))
     return "the model has run already: call compress before its first forward." if has_run else ""
 
 
-# --- layers that keep high precision --------------------------------------------------------------
-
-
 def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear, str]:
-    """Return for each linear layer why its weight is gathered in high precision; '' means FP8."""
+    """Return why each layer's weight is gathered in high precision; '' means FP8."""
     modules = model.named_modules()
     linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
@@ -302,7 +285,7 @@ def _why_not(parameter: GatheredParameter) -> str:
 
 
 def _why_not_in_rows(weight: DTensor) -> str:
-    """Return why ranks do not have equal numbers of whole rows of `weight`; '' if they have."""
+    """Return why ranks do not have equal numbers of whole rows."""
     *replicas, shard = weight.placements
     ranks, rows = weight.device_mesh.size(-1), weight.shape[0]
     if weight.device.type not in (weight.device_mesh.device_type, "meta"):

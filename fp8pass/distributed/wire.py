@@ -1,10 +1,9 @@
-"""Buffers that ranks send: gradients in E4M3, in groups of 128, with the scales of the groups.
+"""Buffers that ranks send: gradients in E4M3, in groups of 128 (section 5 of the paper AGoQ).
 
     rows [R, N]  ->  uint8 [R, B]    the E4M3 data of a row, padded to an even length, then one BF16
                                      scale for each group; the last group may be shorter
 
-A buffer takes 1.016 bytes per element. The receiver gets NaN for all elements of a group that
-contains NaN or infinity. The method is from section 5 of the paper AGoQ.
+A buffer takes 1.016 bytes per element. All elements of a group with NaN or infinity become NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, amax_quotient, round_up_t
 fp8 = torch.ops.fp8pass
 
 WIRE_GROUP_SIZE = 128
-# The quantization of gradients. All ranks must use the same.
+# All ranks must use the same.
 WIRE_QUANTIZATION = str(Quantization(E4M3, group(WIRE_GROUP_SIZE)))
 
 
@@ -42,7 +41,7 @@ def pack(rows: Tensor) -> Tensor:
 
 
 def split_into_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows [R, N] in fp32, padded to whole groups, and the BF16 scale of each group.
+    """Return fp32 rows [R, N], padded to whole groups, and the BF16 scale of each group.
 
     Scales are rounded up: a scale below amax / 448 would clip the largest elements.
     """
@@ -53,9 +52,10 @@ def split_into_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
-    """Dequantize `wire`, uint8 [T, R, B], sum it over T, and write it times `factor` to `into`.
+    """Dequantize `wire`, uint8 [T, R, B], sum it over T in fp32, and write it times `factor` to
+    `into`.
 
-    `into` is [R, N], contiguous, of any float dtype. The sums are computed in fp32. Return `into`.
+    `into` is [R, N], contiguous, of any float dtype, and is returned.
     """
     if (kernels := load_kernels(wire.device)) is not None:
         kernels.add_up(wire, into, factor, WIRE_GROUP_SIZE)
@@ -69,7 +69,6 @@ def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def packed_bytes(length: int) -> int:
-    """Return the size in bytes of a packed row of `length` elements."""
     return _round_up_to_even(length) + GROUP_SCALE_DTYPE.itemsize * -(-length // WIRE_GROUP_SIZE)
 
 
@@ -78,7 +77,7 @@ def _round_up_to_even(length: int) -> int:
 
 
 def load_kernels(device: torch.device) -> Any:
-    """Return the module `wire_kernels`, or None if the device does not run Triton kernels."""
+    """Return the module `wire_kernels`, if the device runs Triton kernels."""
     return None if hardware.why_no_triton_kernels(device) else _import_kernels()
 
 

@@ -1,8 +1,7 @@
 """Triton kernels of `wire.pack`, `wire.add_up` and `weight_gather.unpack`.
 
-A program of `pack` or `add_up` processes `GROUPS` groups of one row of gradients. A program of
-`unpack` copies up to `WORDS` words of one weight that one rank sent. `unpack` needs a kernel
-because PyTorch's operator copies a table of addresses to the GPU in every call.
+`unpack` needs a kernel because PyTorch's operator copies a table of addresses to the GPU in every
+call.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from fp8pass.dialect.scaling import BF16_BITS
 from fp8pass.dialect.triton_scaling import largest, quotient_of
 from fp8pass.runtime.triton_launcher import Launcher
 
-# Groups of a program of `pack` or `add_up`. In fp32 they take 4 kB of registers.
+# Groups of a program of `pack` or `add_up`, 4 kB of fp32 registers.
 GROUPS = 8
-# Words of 4 bytes that a program of `unpack` copies.
+# Words of 4 bytes of a program of `unpack`.
 WORDS = 4096
 BITS = tl.constexpr(BF16_BITS)
 
 
 @triton.jit
 def _positions(GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    # Positions have 32 bits: 64-bit arithmetic for each element takes longer than its read.
+    # 64-bit arithmetic for each element takes longer than its read.
     return tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
 
 
@@ -40,8 +39,8 @@ def _clamp_remaining(length, first, most: tl.constexpr):
 
 @triton.jit
 def _read(values, inside, left, MOST: tl.constexpr):
-    # Without a mask, Triton reads vectors. With a mask, Triton reads element by element if the
-    # mask's end is unknown at compile time.
+    # Without a mask, Triton reads vectors. With a mask whose end is unknown at compile time, it
+    # reads element by element.
     if left == MOST:
         found = tl.load(values + inside)
     else:
@@ -118,7 +117,7 @@ _launch_unpack = Launcher(_unpack)
 
 
 def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
-    """Quantize rows [R, N], contiguous, into `wire`, uint8 [R, B]."""
+    """Quantize contiguous rows [R, N] into `wire`, uint8 [R, B]."""
     count, length = rows.shape
     grid = triton.cdiv(length, group_size * GROUPS), count, 1
     parts = wire.view(torch.float8_e4m3fn), wire.view(torch.bfloat16)
@@ -126,7 +125,7 @@ def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
-    """Run `wire.add_up`: `wire` is uint8 [T, R, B], and `into` is [R, N]."""
+    """Sum `wire`, uint8 [T, R, B], over T into `into` [R, N]."""
     terms, count, sent = wire.shape
     length = into.shape[-1]
     grid = triton.cdiv(length, group_size * GROUPS), count, 1
@@ -138,9 +137,8 @@ def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
 def unpack(shards: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> None:
     """Copy the packed shards of all ranks, uint8 [ranks, B], to `whole`, the full weights.
 
-    A piece is the data or the scales of one weight. `sizes` are the bytes of each piece in `whole`,
-    where a piece is contiguous. The buffer of each rank has this rank's rows of each piece, in
-    order.
+    `sizes` are the bytes of each piece (data or scales of one weight) in `whole`. A rank's buffer
+    has its rows of each piece, in order.
     """
     ranks, sent = shards.shape
     blocks, table, constants = _make_table(sizes, ranks, shards.device)
@@ -154,8 +152,8 @@ def _make_table(
 ) -> tuple[int, Tensor, tuple[int, ...]]:
     """Return the number of programs per rank, the kernel's table, and the kernel's constants.
 
-    The table, int64 [pieces, 3], contains for each piece the index of its first program, and its
-    offset and length in a rank's buffer, in words.
+    For each piece, the table, int64 [pieces, 3], has the first program, and offset and length in a
+    rank's buffer, in words.
     """
     words = [size // ranks // 4 for size in sizes]
     begins = list(accumulate(words, initial=0))

@@ -37,9 +37,9 @@ def compute_bounds(
 ) -> Amplifications:
     """Bound the relative change of each output's factors per unit relative change of each source.
 
-    The change of an element is measured relative to the element. With `relative_to_row`, it is
-    measured relative to the largest element of the row, because a format that rounds small elements
-    to zero has such errors. The result is the largest bound over the scales of the samples.
+    With `relative_to_row`, the change of an element is relative to the largest element of its row:
+    a format that rounds small elements to zero has such errors. Return the largest bound over the
+    scales.
     """
     bounds = Bounds(factors, sources, relative_to_row)
     found: Amplifications = {s: dict.fromkeys(outputs, 0.0) for s in sources}
@@ -52,8 +52,6 @@ def compute_bounds(
 
 
 class Bounds:
-    """Bounds the changes of gradient factors per unit of ‖δ‖_∞, the largest error in a source."""
-
     def __init__(
         self, factors: Factors, sources: Collection[Symbol], relative_to_row: bool
     ) -> None:
@@ -98,9 +96,8 @@ class Bounds:
         return _sum(terms)
 
     def _row(self, each: Tensor) -> BySource:
-        """Return ω, the derivative of a statistic by the elements of each source.
-
-        `each` contains the terms that the elements add to the statistic.
+        """Return ω, the derivative of a statistic, whose terms are `each`, by elements of the
+        sources.
         """
         local, through = self._differentiate(each)
         terms = [local]
@@ -111,8 +108,8 @@ class Bounds:
     def _differentiate(self, x: Tensor) -> tuple[BySource, dict[Key, Tensor]]:
         """Return the element-wise derivatives of `x` by sources and by statistics.
 
-        These are the gradients of `x.sum()`, because each element of `x` depends only on the
-        elements at the same position.
+        Each element of `x` depends only on elements at its position, so these are gradients of
+        `x.sum()`.
         """
         if not x.requires_grad or not self._inputs:
             return {}, {}
@@ -158,8 +155,8 @@ def estimate_expected(
 ) -> Amplifications:
     """Return the relative RMS change of each output per unit relative RMS error of each source.
 
-    If a Jacobian is multiplied by random signs, the expected squared norm of the product is the
-    squared Frobenius norm of the Jacobian. So one pass of autograd for each output is enough.
+    The squared Frobenius norm of a Jacobian is the expected squared norm of its product with random
+    signs. So one pass of autograd for each output is enough.
     """
     inexact = set(samples.expressions.values)
     leaves = {

@@ -28,15 +28,15 @@ import torch
 from sympy import Expr
 from torch import Tensor
 
-PERTURBATION = 1e-4  # small enough for linear effects, far above the rounding errors of fp64
+PERTURBATION = 1e-4
 SAMPLED_TOKENS = 256  # tokens
 
 
 def derive_bounds(length: Expr, head_dim: Expr) -> dict[str, Expr]:
-    """Bound the changes of ∂A/∂V, ∂A/∂Q and ∂A/∂K per unit relative perturbation of Q, K and V.
+    """Bound the changes of ∂A/∂V, ∂A/∂Q, ∂A/∂K per unit relative perturbation of Q, K, V.
 
-    This is Case 1 of the AGoQ paper: only the inputs are stored. For entries of unit variance,
-    ‖ΔQ‖₂ = ‖Q‖₂ = √(L d), ‖ΔQ‖_∞ = ‖Q‖_∞ = 1, and ‖P‖₂ ≤ √L.
+    Case 1 of the AGoQ paper: only the inputs are stored. For unit variance, ‖ΔQ‖₂ = ‖Q‖₂ = √(L d),
+    ‖ΔQ‖_∞ = ‖Q‖_∞ = 1, and ‖P‖₂ ≤ √L.
     """
     q, p = sympy.sqrt(length * head_dim), sympy.sqrt(length)
     p_error = 2 * q * q / sympy.sqrt(head_dim)  # error of S: ‖ΔQ‖₂ ‖K‖₂ + ‖Q‖₂ ‖ΔK‖₂
@@ -55,10 +55,9 @@ def bound_amplification(length: int, head_dim: int) -> float:
 def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> float:
     """Return the largest relative RMS error of dq, dk and dv per unit error of the operands.
 
-    The operands are random numbers of unit variance. Those named in `inexact` (`q`, `k`, `v`, and
-    `o` for the output) have independent relative errors of the same size. With few tokens, results
-    differ from head to head, so they are averaged over several heads. With few tokens, `qkv` also
-    covers models in which q, k and v are the same value, with the gradient dq + dk + dv.
+    The operands are random numbers of unit variance. Those named in `inexact` (`q`, `k`, `v`, `o`
+    for the output) have independent relative errors. With few tokens, results are averaged over
+    heads, and `qkv` covers self-attention with q = k = v, whose gradient is dq + dk + dv.
     """
     random = torch.Generator().manual_seed(0)
     size = min(length, SAMPLED_TOKENS), head_dim
@@ -86,7 +85,7 @@ def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> 
 def _perturb(
     operands: Sequence[Tensor], noise: Sequence[Tensor], gradient: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the exact dq, dk and dv, then dq, dk and dv of operands multiplied by `noise`."""
+    """Return the exact dq, dk, dv, then those of operands multiplied by `noise`."""
     q, k, v = operands
     scores = _compute_scores(q, k)
     logsumexp, output = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ v

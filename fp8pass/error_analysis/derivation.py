@@ -37,24 +37,16 @@ log = logging.getLogger("fp8pass")
 
 @dataclass(frozen=True)
 class Amplification:
-    """Relative error of gradients per unit relative error of a stored value.
+    """Relative error of gradients per unit relative error of a stored value."""
 
-    Attributes:
-        bound: an upper limit of the amplification of any perturbation, to first order.
-        expected: the root mean square amplification of independent perturbations.
-        flush_bound: the bound for errors relative to the largest element of a row. Formats that
-            round small elements to zero have such errors.
-        needs_signs: whether the format must not round any element to zero. This is true if the
-            backward compares the value with zero (ReLU), or sums products of it over positions.
-    """
-
-    bound: float
-    expected: float
+    bound: float  # an upper limit of the amplification of any perturbation, to first order
+    expected: float  # the root mean square amplification of independent perturbations
+    # For errors relative to the largest element of a row, as of formats that flush to zero.
     flush_bound: float = 1.0
+    # Whether the backward compares the value with zero (ReLU), or sums products over positions.
     needs_signs: bool = False
 
     def allows(self, format: Format, tolerance: float) -> bool:
-        """Whether a value may be stored in `format`."""
         if math.isinf(tolerance):
             return True
         if self.needs_signs and not format.keeps_signs:
@@ -70,42 +62,31 @@ UNITY = Amplification(1.0, 1.0)
 
 @dataclass(frozen=True)
 class RegionRule:
-    """The rule of one region. An integer i stands for the node `(*inputs, *nodes)[i]`.
+    """The rule of one region. An integer i stands for the node `(*inputs, *nodes)[i]`."""
 
-    Attributes:
-        amplifications: the amplification of each node that may be stored.
-        jumping: members that must not be computed from inexact values, because a small error could
-            change the outcome of a comparison (`jumps.py`).
-        ungrouped: maps nodes whose elements cannot share a scale to the reason.
-        outliers: nodes that may have a few huge or infinite elements.
-        grows: whether the region's results grow exponentially with its inputs (`ranges.py`).
-        reason: why no rule could be derived; '' if a rule was derived.
-    """
-
+    # The amplification of each node that may be stored.
     amplifications: dict[int, Amplification] = field(default_factory=dict)
+    # Members that must not be computed from inexact values, because a small error could change the
+    # outcome of a comparison (`jumps.py`).
     jumping: frozenset[int] = frozenset()
+    # Maps nodes whose elements cannot share a scale to the reason.
     ungrouped: Mapping[int, str] = field(default_factory=dict)
-    outliers: frozenset[int] = frozenset()
+    outliers: frozenset[int] = frozenset()  # nodes that may have a few huge or infinite elements
+    # Whether the region's results grow exponentially with its inputs (`ranges.py`).
     grows: bool = False
-    reason: str = ""
+    reason: str = ""  # why no rule could be derived; '' if a rule was derived
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """Facts about the inputs of a region.
-
-    Attributes:
-        moments: the mean and the standard deviation of the inputs' elements, if known.
-        weights: the inputs that are exact because they are computed from parameters alone.
-        outliers: the inputs that may have a few huge or infinite elements.
-    """
-
+    # The mean and the standard deviation of the inputs' elements, if known.
     moments: Mapping[fx.Node, Moments] = field(default_factory=dict)
+    # The inputs that are exact because they are computed from parameters alone.
     weights: Collection[fx.Node] = ()
-    outliers: Collection[fx.Node] = ()
+    outliers: Collection[fx.Node] = ()  # the inputs that may have a few huge or infinite elements
 
     def key(self, region: Region) -> tuple[object, ...]:
-        """Return the facts about the inputs of `region`, in their order, as a hashable key."""
+        """Return the facts about the inputs of `region`, as a hashable key."""
         return tuple(
             (self.moments.get(n), n in self.weights, n in self.outliers) for n in region.inputs
         )
@@ -138,16 +119,7 @@ def _derive(region: Region, facts: InputFacts) -> RegionRule:
 
 
 class Derivation:
-    """Derives the rule of one region from random samples of its values.
-
-    Attributes:
-        expressions: the region in symbols.
-        samples: values of the symbols.
-        grows: whether the region's results grow exponentially with its inputs (`ranges.py`).
-
-    Raises:
-        Underivable: no bound can be derived for an operator of the region.
-    """
+    """Derives the rule of one region from random samples of its values."""
 
     def __init__(self, region: Region, facts: InputFacts | None = None) -> None:
         self.region, self._facts = region, facts or InputFacts()
@@ -162,7 +134,6 @@ class Derivation:
 
     @cached_property
     def outputs(self) -> list[Symbol]:
-        """The symbols of the region's outputs."""
         return self._symbols(self.region.outputs)
 
     @cached_property
@@ -178,7 +149,6 @@ class Derivation:
         return list(dict.fromkeys(symbols[n] for n in nodes if n in symbols))
 
     def rule(self) -> RegionRule:
-        """Return the rule of the region."""
         found, symbols = self.expressions, self.expressions.symbols
         nodes = (*self.region.inputs, *self.region.nodes)
         first = {symbols[n]: i for i, n in reversed(list(enumerate(nodes))) if n in symbols}
@@ -204,10 +174,9 @@ class Derivation:
         )
 
     def _amplifications(self, compared: Collection[Symbol]) -> dict[Symbol, Amplification]:
-        """Return the amplification of each symbol in the output that amplifies it most.
+        """Return the amplification of each symbol in its worst output.
 
-        The backward recomputes all values that depend on the symbol. `compared` are the symbols
-        whose signs matter to the outputs.
+        `compared` need their signs.
         """
         bounds = self.bounds(self.storable)
         flush_bounds = self.bounds(self.storable, relative_to_row=True)
@@ -234,7 +203,7 @@ class Derivation:
     ) -> Amplifications:
         """Bound how much each output amplifies a relative error of each source.
 
-        The backward reads the values of the symbols in `stored` instead of recomputing them.
+        Values of `stored` are read instead of recomputed.
 
         Raises:
             Underivable: the region is not linear in gradients.
@@ -250,10 +219,9 @@ class Derivation:
         return Factors(self.expressions, self.samples.inputs)
 
     def cases(self) -> tuple[dict[Symbol, float], dict[Symbol, float]]:
-        """Return the bounds of each output in Case 1 and Case 2, summed over the stored values.
+        """Return the bounds of each output in Case 1 and Case 2 of section 4.1 of the AGoQ paper.
 
-        Case 1 stores the inputs and recomputes all other values. Case 2 also stores the values that
-        the backward reads (section 4.1 of the AGoQ paper).
+        Case 1 stores the inputs. Case 2 also stores the values that the backward reads.
         """
         cached = {self.expressions.symbols[n] for n in self.region.cached}
         return self._total(set()), self._total(cached - self.expressions.constants)

@@ -1,8 +1,8 @@
-"""Find differences, which are sums whose terms may nearly cancel.
+"""Find differences, which are sums whose terms may nearly cancel, e.g. `x - y` but not `x**2 +
+y**2`.
 
-Cancellation amplifies errors of the terms. Samples do not reveal it, because samples of two values
-are independent and have mean zero. The backward therefore never computes a difference from terms
-in low-bit formats. It reads the stored difference, or computes the difference from exact terms.
+Cancellation amplifies errors. Samples of two values are independent and so do not show it. The
+backward therefore never computes a difference from terms in low-bit formats.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ ARITHMETIC = (
     *(aten.neg.default, aten.pow.Tensor_Scalar),
 )
 
-# Operators whose results have a typical size. For such a result plus a number, e.g. 1 - sigmoid(x),
-# samples do show how much the two terms cancel.
+# Samples of `1 - sigmoid(x)` do show how much the terms cancel, because the size is known.
 BOUNDED = (
     *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
     *(aten.expm1.default, aten.sin.default, aten.cos.default),
@@ -55,7 +54,7 @@ class Differences:
         self._constants, self._signs = constants, signs
 
     def __contains__(self, node: fx.Node) -> bool:
-        """Whether the terms of a sum may cancel. Such a sum must not have inexact terms.
+        """Whether the terms of a sum may cancel.
 
         The variance of each row is a difference. The deviations in batch normalization are not,
         because AOTAutograd subtracts the mean twice.
@@ -78,8 +77,8 @@ class Differences:
     def is_of_equals(self, node: fx.Node) -> bool:
         """Whether a node is a difference of two inexact values that are not statistics.
 
-        Both values may be elements of the same tensor, e.g. in `x[:, None] - x[None]`. A region has
-        one symbol for all elements of x, and so would treat this difference as zero.
+        In `x[:, None] - x[None]` a region has one symbol for all elements of x, and would return
+        zero.
         """
         terms = _terms(node)
         if terms is None or node not in self:
@@ -88,7 +87,6 @@ class Differences:
         return len(inexact) == 2 and all(_reduction(x) is None for x in inexact)
 
     def _is_bounded(self, node: fx.Node) -> bool:
-        """Whether a value is computed by arithmetic from numbers and bounded results alone."""
         if node.target in BOUNDED or self._is_sigmoid(node):
             return True
         return node.target in ARITHMETIC and all(
@@ -96,10 +94,7 @@ class Differences:
         )
 
     def _is_sigmoid(self, node: fx.Node) -> bool:
-        """Whether a value is the reciprocal of 1 + x for a nonnegative x.
-
-        PyTorch 2.11 writes the sigmoid in the backward of SiLU as 1 / (1 + exp(-x)).
-        """
+        """Match `1 / (1 + exp(-x))`, the sigmoid in SiLU's backward in PyTorch 2.11."""
         if node.target is not aten.reciprocal.default:
             return False
         terms = _terms(node.all_input_nodes[0])
@@ -108,7 +103,6 @@ class Differences:
         return any(_number(x) == 1.0 and scale == 1.0 for x, scale in terms)
 
     def _have_one_sign(self, terms: list[Term]) -> bool:
-        """Whether no terms can cancel, because all are nonnegative or all are nonpositive."""
         common = KnownSign.ZERO
         for x, scale in terms:
             number = _number(x)
@@ -123,9 +117,8 @@ class Differences:
         return (scale < 0) != self._is_negated(x)
 
     def _is_negated(self, node: fx.Node) -> bool:
-        """Whether a node is a negation, or a product with a negative number.
-
-        A constant times a negative number is not treated as negated, because it may be a mask.
+        """Whether a value is negated. A negated constant does not count, because it may be a
+        mask.
         """
         negated = False
         while True:
@@ -148,7 +141,7 @@ class Differences:
 
 
 def _terms(node: fx.Node) -> list[Term] | None:
-    """Return e.g. [(x, 1), (y, -1)] for x - y. Return None for other operators than + and -."""
+    """Return e.g. [(x, 1), (y, -1)] for x - y; None for other operators."""
     if len(node.args) < 2:
         return None
     first, second = node.args[:2]
@@ -162,7 +155,7 @@ def _terms(node: fx.Node) -> list[Term] | None:
 
 
 def _number(x: Any) -> float | None:
-    """Return the value of a number or of a tensor filled with one number; None for other terms."""
+    """Return the value of a number, or of a tensor filled with one number."""
     if isinstance(x, fx.Node):
         return filled_with(x)
     return float(x) if isinstance(x, (int, float)) else None
@@ -177,7 +170,6 @@ def _is_number(x: Any) -> bool:
 
 
 def _factor(node: fx.Node) -> float | None:
-    """Return the number that a node multiplies or divides its first operand by."""
     if node.target not in (*PRODUCTS, *QUOTIENTS) or not isinstance(node.args[0], fx.Node):
         return None
     return _number(node.args[1])
@@ -188,24 +180,24 @@ def _is_negation_or_copy(node: fx.Node) -> bool:
 
 
 def _reduction(x: Any) -> fx.Node | None:
-    """Return the reduction whose result is the term `x`, or None. Skip factors and signs."""
+    """Return the reduction whose result is `x`, skipping factors and signs."""
     while isinstance(x, fx.Node) and kind(x) is not Kind.REDUCTION:
         x = x.args[0] if _is_negation_or_copy(x) or _factor(x) is not None else None
     return graph.operator_of(x) if isinstance(x, fx.Node) else None
 
 
 def _is_for_each_row(variance: fx.Node) -> bool:
-    """Whether a variance does not reduce dimension 0. Without `dim`, it reduces all dimensions."""
+    """Whether dimension 0 is not reduced. Without `dim`, all dimensions are reduced."""
     rank = graph.tensor(variance.all_input_nodes[0]).ndim
     dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
     return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)
 
 
 def find_expanded_distances(g: fx.Graph) -> set[fx.Node]:
-    """Return the x and y of squared distances that are computed as x² + y² - 2 x y with a GEMM.
+    """Return the x and y of squared distances x² + y² - 2 x y that a GEMM computes.
 
-    The gradient of x is 2 x Σ g - 2 g y, whose two terms nearly cancel. The terms may be far from
-    each other in the backward graph, so the search starts from the distances in the forward.
+    The gradient of x is 2 x Σ g - 2 g y, whose terms nearly cancel. They may be far apart in the
+    backward, so the search starts in the forward.
     """
     nothing = frozenset[fx.Node]()
     # For each node, `values` has the values that the node copies. `squares` has each x for which
@@ -239,7 +231,6 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _is_scaled_copy(node: fx.Node) -> bool:
-    """Whether a node moves or stacks elements, or multiplies them by a number."""
     if node.target is aten.pow.Tensor_Scalar:  # x¹ is a part of the gradient of x²
         return bool(node.args[1] == 1)
     return _is_negation_or_copy(node) or node.target in STACKS or _factor(node) is not None

@@ -1,15 +1,13 @@
 """Decide which values may be stored in which low-bit formats.
 
-`derivation.py` computes, to first order, how gradients change with the values of each region of a
-joint graph (`regions.py`). The *amplification* of a value is the relative error of the gradients
-per unit relative error of the value. It is known for the worst case (`bound`) and for independent
-rounding errors (`expected`). A value may be stored in a format if
+The *amplification* of a value is the relative error of the gradients per unit relative error of the
+value, in the worst case (`bound`) and for independent rounding errors (`expected`). A value may be
+stored in a format if
 
     bound × half step of the format ≤ error_tolerance
 
-Attention has a separate rule (`attention.py`). A value must be stored exactly if no rule can be
-derived for its region, or if the value is not a float. A value is not stored in groups with a
-common scale if a mask may have made some of its elements huge (`ranges.py`).
+Values without a rule stay exact. Attention has a separate rule (`attention.py`). Values that a mask
+may have made huge are not stored in groups with a common scale (`ranges.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE
 
-# Operators whose gradients are linear in the stored value, and so have the same relative error.
+# Gradients are linear in the stored value, and so have the same relative error.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
@@ -64,18 +62,12 @@ Use = Amplification | str  # the amplification of a use, or the reason why the v
 
 @dataclass
 class _Findings:
-    """The rules of all regions.
-
-    Attributes:
-        rules: the rule of each region.
-        outliers: values that may have a few huge or infinite elements.
-        ungrouped: maps values whose elements cannot share a scale to the reason.
-        recomputable: members of regions that may be computed from inexact values.
-    """
-
     rules: dict[Region, RegionRule] = field(default_factory=dict)
+    # Values that may have a few huge or infinite elements.
     outliers: set[fx.Node] = field(default_factory=set)
+    # Maps values whose elements cannot share a scale to the reason.
     ungrouped: dict[fx.Node, str] = field(default_factory=dict)
+    # Members of regions that may be computed from inexact values.
     recomputable: set[fx.Node] = field(default_factory=set)
 
     def add(self, region: Region, rule: RegionRule) -> None:
@@ -88,13 +80,7 @@ class _Findings:
 
 
 class Rules:
-    """The error rules of one joint graph.
-
-    Args:
-        g: the joint graph.
-        config: the user's options. Values without `calibration` are assumed to have unit variance.
-        facts: which inputs and outputs of the graph are parameters, activations, gradients.
-    """
+    """The error rules of one joint graph. Without `calibration`, values have unit variance."""
 
     def __init__(self, g: fx.Graph, config: Config, facts: JointFacts) -> None:
         self.graph = g
@@ -118,7 +104,6 @@ class Rules:
         self._moments = _read_moments(g, config)
 
     def _find_computed_from(self, inputs: Set[fx.Node]) -> set[fx.Node]:
-        """Return `inputs` and the constants that are computed from `inputs` alone."""
         found = set(inputs)
         for node in self.graph.nodes:
             operands = node.all_input_nodes
@@ -143,7 +128,7 @@ class Rules:
         return found
 
     def by_last_input(self) -> dict[fx.Node, list[Region]]:
-        """Map each node to the regions whose last forward input, in graph order, is this node."""
+        """Map each node to the regions that have it as last forward input, in graph order."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[fx.Node, list[Region]] = {}
         for region in self.regions:
@@ -153,7 +138,7 @@ class Rules:
         return found
 
     def input_facts(self, region: Region, outliers: Set[fx.Node] | None = None) -> InputFacts:
-        """Return the facts about a region's inputs. `outliers` are the outliers known so far."""
+        """Return facts about a region's inputs, given the `outliers` known so far."""
         moments = {n: self._moments[n] for n in region.values if n in self._moments}
         outliers = self._findings.outliers if outliers is None else outliers
         return InputFacts(moments, self._weights, outliers)
@@ -162,8 +147,8 @@ class Rules:
     def _uses_in_regions(self) -> dict[fx.Node, list[Use]]:
         """The uses of each node in regions.
 
-        If an exponential may grow in a region next to a scan, the values of all regions next to the
-        scan must be exact. Otherwise the formats of these values must preserve signs.
+        If an exponential may grow next to a scan, the values of all regions next to the scan must
+        be exact. Otherwise their formats must preserve signs.
         """
         rules = self._findings.rules
         exact, bounded = set[Region](), set[Region]()
@@ -185,11 +170,9 @@ class Rules:
 
     @property
     def _are_off(self) -> bool:
-        """Whether errors of any size are tolerated. Then no rule is derived."""
         return math.isinf(self.error_tolerance)
 
     def why_ungrouped(self, node: fx.Node) -> str:
-        """Return why elements of `node` cannot share a scale, or ''."""
         return self._findings.ungrouped.get(node, "")
 
     def reason_of(self, region: Region) -> str:
@@ -214,10 +197,9 @@ class Rules:
         return replace(worst, flush_bound=flush_bound, needs_signs=needs_signs)
 
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
-        """Return how much each use of `node` amplifies an error that comes from recomputing `node`.
+        """Return how much each use amplifies an error that comes from recomputing `node`.
 
-        Uses inside the region that contains `node` are skipped, because the amplifications of the
-        region's inputs include them.
+        The amplifications of the region's inputs include the uses inside the region.
         """
         if self._are_off:
             return []
@@ -226,15 +208,14 @@ class Rules:
         return [x for x in uses if isinstance(x, Amplification) and not (inside and x is UNITY)]
 
     def allows(self, node: fx.Node, format: Format) -> bool:
-        """Whether `node` may have the rounding error of `format`."""
         allowed = self.amplification(node).allows(format, self.error_tolerance)
         return allowed and not self.why_exact(node)
 
     def may_be_recomputed(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may be computed from operands that were stored in `format`.
 
-        A region's members need no check of the format, because the amplifications of the region's
-        inputs include the errors of recomputed members.
+        For members of regions, the amplifications of the region's inputs already include their
+        errors.
         """
         if format.lossless or node in self.constants:
             return True
@@ -301,9 +282,8 @@ class Rules:
         return Amplification(max(bound, expected), expected)
 
     def _use_output(self, user: fx.Node) -> Use:
-        """Return the rule for an attention output that the options allow to be inexact.
-
-        Its `bound` is the expected amplification, because no bound is derived for the output.
+        """Return the expected amplification as `bound`, because no bound is derived for the
+        output.
         """
         with compat.real_tensors():
             expected = estimate_amplification(*_read_attention_sizes(user), "o")
@@ -320,7 +300,7 @@ def _read_moments(g: fx.Graph, config: Config) -> dict[fx.Node, Moments]:
 
 
 def _read_attention_sizes(user: fx.Node) -> tuple[int, int]:
-    """Return the number of tokens and the head dimension of attention's first floating operand."""
+    """Return (tokens, head dimension) of attention's first floating operand."""
     values = (graph.value(n) for n in user.all_input_nodes)
     matrix = next(v for v in values if v is not None and v.ndim >= 2 and v.is_floating_point())
     *_, length, head_dim = (compat.size_hint(s) for s in matrix.shape)

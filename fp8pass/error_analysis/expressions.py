@@ -1,9 +1,7 @@
 """Write regions as mathematics: every node gets a symbol with a sympy definition.
 
 A symbol stands for a single element. Casts, views and broadcasts have the symbol of their operand.
-A reduction defines a *statistic*, one number for many elements. A pointwise operator is defined by
-its formula (`graph/pointwise.py`). `derivation.py` computes derivatives, bounds and error estimates
-from the definitions.
+A reduction defines a *statistic*, one number for many elements.
 """
 
 from __future__ import annotations
@@ -34,29 +32,17 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Statistic:
-    """`symbol = weight · Σ value` over `length` elements.
-
-    In a variance, the mean counts as a constant, because the derivative by the mean is zero.
-
-    Attributes:
-        symbol: the result.
-        operand: the symbol of an element.
-        value: the summand.
-        weight: the factor of the sum.
-        length: the number of elements.
-        over_rows: whether the elements are a column of a matrix.
-    """
+    """`symbol = weight · Σ value` over `length` elements. A variance's mean counts as constant."""
 
     symbol: Symbol
-    operand: Symbol
-    value: Expr
-    weight: Expr
+    operand: Symbol  # the symbol of an element
+    value: Expr  # the summand
+    weight: Expr  # the factor of the sum
     length: int
-    over_rows: bool = False
+    over_rows: bool = False  # whether the elements are a column of a matrix
 
     @property
     def slope(self) -> Expr:
-        """The derivative of the summand by the element."""
         return sympy.diff(self.value, self.operand)
 
 
@@ -65,39 +51,27 @@ Definition = Pointwise | Statistic
 
 @dataclass
 class Expressions:
-    """A region in symbols.
-
-    Attributes:
-        symbols: the symbol of every input and member.
-        definitions: the definitions of members that are not copies, in order.
-        constants: symbols of exact values.
-        numbers: the values of constants that are filled with one number, e.g. by `full`.
-        masks: constants that are booleans.
-        nonpositive: symbols of inputs without positive elements.
-        gradients: symbols of gradients that enter the region.
-        values: symbols of forward inputs that may be inexact.
-        statistics: symbols with one number for many elements.
-    """
-
     symbols: dict[fx.Node, Symbol] = field(default_factory=dict)
+    # The definitions of members that are not copies, in order.
     definitions: list[Definition] = field(default_factory=list)
-    constants: set[Symbol] = field(default_factory=set)
+    constants: set[Symbol] = field(default_factory=set)  # symbols of exact values
+    # The values of constants that are filled with one number, e.g. by `full`.
     numbers: dict[Symbol, float] = field(default_factory=dict)
-    masks: set[Symbol] = field(default_factory=set)
+    masks: set[Symbol] = field(default_factory=set)  # constants that are booleans
+    # Symbols of inputs without positive elements.
     nonpositive: set[Symbol] = field(default_factory=set)
     gradients: list[Symbol] = field(default_factory=list)
+    # Symbols of forward inputs that may be inexact.
     values: list[Symbol] = field(default_factory=list)
     statistics: set[Symbol] = field(default_factory=set)
 
     @property
     def length(self) -> int:
-        """The number of elements in the longest reduction along rows, or 1."""
         statistics = (d for d in self.definitions if isinstance(d, Statistic))
         return max((d.length for d in statistics if not d.over_rows), default=1)
 
     @property
     def has_exponentials(self) -> bool:
-        """Whether a definition contains an exponential, of any base."""
         powers = (x for d in self.definitions for x in d.value.atoms(sympy.exp, sympy.Pow))
         return any(x.as_base_exp()[1].free_symbols for x in powers)
 
@@ -188,14 +162,14 @@ def _add_pointwise(node: fx.Node, value: Expr, found: Expressions) -> None:
 
 
 def _symbol_like(name: str, value: Expr) -> Symbol:
-    """Return a symbol that is positive or nonnegative in sympy if `value` is."""
+    """Copy the sign of `value` to a symbol."""
     if value.is_positive:
         return _symbol(name, positive=True)
     return _symbol(name, nonnegative=True) if value.is_nonnegative else _symbol(name, real=True)
 
 
 def _symbol(name: str, **assumptions: bool) -> Symbol:
-    """Return a symbol named like the printed node, e.g. `%exp`, which is not a sympy function."""
+    """Name a symbol like the printed node: `%exp` is not a sympy function."""
     return Symbol(f"%{name}", **assumptions)
 
 
@@ -213,7 +187,6 @@ def _define_total(node: fx.Node, parent: fx.Node, found: Expressions) -> None:
 
 
 def _is_over_rows(node: fx.Node) -> bool:
-    """Whether a reduction does not reduce the last dimension."""
     ndim = graph.tensor(node.args[0]).ndim  # type: ignore[arg-type]
     dims = node.args[1] if len(node.args) > 1 else None
     return bool(dims) and all(d % ndim != ndim - 1 for d in dims)  # type: ignore[union-attr, operator]
@@ -239,7 +212,7 @@ def _add_statistic(statistic: Statistic, found: Expressions) -> None:
 
 
 def _find_reduced(node: fx.Node, found: Expressions) -> tuple[Symbol, int]:
-    """Return the symbol that a node reduces, and how many elements are reduced to one."""
+    """Return the symbol that a node reduces, and how many elements become one."""
     before = graph.numel(graph.tensor(node.args[0]))  # type: ignore[arg-type]
     val = node.meta["val"]
     after = graph.numel(val[0] if isinstance(val, (tuple, list)) else val)

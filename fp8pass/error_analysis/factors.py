@@ -5,13 +5,11 @@ a statistic reduces, the output's Jacobian is a diagonal plus a few rank-one ter
 
     J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of g)
 
-where a, u_s and w_s are the *gradient factors*, functions of forward values. The operators of the
-backward are linear. So if they run on factors instead of gradients, they compute an output's
-factors.
+where the *gradient factors* a, u_s and w_s are functions of forward values. The operators of the
+backward compute an output's factors if they run on factors instead of gradients.
 
-Each statistic of forward values is *cut*: it becomes an input with the same value for all elements
-of a row. The remaining graph is element-wise, so one pass of autograd gives the derivatives of a
-factor by every forward value and every statistic. The cost is linear in the number of operators.
+Each forward statistic is *cut*: it becomes an input with one value for a row. The rest is
+element-wise, so one pass of autograd gives the derivatives of a factor.
 """
 
 from __future__ import annotations
@@ -28,12 +26,10 @@ from fp8pass.error_analysis.expressions import Definition, Expressions, Pointwis
 from fp8pass.error_analysis.samples import evaluate
 from fp8pass.graph.symbols import Underivable
 
-# The key of a statistic of forward values is its symbol. The key of a mean over factors is a triple
-# (gradient, statistic, statistic).
+# A forward statistic's symbol, or (gradient, statistic, statistic) for a mean over factors.
 Key: TypeAlias = Hashable
 
-# One row of a Jacobian: the response of a value to a gradient that enters the region. The symbol of
-# the gradient maps to a, and the symbol of each statistic s maps to u_s.
+# One row of a Jacobian: the gradient maps to a, and each statistic s to u_s.
 Response = dict[Symbol, Tensor]
 
 # The largest cost of a derivation, in passes of autograd through one operator: about 0.2 seconds.
@@ -52,7 +48,6 @@ class Jacobian(Generic[T]):
     order: float = torch.inf
 
     def list_factors(self) -> list[T]:
-        """Return the diagonal and all columns and rows."""
         diagonal = [] if self.diagonal is None else [self.diagonal]
         return diagonal + [factor for pair in self.pairs for factor in pair]
 
@@ -104,8 +99,7 @@ class Factors:
     def jacobians(self, output: Symbol) -> list[Jacobian[Tensor]]:
         """Return the Jacobian of an output for each gradient that the output depends on.
 
-        An output may be a forward value that a GEMM multiplies with a gradient to get a weight
-        gradient. It is then its own factor, measured in the 2-norm.
+        A forward value that a GEMM multiplies with a gradient is its own factor, in the 2-norm.
         """
         if output in self.values:
             return [Jacobian(self.values[output], order=2)]
@@ -132,7 +126,7 @@ class Factors:
         return self._cut(symbol, each, definition.over_rows)
 
     def _cut(self, key: Key, each: Tensor, over_rows: bool = False) -> Tensor:
-        """Return a statistic as an input, estimated from the samples if its value is not given."""
+        """Replace a statistic by an input, estimated from the samples if its value is not given."""
         each = each.expand(self.shape)
         if self._statistics is None:
             mean = each.detach().mean(-2 if over_rows else -1, keepdim=True)
@@ -145,7 +139,6 @@ class Factors:
     # --- backward -------------------------------------------------------------------------------
 
     def _respond_to(self, gradient: Symbol, definitions: Iterable[Definition]) -> None:
-        """Compute the response of every symbol to one entering gradient, by the chain rule."""
         one = torch.ones(self.shape, dtype=torch.float64)
         found = self.responses[gradient] = {gradient: {gradient: one}}
         rows = self.rows[gradient] = {}
@@ -183,7 +176,7 @@ class Factors:
         return result.expand(self.shape)
 
     def _row(self, statistic: Statistic, response: Response, gradient: Symbol) -> Tensor:
-        """Return w of a statistic of gradients, from the response of its summand."""
+        """Return w of a statistic of gradients."""
         weight = float(statistic.weight)
         local = response.get(gradient)
         total = torch.zeros(self.shape, dtype=torch.float64) if local is None else weight * local
@@ -198,7 +191,6 @@ class Factors:
 
 
 def split_at_gradients(expressions: Expressions) -> tuple[list[Definition], list[Definition]]:
-    """Return the definitions that do not depend on a gradient, and the definitions that do."""
     dependent = set(expressions.gradients)
     forward, backward = list[Definition](), list[Definition]()
     for definition in expressions.definitions:
@@ -215,11 +207,9 @@ def _leaf(x: Tensor, differentiable: bool = True) -> Tensor:
 
 
 def check_cost(expressions: Expressions, outputs: Iterable[Symbol]) -> None:
-    """Refuse a region if deriving its rule would take too long.
+    """Refuse a region with a long chain of normalizations, such as Sinkhorn's iterations.
 
-    Each statistic of a gradient adds a term to all later Jacobians, and each mean over such a term
-    is another statistic. A long chain of normalizations, e.g. Sinkhorn's iterations, takes too
-    long. The cost is counted, not measured, so that plans do not depend on the machine's load.
+    The cost is counted, not measured, so that plans do not depend on the machine's load.
 
     Raises:
         Underivable: the cost is above `LARGEST_COST`.

@@ -1,12 +1,7 @@
 """Summarize the error rules of a graph for `fp8pass.explain`, with bounds as formulas.
 
-A formula states the bound that `amplification.py` computes as a number (section 4.1 of the AGoQ
-paper). The chain rule gives the Jacobian of an output,
-
-    J = diag(a) + Σ_s u_s w_sᵀ        (one term for each statistic s of a gradient)
-
-and the perturbation of J. Formulas grow exponentially with the number of operators, so no decision
-depends on formulas.
+A formula states the bound that `amplification.py` computes as a number. Formulas grow exponentially
+with the number of operators, so no decision depends on them.
 """
 
 from __future__ import annotations
@@ -29,12 +24,11 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.symbols import Underivable
 from fp8pass.plan import RuleSummary
 
-# Regions with more operators get no formula. A normalization has about 10 operators.
+# A normalization has about 10 operators.
 LARGEST_FORMULA = 40
 
 ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
 
-# Maps the source, and each statistic, to its coefficient in a total derivative.
 Coefficients = dict[Expr, Expr]
 
 
@@ -56,7 +50,7 @@ class Norm(sympy.Function):
 class ChainRule:
     """The total derivatives of a region's symbols if `source` changes by `seed`.
 
-    Symbols in `stored` do not change, because the backward reads them instead of recomputing them.
+    The backward reads the symbols in `stored`, so they do not change.
 
     Attributes:
         coefficients: the total derivative of each symbol that depends on the source.
@@ -87,10 +81,9 @@ class ChainRule:
                 self.coefficients[symbol] = found
 
     def differentiate(self, expression: Expr, result: Symbol | None = None) -> Coefficients:
-        """Return the total derivative of an expression of symbols and means.
+        """Return the total derivative.
 
-        If the derivative contains `expression` itself, as in exp' = exp, the symbol `result` stands
-        for `expression` there.
+        In a recursive one (exp' = exp), `result` stands for `expression`.
         """
         means = {sympy.Dummy(f"mean_{i}"): m for i, m in enumerate(_outermost_means(expression))}
         flat = expression.xreplace({m: dummy for dummy, m in means.items()})
@@ -117,10 +110,7 @@ class ChainRule:
         slope: Expr = ONE,
         scale: Expr = ONE,
     ) -> Coefficients:
-        """Return the total derivative of `scale` times the mean of elements.
-
-        The derivative of an element by the operand is `slope`.
-        """
+        """Return the total derivative of `scale` times the mean of elements with slope `slope`."""
         row = ZERO
         for differential, coefficient in operand.items():
             if differential == self.source:
@@ -141,9 +131,9 @@ def _outermost_means(expression: Expr) -> list[Mean]:
 
 
 def _reappears_in_its_derivative(value: Expr) -> bool:
-    """Whether the derivative is a function of the result, which a backward may have stored.
+    """Match exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may store the result.
 
-    Examples: exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³.
+    exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may have stored the result.
     """
     if isinstance(value, sympy.Pow):
         return bool(value.exp.is_negative) or not value.exp.is_integer
@@ -155,13 +145,7 @@ def _mean(expression: Expr, length: Expr) -> Expr:
 
 
 class Formulas:
-    """The bounds of one region, as formulas.
-
-    Attributes:
-        expressions: the region in symbols.
-        factors: the Jacobian of each output by each gradient that enters the region. A forward
-            value is its own factor.
-    """
+    """The bounds of one region, as formulas. A forward value is its own factor."""
 
     def __init__(self, expressions: Expressions, outputs: Iterable[Symbol]) -> None:
         self.expressions = expressions
@@ -170,10 +154,7 @@ class Formulas:
         self.factors = {output: _list_jacobians(output, chains) for output in outputs}
 
     def bounds(self, source: Symbol, stored: frozenset[Symbol]) -> dict[Symbol, Expr]:
-        """Bound the change of each output's factors if `source` changes by a relative error of 1.
-
-        The backward recomputes all symbols that are not in `stored`.
-        """
+        """Bound the change of each output's factors for a relative error of 1 in `source`."""
         chain = ChainRule(self.expressions, source, source, stored)
         return {
             output: sum((self._bound(j, chain) for j in jacobians), ZERO)
@@ -203,7 +184,6 @@ class Formulas:
         return self._norms[key]
 
     def _compute_norm(self, expression: Expr, order: float) -> Expr:
-        """Return a norm. Move statistics, and the maxima of constant factors, in front of it."""
         expression = self.expressions.expand(expression)
         if expression.is_Add:
             expression = sympy.factor_terms(expression)
@@ -233,7 +213,6 @@ def _list_jacobians(output: Symbol, chains: Iterable[ChainRule]) -> list[Jacobia
 
 
 def summarize_rules(rules: Rules) -> list[RuleSummary]:
-    """Summarize each region that has a backward and values that may be stored."""
     known: dict[object, tuple[Region, RuleSummary]] = {}  # the first of equal regions
     summaries = []
     with compat.real_tensors():
@@ -249,7 +228,6 @@ def summarize_rules(rules: Rules) -> list[RuleSummary]:
 
 
 def _rename(equal: Region, summary: RuleSummary, region: Region) -> RuleSummary:
-    """Return the summary of an `equal` region with the names of `region`."""
     pairs = zip((*equal.inputs, *equal.nodes), (*region.inputs, *region.nodes), strict=True)
     names = {a.name: b.name for a, b in pairs}
     bound = re.sub(r"%(\w+)", lambda found: "%" + names.get(found[1], found[1]), summary.bound)
@@ -264,13 +242,12 @@ def _rename(equal: Region, summary: RuleSummary, region: Region) -> RuleSummary:
 
 
 def _short_name(node: fx.Node) -> str:
-    """Return the name of an operator without its namespace and overload."""
+    """Shorten `aten.mul.Tensor` to `mul`."""
     parts = operator_name(node).split(".")
     return parts[min(1, len(parts) - 1)]
 
 
 def _summarize(region: Region, facts: InputFacts, reason: str) -> RuleSummary:
-    """Summarize a region by the bounds of its worst output in Case 1 and Case 2."""
     nothing = RuleSummary("", (), (), 0.0, 0.0, "", reason)
     if reason:
         return nothing

@@ -1,13 +1,11 @@
 """Find comparisons that make results of a region jump at a threshold.
 
-A comparison is harmless if both outcomes give the same result at the threshold. E.g. softplus is x
-above 20 and log(1 + exp(x)) below 20, which are equal at 20 within rounding. If the results differ,
-as for a mask or the gradient of ReLU6, the backward must use the outcome of the forward.
+Softplus does not jump at 20, where both branches are equal within rounding. A mask does, and so
+does the gradient of ReLU6: then the backward must use the outcome of the forward.
 
-A comparison of x with zero is special, because no relative perturbation changes the sign of x. The
-backward may repeat the comparison with an inexact x, in any format that preserves signs, or with
-another value of the same sign. But x must not be recomputed from inexact values, which might change
-its sign.
+A relative perturbation of x never changes `x > 0`. The backward may repeat this comparison with an
+inexact x in a format that preserves signs, but not with an x that is recomputed from inexact
+values.
 """
 
 from __future__ import annotations
@@ -32,23 +30,16 @@ JUMP_TOLERANCE = 2**-7
 GRID = torch.logspace(-6, 7, 53, base=2, **ON_CPU)
 OTHER_SAMPLES = 8  # samples of the inputs that are not varied
 BISECTIONS = 40
-LARGEST_BATCH = 4096  # thresholds along one input; the search ignores further thresholds
+LARGEST_BATCH = 4096  # Further thresholds along one input are ignored.
 
 
 class ThresholdComparison(NamedTuple):
-    """The comparison `compared > 0` in the formula of `symbol`.
-
-    Attributes:
-        symbol: the symbol of the formula.
-        compared: the expression that is compared.
-        root: the earliest symbol that determines the sign of `compared`, if any.
-        is_mask: whether the formula is the comparison and nothing else.
-    """
+    """The comparison `compared > 0` in the formula of `symbol`."""
 
     symbol: Symbol
     compared: Expr
-    root: Symbol | None
-    is_mask: bool
+    root: Symbol | None  # the earliest symbol that determines the sign of `compared`, if any
+    is_mask: bool  # whether the formula is the comparison and nothing else
 
 
 def find_jumps(
@@ -56,8 +47,8 @@ def find_jumps(
 ) -> tuple[set[Symbol], set[Symbol]]:
     """Find comparisons of inexact values that make an output jump at the threshold.
 
-    Return two sets of symbols. The first set is compared with zero, so the backward needs the exact
-    signs. The second set has the results of comparisons that need exact operands.
+    Return two sets of symbols: those compared with zero, whose exact signs are needed, and results
+    of comparisons that need exact operands.
 
     Raises:
         Underivable: a comparison that causes a jump is a part of a larger formula.
@@ -78,7 +69,6 @@ def find_jumps(
 
 
 def _list_comparisons(expressions: Expressions) -> list[ThresholdComparison]:
-    """Return the comparisons with operands that differ from element to element."""
     roots = find_sign_roots(expressions)
     fixed = expressions.constants | expressions.statistics
     found: list[ThresholdComparison] = []
@@ -96,7 +86,7 @@ def _list_comparisons(expressions: Expressions) -> list[ThresholdComparison]:
 
 
 def find_sign_roots(expressions: Expressions) -> dict[Symbol, Symbol]:
-    """Map each pointwise symbol to the earliest symbol with the same or the opposite sign."""
+    """Map each pointwise symbol to the earliest symbol that determines its sign."""
     roots: dict[Symbol, Symbol] = {}
     for definition in expressions.definitions:
         if isinstance(definition, Pointwise):
@@ -106,7 +96,7 @@ def find_sign_roots(expressions: Expressions) -> dict[Symbol, Symbol]:
 
 
 def _find_root(value: Expr, roots: Mapping[Symbol, Symbol], fixed: set[Symbol]) -> Symbol | None:
-    """Return the root of an expression, or None if several or no factors may change its sign."""
+    """Return the only symbol that may change the sign of an expression, or None."""
     if isinstance(value, (sympy.tanh, sympy.erf, Magnitude)):
         return _find_root(value.args[0], roots, fixed)
     factors = set(sympy.Mul.make_args(value))
@@ -122,26 +112,17 @@ def _find_root(value: Expr, roots: Mapping[Symbol, Symbol], fixed: set[Symbol]) 
 
 
 class Crossings(NamedTuple):
-    """Pairs of points on both sides of a threshold.
+    """Pairs of points on both sides of a threshold."""
 
-    Attributes:
-        below, above: the inputs of the two points, [inputs, pairs].
-        comparison: the index of the comparison whose outcomes differ, [pairs].
-        row: the row of `Samples` that both points take their statistics from, [pairs].
-    """
-
+    # The inputs of the two points, [inputs, pairs].
     below: Tensor
     above: Tensor
-    comparison: Tensor
-    row: Tensor
+    comparison: Tensor  # the index of the comparison whose outcomes differ, [pairs]
+    row: Tensor  # the row of `Samples` that both points take their statistics from, [pairs]
 
 
 class ThresholdSearch:
-    """Searches for the thresholds of comparisons and compares the results on both sides.
-
-    A grid along each input finds two points on both sides of a threshold. Bisection moves the two
-    points together.
-    """
+    """Searches for thresholds on a grid along each input, bisects, and compares both sides."""
 
     def __init__(
         self, expressions: Expressions, samples: Samples, comparisons: list[ThresholdComparison]
@@ -155,8 +136,8 @@ class ThresholdSearch:
     def find_jumping(self, outputs: list[Symbol]) -> list[ThresholdComparison]:
         """Return the comparisons that make an output or one of its factors jump.
 
-        If a mask and another comparison change together, and no result jumps while the mask is held
-        constant, only the mask is returned.
+        If another comparison changes together with a mask and causes no jump alone, only the mask
+        counts.
         """
         found = [c for s in self.expressions.values if len((c := self._search_along(s)).row)]
         if not found:
@@ -177,7 +158,6 @@ class ThresholdSearch:
         return [c for i, c in enumerate(self.comparisons) if i in jumping]
 
     def _search_along(self, varied: Symbol) -> Crossings:
-        """Find neighboring grid points of one input between which a comparison changes."""
         grid = torch.cat([-GRID.flip(0), GRID])
         rows = min(self._inputs[varied].shape[1], OTHER_SAMPLES)
         shape = len(grid), rows
@@ -227,14 +207,12 @@ class ThresholdSearch:
 
 
 def _list_results(factors: Factors, outputs: list[Symbol]) -> list[Tensor]:
-    """Return the values that must not jump: factors of outputs, and summands of statistics."""
     jacobians = [jacobian for output in outputs for jacobian in factors.jacobians(output)]
     found = [factor for jacobian in jacobians for factor in jacobian.list_factors()]
     return [x.detach() for x in (*found, *factors.contributions.values())]
 
 
 def _differs(before: list[Tensor], after: list[Tensor], scales: list[float]) -> Tensor:
-    """Return a mask of the points at which a result differs between the two sides."""
     found = torch.zeros(before[0].shape, dtype=torch.bool)
     for a, b, scale in zip(before, after, scales, strict=True):
         largest = max(scale, float(a.abs().nan_to_num().max()), float(b.abs().nan_to_num().max()))

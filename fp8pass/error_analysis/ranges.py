@@ -1,16 +1,11 @@
 """Find outliers, unbounded exponentials and divisors, which low-bit formats cannot store.
 
-The elements of a group share a scale, so elements far below the largest one are rounded to zero.
-
-- *Outliers*: a mask adds -1e9 or -inf to some elements. The large scale of such elements makes the
-  other elements of the group zero or NaN. The value before the mask may be stored instead.
-- *Exponentials*: a sum of decays over many steps may be 1000. An error of 1% then multiplies the
-  exponential by e^10, and elements of a group differ by orders of magnitude. Samples of unit
-  variance do not show this. Results do not grow if the argument of the exponential is bounded from
-  above, as in softmax, or if a bounded function follows, as in a sigmoid.
-- *Divisors*: the backward of atan divides by 1 + x². If a group contains an x of 30, storing
-  1 + x² in 4 bits would round the divisor to 0 for all x below 3. If instead x is stored, the
-  recomputed divisor is never 0.
+- *Outliers*: a mask adds -1e9 or -inf to some elements. With such a scale, the other elements of a
+  group become zero or NaN.
+- *Exponentials*: a sum of decays may be 1000. An error of 1% multiplies its exponential by e^10.
+  Softmax and sigmoid bound the result.
+- *Divisors*: the backward of atan divides by 1 + x². If a group contains x = 30, then 4 bits round
+  this divisor to 0 for all x below 3. A divisor recomputed from x is never 0.
 """
 
 from __future__ import annotations
@@ -30,8 +25,7 @@ from fp8pass.graph.symbols import Where
 MASK = -1e9  # also stands for infinite masks
 DIVISOR = "used as a divisor, and its small values may be rounded to zero"
 
-# The search for exponentials multiplies all inexact inputs by FACTOR. A product of up to four
-# inputs grows by at most GROWTH, so faster growth is treated as exponential.
+# A product of up to four inputs that are FACTOR times as large grows by at most GROWTH.
 FACTOR = 8.0
 GROWTH = FACTOR**4
 
@@ -43,13 +37,7 @@ def find_outliers(
 ) -> set[Symbol]:
     """Return the forward symbols that may have outliers: huge or infinite elements.
 
-    A constant that is a term of a sum may be a mask, unless the constant is a parameter.
-
-    Args:
-        expressions: the region in symbols.
-        samples: samples of the region.
-        weights: constants that are parameters.
-        outliers: inputs that may have outliers.
+    A constant addend may be a mask, unless it is in `weights` (parameters). `outliers` are inputs.
     """
     huge = {s: x for s, x in expressions.numbers.items() if not abs(x) < HUGE}
     masked = (_list_addends(expressions) - set(weights) - expressions.numbers.keys()) | outliers
@@ -67,7 +55,7 @@ def find_outliers(
 
 
 def _list_addends(expressions: Expressions) -> set[Symbol]:
-    """Return the constants that are a term of a sum, or one of the two values of a `Where`."""
+    """Return the constants that are a term of a sum or a value of a `Where`."""
     found: set[Expr] = set()
     for definition in expressions.definitions:
         value = definition.value
@@ -79,7 +67,6 @@ def _list_addends(expressions: Expressions) -> set[Symbol]:
 def grows_exponentially(
     expressions: Expressions, samples: Samples, outputs: Sequence[Symbol]
 ) -> bool:
-    """Whether results of a region grow exponentially with its inputs."""
     if not expressions.has_exponentials:
         return False
     inexact = set(expressions.values)
@@ -95,8 +82,8 @@ def grows_exponentially(
 def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
     """Return the symbols that make a result infinite or NaN if they are rounded to zero.
 
-    The sum of a row is not rounded to zero, because the row contains the largest element of a
-    group. But in the sum of a column, all terms may be rounded to zero.
+    A row contains the largest element of a group, so its sum is not rounded to zero, unlike a
+    column's.
     """
     few = {s: x[..., :SEARCHED_COLUMNS] for s, x in samples.values.items()}
     _, backward = split_at_gradients(expressions)
@@ -118,7 +105,7 @@ def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
 def _fails_at_zero(
     definition: Definition, values: dict[Symbol, Tensor], zeros: set[Symbol], is_divisor: bool
 ) -> bool:
-    """Whether a definition becomes infinite, NaN or (for a divisor) 0 if all of `zeros` are 0."""
+    """Whether a result becomes infinite, NaN or (for a divisor) 0 if all of `zeros` are 0."""
     before = evaluate(definition.value, values)
     after = evaluate(definition.value, {**values, **{s: 0 * values[s] for s in zeros}})
     bad = ~after.isfinite()

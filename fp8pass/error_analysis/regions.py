@@ -1,16 +1,13 @@
 """Cut a joint graph into regions. Error rules are derived region by region.
 
 A region is a maximal set of connected pointwise operators, casts, views and reductions of the
-forward and the backward. A region ends at GEMMs, at attention, at the graph's inputs and outputs,
-and at three more kinds of nodes:
+forward and the backward. A region ends at GEMMs, attention, inputs, outputs, and at
 
 - a *junction*, a sum of independent values (`x + attention(x)`), or a difference of two values
-  (`differences.py`). The rules assume that a junction has the relative error of its operands.
-  Without junctions, the residual stream would join all layers into one region;
+  (`differences.py`). Without junctions, the residual stream would join all layers;
 - *movement* of elements (slices, concatenations, gathers), which does not change relative errors;
-- a *discrete* value, such as an index. An inexact operand may change a discrete value completely,
-  so the backward reads the value that the forward computed. A comparison with a formula is not
-  discrete in this sense, and belongs to a region.
+- a *discrete* value, such as an index. The backward reads it, because an inexact operand may change
+  it completely.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from fp8pass.graph.nodes import aten
 from fp8pass.graph.patterns import SUM_OPERATORS, filled_with
 from fp8pass.graph.pointwise import POINTWISE
 
-# Kinds of nodes in a region, apart from junctions.
 DERIVABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.VIEW)
 
 FORMULAS = {op: row.formula for op, row in POINTWISE.items() if row.formula is not None}
@@ -39,13 +35,11 @@ COMPARISONS = {
     *(aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor),
 }
 
-# Kinds of nodes that are treated as inexact even if all operands are exact.
+# Inexact even if all operands are exact.
 ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
 
 
 class Role(Enum):
-    """The roles of the inputs of a region."""
-
     VALUE = "value"  # computed in the forward: may be stored inexactly
     GRADIENT = "gradient"  # depends on a gradient from outside
     CONSTANT = "constant"  # parameters, masks, tables: always exact
@@ -53,33 +47,24 @@ class Role(Enum):
 
 @dataclass(eq=False)
 class Region:
-    """One region: its nodes, its inputs and its outputs.
+    """One region: its nodes, its inputs and its outputs."""
 
-    Attributes:
-        nodes: the members, in the order of the graph.
-        inputs: nodes outside the region that members use, with their roles.
-        outputs: floating point members that are used outside the region.
-        backward: the members that depend on a gradient from outside.
-        nonpositive: the inputs without positive elements.
-    """
-
-    nodes: list[fx.Node] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)  # In the order of the graph.
+    # Nodes outside the region that members use, with their roles.
     inputs: dict[fx.Node, Role] = field(default_factory=dict)
     outputs: list[fx.Node] = field(default_factory=list)
     backward: set[fx.Node] = field(default_factory=set)
-    nonpositive: set[fx.Node] = field(default_factory=set)
+    nonpositive: set[fx.Node] = field(default_factory=set)  # the inputs without positive elements
 
     @property
     def values(self) -> list[fx.Node]:
-        """The inputs that may be stored inexactly."""
         return [n for n, role in self.inputs.items() if role is Role.VALUE]
 
     @property
     def cached(self) -> list[fx.Node]:
-        """The forward members that the backward reads. Case 2 of AGoQ also stores these members.
+        """The forward members that the backward reads, which Case 2 of AGoQ also stores.
 
-        Values that no forward operator uses, e.g. the cube of a statistic, are skipped, because the
-        backward computes them.
+        Values that no forward operator uses are skipped, because the backward computes them.
         """
         members, forward = set(self.nodes), set[fx.Node]()
         for node in reversed(self.nodes):
@@ -111,12 +96,11 @@ class Region:
 
 
 def is_movement(node: fx.Node) -> bool:
-    """Whether `node` only selects or moves elements of its operands."""
     return kind(node) is Kind.MOVEMENT or graph.operator_of(node).target in PARTIAL_VIEWS
 
 
 def _has_formula(node: fx.Node) -> bool:
-    """Whether `node` may be in a region. A region ends at pointwise operators without a formula."""
+    """Pointwise operators without a formula end a region."""
     return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | COPIES
 
 
@@ -147,7 +131,6 @@ class Splitter:
         self._members: dict[fx.Node, None] = {}
 
     def split(self) -> list[Region]:
-        """Return the regions, in the order of their first members."""
         for node in self.graph.nodes:
             if node.op != "output":
                 self._place(node)
@@ -177,7 +160,7 @@ class Splitter:
             self.junctions.add(node)
 
     def _is_discrete(self, node: fx.Node) -> bool:
-        """Whether a forward node has integers or booleans that no formula in a region computes."""
+        """Whether no formula in a region computes a forward node's integers or booleans."""
         if node in self.backward or graph.value(node) is None or graph.is_float(node):
             return False
         derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)

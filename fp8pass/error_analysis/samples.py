@@ -1,10 +1,8 @@
 """Compute the values of a region on random samples, or on real data.
 
-Inputs and gradients are drawn from normal distributions, gradients with unit variance. Masks are
-random. The same inputs are used at several scales, because a bound has to hold for values of any
-magnitude. E.g. the amplification of `tanh(x) ** 1000` depends on the magnitude of x. Parameters,
-buffers and data are set to 1, to 64 and to 1/64, because they change in training, which may change
-the amplification. E.g. `tanh(w * x)` is steep near zero for a large w.
+Inputs and gradients are normal, at several scales, because the amplification of `tanh(x) ** 1000`
+depends on the magnitude of x. Constants (parameters, buffers, data) are set to 1, 64 and 1/64,
+because training changes them: `tanh(w * x)` is steep near zero for a large w.
 """
 
 from __future__ import annotations
@@ -23,23 +21,21 @@ from torch import Tensor
 from fp8pass.error_analysis.expressions import Definition, Expressions, Pointwise
 from fp8pass.graph.symbols import TORCH_FUNCTIONS, Underivable
 
-ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # overrides PyTorch's defaults
+ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 HUGE = 1e6  # all samples except masks (`ranges.py`) are smaller
-SCALES = (1.0, 0.5, 2.0)  # the same random inputs are multiplied by each of these factors
+SCALES = (1.0, 0.5, 2.0)  # The same random inputs, multiplied.
 CONSTANTS = (64.0, 1 / 64)  # further values of constants, each with inputs at the first scale
 ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # the shape of the samples at one scale
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and standard deviation of an activation."""
-
     mean: float = 0.0
     std: float = 1.0
 
     @classmethod
     def rounded(cls, mean: float, std: float) -> Moments:
-        """Round moments by up to a fifth, so that similar layers share one rule."""
+        """Round by up to a fifth, so that similar layers share one rule."""
         if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
             return UNIT_VARIANCE
         near = 2 ** (round(2 * math.log2(std)) / 2)
@@ -74,7 +70,6 @@ class Samples:
         self.values = self.run()
 
     def _draw(self) -> Tensor:
-        """Draw independent standard normal numbers, [rows, width]."""
         return torch.randn(ROWS, self.width, generator=self._random, **ON_CPU)
 
     def _draw_constant(self, symbol: Symbol) -> Tensor:
@@ -112,13 +107,7 @@ class Samples:
         perturbed: Mapping[Symbol, Tensor] | None = None,
         stored: Collection[Symbol] = (),
     ) -> dict[Symbol, Tensor]:
-        """Compute the values of all symbols.
-
-        Args:
-            inputs: values to use instead of the samples.
-            perturbed: maps a symbol to the factors that multiply its elements.
-            stored: symbols whose values are read from `values` instead of being recomputed.
-        """
+        """Compute all symbols, with factors `perturbed`; read `stored` ones from `values`."""
         inputs, perturbed = self.inputs if inputs is None else inputs, perturbed or {}
         values = {s: x * perturbed[s] if s in perturbed else x for s, x in inputs.items()}
         for definition in self.expressions.definitions:
@@ -132,17 +121,14 @@ class Samples:
     def errors(
         self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
     ) -> dict[Symbol, float]:
-        """Return the relative RMS change of every symbol if the symbols in `noise` are rounded.
-
-        `noise` maps each rounded symbol to the relative RMS error of its rounding.
-        """
+        """Return the relative RMS changes if symbols are rounded with the RMS errors `noise`."""
         perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
         changed = self.run(None, perturbed, stored)
         return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
 
 
 def _compute(definition: Definition, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """Compute a symbol. Statistics are estimates, because the samples have fewer elements."""
+    """Statistics are estimates, because the samples have fewer elements."""
     result = evaluate(definition.value, values)
     if isinstance(definition, Pointwise):
         return result
@@ -171,7 +157,7 @@ def _compile(expression: Expr, operands: tuple[Symbol, ...]) -> Callable[..., An
 
 
 def _with_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Convert arguments that are numbers to tensors: sympy may emit calls such as `UnitStep(0)`."""
+    """sympy may emit calls with numbers, such as `UnitStep(0)`."""
     return lambda *args: function(*(torch.as_tensor(x, **ON_CPU) for x in args))
 
 
@@ -181,9 +167,9 @@ _FUNCTIONS = {n: _with_tensors(f) if callable(f) else f for n, f in TORCH_FUNCTI
 def rounding(x: Tensor, relative_error: float) -> Tensor:
     """Return factors that round `x` with a relative RMS error of `relative_error`.
 
-    Equal values have equal errors, as in a format. So in a sum over tokens the errors of equal rows
-    add up, while independent errors would average out. The logarithms of the rounded numbers are
-    equally spaced. Unlike a format, the rounding has no largest and no smallest number.
+    Equal values have equal errors, as in a format, so errors of equal rows add up in a sum over
+    tokens. The rounded numbers have equally spaced logarithms, without a largest or smallest
+    number.
     """
     step = relative_error * math.sqrt(12)
     position = x.double().abs().clamp_min(torch.finfo(torch.float64).tiny).log() / step

@@ -1,11 +1,9 @@
 """Infer which values of a graph have no positive, or no negative, elements.
 
-A cumulative decay is the sum of the decays of many steps, and may have any magnitude. But its
-exponential is at most 1 if all terms of the sum are nonpositive, such as -exp(a) · softplus(b) in
-Mamba and in gated delta rules, or a `logsigmoid`. One pass over the nodes infers the sign of each
-result from the signs of its operands. PyTorch's interval analysis
-(`torch.utils._sympy.value_ranges`) cannot infer these signs, because it has no rules for views,
-reductions, scans and padding, which are most of the rules below.
+A cumulative decay may have any magnitude. But its exponential is at most 1 if all terms are
+nonpositive, such as -exp(a) · softplus(b) in Mamba, or a `logsigmoid`.
+
+`torch.utils._sympy.value_ranges` has no rules for views, reductions, scans and padding.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class KnownSign(Flag):
 
     @classmethod
     def of(cls, number: float) -> KnownSign:
-        """Return the sign of a number."""
         nonnegative = cls.NONNEGATIVE if number >= 0 else cls.UNKNOWN
         return nonnegative | (cls.NONPOSITIVE if number <= 0 else cls.UNKNOWN)
 
@@ -51,7 +48,6 @@ POSITIVE = KnownSign.of(1)
 
 
 def infer_signs(g: fx.Graph) -> dict[fx.Node, KnownSign]:
-    """Map each node whose sign is known to this sign."""
     known: dict[fx.Node, KnownSign] = {}
 
     def sign_of(x: Any) -> KnownSign:
@@ -87,7 +83,7 @@ def _subtract(node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = POSI
 
 
 def _is_rest_of_scan(difference: fx.Node) -> bool:
-    """Whether a node is `c[..., -1:] - c` for a cumulative sum c, i.e. the sum of later terms."""
+    """Whether a node is `c[..., -1:] - c` for a cumulative sum c."""
     last, scan = difference.args[:2]
     if not (isinstance(last, fx.Node) and isinstance(scan, fx.Node)) or difference.kwargs:
         return False
@@ -104,7 +100,7 @@ def _multiply(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
 
 
 def _divide(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
-    """Return UNKNOWN if the divisor is a tensor, which may contain zeros of either sign."""
+    """A tensor divisor may contain zeros of either sign."""
     return a * b if isinstance(node.args[1], (int, float)) else KnownSign.UNKNOWN
 
 
@@ -122,7 +118,7 @@ def _where(node: fx.Node, condition: KnownSign, a: KnownSign, b: KnownSign) -> K
 
 
 def _implied_sign(condition: Any, x: Any) -> KnownSign:
-    """Return the sign of `x` that the condition `x > number` implies, as in softplus."""
+    """`x > 0` implies a nonnegative `x`, as in softplus."""
     if condition.target not in (aten.gt.Scalar, aten.ge.Scalar) or condition.args[0] is not x:
         return KnownSign.UNKNOWN
     number = condition.args[1]
@@ -144,8 +140,7 @@ def _clamp(node: fx.Node, x: KnownSign, *bounds: KnownSign) -> KnownSign:
     return x
 
 
-# Operators whose results have the operand's sign: they move, repeat or add up elements, or are
-# increasing functions with f(0) = 0.
+# These move, repeat or add up elements, or are increasing functions with f(0) = 0.
 KEEP = (
     *(VIEWS - {aten.as_strided.default}), *graph.CASTS, operator.getitem, aten.clone.default,
     aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default,

@@ -2,20 +2,16 @@
 
 *Scans*. A recurrence that is written with `cumsum` (gated linear attention, HGRN, minGRU)
 multiplies values by exp(c), sums the products, and multiplies the sum by exp(-c). The smallest
-elements of a row before the sum may become the largest elements after the multiplication by
-exp(-c). In a group with a common scale they would be rounded to zero. If the arguments of all
-exponentials next to the sum are nonpositive, as in Mamba2 and gated delta rules, small elements
-stay small, and formats with a wide range are allowed.
+elements of a row may become the largest, but a format would round them to zero. If all exponents
+are nonpositive, as in Mamba2, small elements stay small, and formats with a wide range are allowed.
 
-*Small parameters*. The gradient of a parameter with few elements consists of only a few sums:
+*Small parameters*. Their gradient consists of only a few sums, for example
 
     out = sum(weights(scale)[..., None] * streams, -2)     hyper-connections, gates of whole layers
     grad scale = sum over tokens of f(token) * <grad out, streams>
 
-In hyper-connections, the terms nearly cancel: these sums were 7 to 21% of the norm of their terms.
-An error of 12% of each term therefore changed the sign of gradients. Adam divides by the size of
-the gradient, so a wrong small gradient changes the parameter as much as a large one. The gradient
-of a matrix consists of thousands of sums, and the terms cancel in only few of these sums.
+In hyper-connections these sums were 7 to 21% of the norm of their terms, so an error of 12% of each
+term changed the sign of gradients.
 """
 
 from __future__ import annotations
@@ -41,10 +37,7 @@ CANCELLATION = 10.0  # assumed norm of the terms / their sum; it is larger in 1 
 
 
 def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list[set[Region]]:
-    """Return, for each scan in `backward`, the regions before and after the scan.
-
-    Only views, movement and additions may lie between the scan and the values of such a region.
-    """
+    """Return the regions that views, movement or additions connect to each backward scan."""
     readers: dict[fx.Node, set[Region]] = {}
     for region in regions:
         for node in (*region.inputs, *region.nodes):
@@ -57,7 +50,7 @@ def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list
 
 
 def _reach(scan: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Follow `step` from a scan until it leaves views, movement and additions; return all nodes."""
+    """Follow `step` from a scan through views, movement and additions; return all nodes."""
     found, waiting = set[fx.Node](), [scan]
     while waiting:
         for node in step(waiting.pop()):
@@ -72,13 +65,6 @@ def _reach(scan: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[f
 def find_factors_of_small_gradients(
     g: fx.Graph, backward: Collection[fx.Node], forward_outputs: int
 ) -> set[fx.Node]:
-    """Return the forward values that are factors in the gradients of small parameters.
-
-    Args:
-        g: a joint graph.
-        backward: the nodes of `g` that depend on a gradient.
-        forward_outputs: how many outputs of `g` belong to the forward.
-    """
     gradients = graph.outputs(g)[forward_outputs:]
     waiting = [x for x in gradients if isinstance(x, fx.Node) and _is_small(x)]
     seen, found = set(waiting), set[fx.Node]()
@@ -104,10 +90,7 @@ def _is_small(gradient: fx.Node) -> bool:
 
 
 def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
-    """Whether the search for factors continues from `user` to its operand `node`.
-
-    It ends if the rows of both nodes are wide, or if the value of `node` is not a single tensor.
-    """
+    """Whether the search goes on: not between two wide rows."""
     is_tensor = isinstance(graph.value(node), torch.Tensor)
     return is_tensor and not (_is_wide(node) and _is_wide(user))
 
@@ -118,7 +101,6 @@ def _is_wide(node: fx.Node) -> bool:
 
 
 def _find_original(node: fx.Node) -> fx.Node:
-    """Return the node that `node` is a view, cast or copy of."""
     while node.target in COPIES and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

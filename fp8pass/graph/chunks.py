@@ -26,7 +26,6 @@ from fp8pass.graph.joint_facts import JointFacts
 def in_chunks(
     body: Any, count: int, rows: list[Tensor], shared: list[Tensor], sums: int
 ) -> tuple[Tensor, ...]:
-    """Run `body` on `count` chunks of `rows`. `unroll_chunks` must produce the same results."""
     bounds = chunk_bounds(len(rows[0]), count)
     results = [body(*(x[start:end] for x in rows), *shared) for start, end in bounds]
     parts = list(zip(*results, strict=True))
@@ -51,7 +50,6 @@ class Chunks:
 
     @property
     def body(self) -> fx.GraphModule:
-        """The graph that runs on each chunk."""
         module, reference = self.node.graph.owning_module, self.node.args[0]
         assert module is not None
         assert isinstance(reference, fx.Node)
@@ -61,7 +59,6 @@ class Chunks:
 
     @property
     def count(self) -> int:
-        """The number of chunks."""
         return self.node.args[1]  # type: ignore[return-value]
 
     @property
@@ -91,5 +88,4 @@ class Chunks:
 
 
 def chunks_of(g: fx.Graph) -> list[Chunks]:
-    """Return the calls of `in_chunks` in a graph."""
     return [Chunks(n) for n in g.nodes if graph.is_call(n, in_chunks)]

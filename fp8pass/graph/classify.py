@@ -1,7 +1,4 @@
-"""Classify operators into kinds, with a table of operators for each kind.
-
-`kind` reads only the node's operator and arguments, and so also works on nodes that passes created.
-"""
+"""Classify operators into kinds, with a table of operators for each kind."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from fp8pass.graph.pointwise import POINTWISE
 
 
 class Kind(Enum):
-    """The kinds of operators that passes treat differently."""
-
     INPUT = "input"
     VIEW = "view"
     POINTWISE = "pointwise"
@@ -66,11 +61,9 @@ VIEWS = (
     }
 )
 
-# GEMMs that multiply each group of rows by a different matrix. The GEMM of a weight gradient sums
-# over the rows of each group, and so computes one matrix for each group.
+# GEMMs that multiply each group of rows by a different matrix.
 GROUPED_GEMMS = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 
-# GEMMs of a batch of matrices.
 BATCHED_GEMMS = {aten.bmm.default, aten.baddbmm.default}
 
 GEMM_OPERATORS = {
@@ -91,7 +84,6 @@ FLEX_ATTENTION = set(compat.FLEX_ATTENTION)
 
 QUANTIZERS = {op for op, dialect in OPERATORS.items() if not dialect.multiplies}
 
-# Operators of the dialect (`dialect/ops.py`) that reduce a tensor, row or group to its amax.
 AMAX_OPERATORS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
 
 REDUCTIONS = {
@@ -206,10 +198,9 @@ def is_attention_mask(node: fx.Node) -> bool:
 
 
 def attention_output(backward: fx.Node) -> fx.Node | None:
-    """Return the attention output of the forward, if `backward` is an attention backward.
+    """Return the output [batch, heads, tokens, head dim] that an attention backward reads.
 
-    The output has the shape [batch, heads, tokens, head dim]. Return None for other operators, and
-    for variable-length attention, whose outputs have different layouts.
+    Variable-length attention has other layouts: return None.
     """
     if kind(backward) is not Kind.ATTENTION or not compat.is_operator(backward.target):
         return None

@@ -26,24 +26,17 @@ SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather of a sharded tensor.
+    """An all-gather of a sharded tensor."""
 
-    Attributes:
-        node: the collective.
-        wait: the node that waits for the collective. Its value is the shards of all ranks,
-            concatenated along the first dimension.
-        whole: the node of the unsharded tensor. It is `wait` if `dim` is 0.
-        dim: the dimension along which the tensor was sharded.
-    """
-
-    node: fx.Node
+    node: fx.Node  # the collective
+    # The node that waits for the collective. Its value is the shards of all ranks, concatenated
+    # along the first dimension.
     wait: fx.Node
-    whole: fx.Node
-    dim: int
+    whole: fx.Node  # the node of the unsharded tensor. It is `wait` if `dim` is 0.
+    dim: int  # the dimension along which the tensor was sharded
 
     @property
     def shard(self) -> fx.Node:
-        """The node of this rank's shard, the operand of the all-gather."""
         return self.node.args[0]  # type: ignore[return-value]
 
     @property
@@ -53,12 +46,10 @@ class Gather:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective or waits for its result."""
     return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
 def starts_communication(node: fx.Node) -> bool:
-    """Whether a node starts a collective."""
     return is_collective(node) and node.target is not WAIT_TENSOR
 
 
@@ -89,10 +80,7 @@ def _gather(node: fx.Node, wait: fx.Node) -> Gather:
 
 
 def _concatenation_of(split: fx.Node, ranks: Any) -> fx.Node | None:
-    """Return the node that concatenates the parts of `split`, or None.
-
-    The split must cut the first dimension into one part for each rank.
-    """
+    """Return the node that concatenates the parts of `split`, or None."""
     parts = sorted(split.users, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
     users = {user for part in parts for user in part.users}
     if _argument(split, 2, "dim") != 0 or len(parts) != ranks or len(users) != 1:

@@ -18,8 +18,7 @@ from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED_GEMMS, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
-# Operators that run in library kernels. The backward recomputes their results only if a memory
-# budget requires it.
+# The backward recomputes these only if a memory budget requires it.
 EXPENSIVE_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 
 
@@ -34,20 +33,17 @@ def total_flops(g: fx.Graph) -> tuple[float, float]:
 
 
 def is_expensive(node: fx.Node) -> bool:
-    """Whether `node` is a GEMM, a convolution or attention."""
     called = node.op == "call_function" and not graph.is_getitem(node)
     return called and kind(node) in EXPENSIVE_KINDS
 
 
 def is_fp8_gemm(node: fx.Node) -> bool:
-    """Whether `node` multiplies FP8 data."""
     if node.target not in OPERATORS or not OPERATORS[node.target].multiplies:
         return False
     return is_fp8(graph.tensor(node.args[0]).dtype)  # type: ignore[arg-type]
 
 
 def flops(node: fx.Node) -> float:
-    """Return the number of floating-point operations of a GEMM, convolution or attention."""
     # Not `all_input_nodes`, which lists a tensor once even if it is both operands of a GEMM.
     nodes = [n for n in node.args if isinstance(n, fx.Node)]
     operands = [graph.tensor(n) for n in nodes if graph.value(n) is not None]

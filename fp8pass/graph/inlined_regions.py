@@ -23,13 +23,10 @@ STACK = "nn_module_stack"
 
 @dataclass(frozen=True)
 class Renaming:
-    """Maps module paths of the first region to paths of another region with the same graph.
+    """Maps module paths of the first region to paths of another region with the same graph."""
 
-    Attributes:
-        prefixes: pairs of an old and a new prefix of paths. Each prefix is split at its dots. The
-            pair with the longest old prefix comes first.
-    """
-
+    # Pairs of an old and a new prefix of paths. Each prefix is split at its dots. The pair with the
+    # longest old prefix comes first.
     prefixes: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
     @classmethod
@@ -44,7 +41,6 @@ class Renaming:
         return cls(tuple(sorted(found, key=lambda pair: -len(pair[0]))))
 
     def apply(self, stack: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a node's `nn_module_stack` with the module paths renamed."""
         return {key: (self._rename(path), *rest) for key, (path, *rest) in stack.items()}
 
     def _rename(self, path: str) -> str:
@@ -56,7 +52,6 @@ class Renaming:
 
 
 def inline_regions(gm: fx.GraphModule) -> None:
-    """Replace each call of a region in a Dynamo graph with a copy of the region's graph."""
     first: dict[fx.GraphModule, list[fx.Node]] = {}
     for call in [n for n in gm.graph.nodes if compat.is_region(n)]:
         arguments: tuple[Any, ...] = call.args
@@ -74,7 +69,6 @@ def inline_regions(gm: fx.GraphModule) -> None:
 
 
 def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]) -> Renaming:
-    """Return the renaming for the call with `operands`. `first` are the first call's operands."""
     if operands is first:
         return Renaming()
     pairs = []
@@ -89,7 +83,6 @@ def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.No
 
 
 def _module_of_source(node: fx.Node) -> list[str]:
-    """Return the module path of a parameter, split at dots, or [] if `node` is not a parameter."""
     path, _, name = compat.source_of(node).rpartition("._parameters[")
     return clean_path(path).split(".") if name else []
 
@@ -105,7 +98,6 @@ def _inline(
     operands: list[fx.Node],
     renaming: Renaming,
 ) -> None:
-    """Copy the nodes of a region before its call, and replace the results of the call by copies."""
     copies: dict[fx.Node, fx.Node] = {}
     for placeholder, operand in zip(_placeholders(region), operands, strict=True):
         copies[placeholder] = operand

@@ -13,26 +13,21 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class JointFacts:
-    """Which inputs of a joint graph stay alive, and how many outputs the forward has.
+    """Which inputs of a joint graph stay alive, and how many outputs the forward has."""
 
-    Attributes:
-        parameters: parameters and buffers, which stay alive throughout the step.
-        weights: the nodes of `parameters` that are an `nn.Parameter`, trained or frozen.
-        leaves: leaf tensors that require a gradient and are not parameters. Autograd keeps leaves
-            alive.
-        activations: inputs that require a gradient and are not leaves. Another graph computed
-            them, e.g. before a graph break.
-        overwritten: inputs that the forward writes to, such as running statistics. The backward
-            cannot read their old values.
-        num_fwd_outputs: the number of outputs of the forward. These are the first outputs.
-    """
-
+    # Parameters and buffers, which stay alive throughout the step.
     parameters: frozenset[fx.Node] = field(default_factory=frozenset)
+    # The nodes of `parameters` that are an `nn.Parameter`, trained or frozen.
     weights: frozenset[fx.Node] = field(default_factory=frozenset)
+    # Leaf tensors that require a gradient and are not parameters. Autograd keeps leaves alive.
     leaves: frozenset[fx.Node] = field(default_factory=frozenset)
+    # Inputs that require a gradient and are not leaves. Another graph computed them, e.g. before a
+    # graph break.
     activations: frozenset[fx.Node] = field(default_factory=frozenset)
+    # Inputs that the forward writes to, such as running statistics. The backward cannot read their
+    # old values.
     overwritten: frozenset[fx.Node] = field(default_factory=frozenset)
-    num_fwd_outputs: int = 0
+    num_fwd_outputs: int = 0  # the number of outputs of the forward. These are the first outputs.
 
     def is_free(self, node: fx.Node) -> bool:
         """Whether saving the input `node` for backward is free, because it stays alive anyway."""
@@ -40,7 +35,6 @@ class JointFacts:
         return is_alive and node not in self.overwritten
 
     def map_to_copy(self, copies: Mapping[fx.Node, fx.Node]) -> JointFacts:
-        """Return the same facts for a copy of the graph. `copies` maps each node to its copy."""
         sets: dict[str, Any] = {
             name: frozenset(copies[n] for n in nodes)
             for name, nodes in vars(self).items()
@@ -49,7 +43,9 @@ class JointFacts:
         return replace(self, **sets)
 
     def map_to_subgraph(self, inputs: Iterable[tuple[fx.Node, fx.Node]]) -> JointFacts:
-        """Return which inputs of a subgraph are parameters, given (placeholder, argument) pairs."""
+        """Return which placeholders of a subgraph are parameters, given (placeholder, argument)
+        pairs.
+        """
         pairs = list(inputs)
         return JointFacts(
             parameters=frozenset(n for n, value in pairs if value in self.parameters),
@@ -58,7 +54,6 @@ class JointFacts:
 
 
 def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
-    """Return the inputs of a graph that an operator modifies in place."""
     found = set()
     for node in g.nodes:
         if node.op == "call_function" and compat.is_operator(node.target):
@@ -70,5 +65,4 @@ def overwritten_inputs(g: fx.Graph) -> frozenset[fx.Node]:
 
 
 def select_inputs(nodes: Collection[fx.Node], indices: frozenset[int]) -> frozenset[fx.Node]:
-    """Return the `nodes` that are inputs of the Dynamo graph and have an index in `indices`."""
     return frozenset(n for n in nodes if compat.input_index(n) in indices)

@@ -51,11 +51,8 @@ JOINTLY_LINEAR: dict[Any, tuple[int, ...]] = {
 
 
 def is_multiple_of_gradient(node: fx.Node, depends: Callable[[Any], bool]) -> bool:
-    """Whether `node` computes a multiple of a gradient from multiples of the gradient.
-
-    Args:
-        node: a node that depends on the gradient.
-        depends: whether an operand depends on the gradient. Such operands must be multiples.
+    """Whether `node` is a multiple of the gradient if its operands that depend on it are
+    multiples.
     """
     target, args = node.target, node.args
     depending = {i for i, arg in enumerate(args) if depends(arg)}

@@ -64,7 +64,6 @@ def is_float(node: fx.Node) -> bool:
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """Return the fake tensor of a node. The value must be a tensor."""
     val = value(node)
     assert val is not None, f"{node} is not a tensor"
     return val
@@ -84,12 +83,10 @@ def nbytes(node: fx.Node) -> int:
 
 
 def bytes_of(val: torch.Tensor) -> int:
-    """Return the bytes of a fake tensor. A symbolic size counts as its traced value."""
     return numel(val) * val.element_size()
 
 
 def numel(val: torch.Tensor) -> int:
-    """Return the number of elements. A symbolic size counts as its traced value."""
     return math.prod(map(compat.size_hint, val.shape))
 
 
@@ -105,17 +102,14 @@ def shape_text(val: torch.Tensor) -> str:
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """Format a dtype, for example `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_call(node: fx.Node, target: Callable[..., Any]) -> bool:
-    """Whether `node` calls exactly `target`."""
     return node.op == "call_function" and node.target is target
 
 
 def output_node(g: fx.Graph) -> fx.Node:
-    """Return the output node of a graph."""
     return next(iter(reversed(g.nodes)))
 
 
@@ -135,12 +129,7 @@ def operator_of(node: fx.Node) -> fx.Node:
 
 
 def copy_module(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None) -> fx.GraphModule:
-    """Copy the graph of a module. The copy shares parameters and submodules with `gm`.
-
-    Args:
-        gm: the module.
-        copies: a dictionary that the function fills. It then maps each node of `gm` to its copy.
-    """
+    """Copy a graph module, and fill `copies` with the copy of each node. Parameters are shared."""
     copy = fx.Graph()
     output = copy.output(copy.graph_copy(gm.graph, {} if copies is None else copies))
     output.meta = dict(output_node(gm.graph).meta)

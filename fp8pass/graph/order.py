@@ -29,11 +29,7 @@ def ancestors(
 
 
 def insertion_point_after(node: fx.Node) -> fx.Node:
-    """Return the node before which users of `node` can be inserted.
-
-    It comes after all inputs. If `node` is a getitem, it also comes after the operator's other
-    getitems.
-    """
+    """Return the node before which users of `node` can be inserted."""
     following = node.next
     while following.op == "placeholder" or (
         following.target is operator.getitem and following.args[0] is node.args[0]
@@ -52,11 +48,7 @@ def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
 
 
 def depends_on(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
-    """Whether a node of `reads` depends on a node of `stored`. The graph must be sorted.
-
-    The search ignores nodes after the last node of `reads`, so its cost does not grow with the
-    number of layers.
-    """
+    """Whether a node of `reads` depends on a node of `stored`. The graph must be sorted."""
     targets, seen = set(reads), set(stored)
     if not targets:
         return False
@@ -72,7 +64,7 @@ def depends_on(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
 
 
 def sort_around(kernel: fx.Node) -> None:
-    """Move the new node `kernel` after its operands, and users of its results after `kernel`."""
+    """Move `kernel` after its operands, and users of its results after `kernel`."""
     last = max(kernel.all_input_nodes, default=kernel)
     if kernel < last:
         last.append(kernel)
@@ -108,6 +100,5 @@ def sort_topologically(g: fx.Graph) -> None:
 
 
 def sort_and_prune(g: fx.Graph) -> None:
-    """Restore the topological order after nodes were replaced, and remove dead code."""
     sort_topologically(g)
     g.eliminate_dead_code()

@@ -14,25 +14,18 @@ from fp8pass.graph.joint_facts import JointFacts
 
 @dataclass(frozen=True)
 class Origins:
-    """The nodes of a forward that do not depend on the data. Other nodes are activations.
+    """The nodes of a forward that do not depend on the data. Other nodes are activations."""
 
-    Attributes:
-        weights: the parameters.
-        computed: the parameters, and values computed from parameters without a product of two
-            matrices. Buffers, constants and random numbers, such as DropConnect's mask, may be
-            operands.
-        products: values computed from parameters with a product of two matrices.
-        constants: buffers, tensor attributes of modules, and values computed from these alone.
-    """
-
-    weights: frozenset[fx.Node]
+    weights: frozenset[fx.Node]  # the parameters
+    # The parameters, and values computed from parameters without a product of two matrices.
+    # Buffers, constants and random numbers, such as DropConnect's mask, may be operands.
     computed: set[fx.Node]
-    products: set[fx.Node]
+    products: set[fx.Node]  # values computed from parameters with a product of two matrices
+    # Buffers, tensor attributes of modules, and values computed from these alone.
     constants: set[fx.Node]
 
     @classmethod
     def of(cls, g: fx.Graph, facts: JointFacts) -> Origins:
-        """Classify the values of a joint graph."""
         computed, products = set(facts.weights), set[fx.Node]()
         constants, noise = set(facts.parameters - facts.weights), set[fx.Node]()
         for node in g.nodes:
@@ -69,7 +62,6 @@ class Origins:
 
 
 def _elements_of_others(gather: fx.Node) -> int:
-    """Return how many elements of a gathered parameter are in the shards of other ranks."""
     shard: fx.Node = gather.args[0]  # type: ignore[assignment]
     return graph.numel(graph.tensor(gather)) - graph.numel(graph.tensor(shard))
 

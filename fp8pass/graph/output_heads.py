@@ -1,18 +1,13 @@
 """Find output heads, the layers that compute logits, and MoE routers.
 
-A layer is an output head if one of three conditions holds. Its module has a head's name, e.g.
-`lm_head`; or it shares its weight with an embedding; or only pointwise operators, views, reductions
-and copies lie between its result and a log-softmax. A custom operator or Triton kernel that
-computes a loss from logits and labels is treated like a log-softmax.
+A layer is an output head if its module has a head's name (`lm_head`), if it shares its weight with
+an embedding, or if only pointwise operators, views, reductions and copies lie between its result
+and a log-softmax or a custom loss kernel. The search from the log-softmax stops at additions to the
+residual stream, so the last layer of a branch is not a head.
 
-The search from the log-softmax to the layer stops at additions to a residual stream. The last layer
-of a branch therefore is not a head, even if a log-softmax reads the stream.
+The GEMMs of gradients in fused linear cross entropies belong to the head.
 
-Fused linear cross entropies compute the gradients of a head in the forward. The GEMMs of these
-gradients belong to the head, and stay in high precision like the head.
-
-A layer is a router if only operators of these kinds lie between its result and a top-k or argmax.
-Routers stay in high precision, because small errors would change the choice of experts.
+A router is a layer before a top-k or argmax. Small errors would change the choice of experts.
 """
 
 from __future__ import annotations
@@ -45,7 +40,6 @@ KINDS_BETWEEN = (Kind.VIEW, Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT)
 
 
 def has_head_name(path: str) -> bool:
-    """Whether a module path has the name of an output head."""
     return path.rsplit(".", 1)[-1] in HEAD_NAMES or path in TOP_LEVEL_HEAD_NAMES
 
 
@@ -67,17 +61,14 @@ def largest_embedding_size(model: nn.Module) -> tuple[int, int] | None:
 
 
 def is_tied_to_embedding(weight: fx.Node) -> bool:
-    """Whether a weight is also the table of an embedding."""
     return any(user.target is aten.embedding.default for user in weight.users)
 
 
 def find_logit_gemms(g: fx.Graph) -> set[fx.Node]:
-    """Return the GEMMs that compute logits, the inputs of log-softmaxes and loss kernels."""
     return _gemms_before(g, lambda n: n.target in LOG_SOFTMAX or _is_loss_kernel(n))
 
 
 def find_router_gemms(g: fx.Graph) -> set[fx.Node]:
-    """Return the GEMMs that compute the inputs of the forward's top-k and argmax operators."""
     return _gemms_before(g, lambda n: n.target in ROUTER_CHOICES)
 
 
@@ -117,19 +108,15 @@ def _is_loss_kernel(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class FusedGradients:
-    """Gradients of output heads in a forward that uses a fused linear cross entropy.
+    """Gradients of output heads in a forward that uses a fused linear cross entropy."""
 
-    Attributes:
-        gemms: the GEMMs that multiply a gradient of logits by the weight or the input of the head.
-        values: the gradients of logits, the results of `gemms`, and values computed from either.
-    """
-
+    # The GEMMs that multiply a gradient of logits by the weight or the input of the head.
     gemms: set[fx.Node] = field(default_factory=set)
+    # The gradients of logits, the results of `gemms`, and values computed from either.
     values: set[fx.Node] = field(default_factory=set)
 
 
 def fused_gradients(g: fx.Graph) -> FusedGradients:
-    """Find the gradients of output heads that the forward of a joint graph computes."""
     backward, found = graph.tangent_dependent(g), FusedGradients()
     heads = find_logit_gemms(g)
     heads_of = {head: {head} for head in heads}  # the heads that a value depends on

@@ -32,7 +32,6 @@ CASTS = {prims.convert_element_type.default, aten._to_copy.default, aten.to.dtyp
 
 
 def quantization_of(node: fx.Node) -> Quantization:
-    """Return the quantization that a quantize or dequantize node uses."""
     return parse(str(node.args[2]))
 
 
@@ -47,12 +46,10 @@ def is_quantized_saved_value(node: fx.Node) -> bool:
 
 
 def is_dequantized_saved_value(node: fx.Node) -> bool:
-    """Whether a node dequantizes a saved value."""
     return is_call(node, fp8.dequantize.default) and not quantization_of(node).is_for_operands
 
 
 def skip_reshapes(node: fx.Node) -> fx.Node:
-    """Return the node that `node` is a reshape of."""
     return _skip(node, _is_reshape)[0]
 
 
@@ -62,7 +59,6 @@ def skip_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def skip_batched_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Skip transposes. Return the batch of matrices, and whether `node` transposes the matrices."""
     return _skip(node, is_batched_transpose)
 
 
@@ -75,7 +71,7 @@ def skip_views_and_casts(node: fx.Node) -> fx.Node:
 def _skip(node: fx.Node, skips: Callable[[fx.Node], bool]) -> tuple[fx.Node, bool]:
     """Follow first operands while `skips` is true.
 
-    Return the last node, and whether the number of steps is odd.
+    Also return whether the number of steps is odd.
     """
     odd = False
     while skips(node):
@@ -114,14 +110,7 @@ def is_batched_transpose(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class ColumnSlice:
-    """A view of adjacent columns of a contiguous tensor. Columns run along the last dimension.
-
-    Attributes:
-        whole: the tensor.
-        width: the number of columns of `whole`.
-        offset: the index in `whole` of the first column of the slice.
-        columns: the number of columns of the slice.
-    """
+    """`whole[..., offset : offset + columns]` of a contiguous tensor with `width` columns."""
 
     whole: fx.Node
     width: int
@@ -172,7 +161,6 @@ ONES = (aten.ones.default, aten.ones_like.default)
 
 
 def filled_with(node: fx.Node) -> float | None:
-    """Return the constant that `node` fills a tensor with, or None for other operators."""
     while node.target in RESHAPES or node.target in CASTS:
         node = node.all_input_nodes[0]
     if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):
@@ -204,7 +192,6 @@ def _is_term(node: fx.Node) -> bool:
 
 
 def is_same_shape_addition(node: fx.Node) -> bool:
-    """Whether `node` adds or subtracts two values of its own shape."""
     if node.target not in SUM_OPERATORS or len(node.all_input_nodes) != 2:
         return False
     values = [value(n) for n in (node, *node.all_input_nodes)]
@@ -213,5 +200,4 @@ def is_same_shape_addition(node: fx.Node) -> bool:
 
 
 def transposes(data: fx.Node) -> list[fx.Node]:
-    """Return the nodes that transpose the quantized matrix `data`."""
     return [u for u in data.users if u.target is fp8.transpose.default]

@@ -36,16 +36,13 @@ from fp8pass.graph.symbols import (
 
 @dataclass(frozen=True)
 class PointwiseOp:
-    """How to compute one operator in sympy and in Triton.
+    """How to compute one operator in sympy and in Triton."""
 
-    Attributes:
-        formula: the sympy formula of an element, for error rules; None if not supported.
-        triton: the Triton code of an element, for kernels; None if not supported. `{0}`, `{1}`, ...
-            stand for the operands, which are fp32 values or constants. Functions such as `sigmoid`
-            are defined in `codegen/kernels/device_functions.py`.
-    """
-
+    # The sympy formula of an element, for error rules; None if not supported.
     formula: Formula | None = None
+    # The Triton code of an element, for kernels; None if not supported. `{0}`, `{1}`, ... stand for
+    # the operands, which are fp32 values or constants. Functions such as `sigmoid` are defined in
+    # `codegen/kernels/device_functions.py`.
     triton: str | None = None
 
 

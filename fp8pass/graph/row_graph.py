@@ -36,16 +36,11 @@ def describe(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Shift:
-    """A slice along a leading dimension, such as `x[:, :-1]`, which drops rows at its ends.
+    """A slice along a leading dimension, such as `x[:, :-1]`, which drops rows at its ends."""
 
-    Attributes:
-        lead: the sizes of the leading dimensions of the unsliced value.
-        dim: the index of the sliced dimension.
-        before, after: how many elements of `dim` the slice drops at the start and at the end.
-    """
-
-    lead: tuple[Any, ...]
-    dim: int
+    lead: tuple[Any, ...]  # the sizes of the leading dimensions of the unsliced value
+    dim: int  # the index of the sliced dimension
+    # before and after: how many elements of `dim` the slice drops at the start and at the end.
     before: int
     after: int
 
@@ -63,15 +58,10 @@ class Shift:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the rows of a value are arranged.
+    """How the rows of a value are arranged."""
 
-    Attributes:
-        dims: the number of leading dimensions whose product is the number of rows.
-        shifted: whether the value has only the rows that remain after the shift.
-    """
-
-    dims: int
-    shifted: bool
+    dims: int  # the number of leading dimensions whose product is the number of rows
+    shifted: bool  # whether the value has only the rows that remain after the shift
 
 
 class RowGraph:
@@ -135,8 +125,6 @@ class RowGraph:
             )
         return self._reshape_outside(result, tuple(tensor(node).shape))
 
-    # Layouts.
-
     def layout(self, node: fx.Node) -> RowLayout:
         """Return the layout of a value; raise NotRowwise if it does not have rows."""
         shape = tuple(tensor(node).shape)
@@ -150,7 +138,6 @@ class RowGraph:
         raise NotRowwise(f"{describe(node)} needs all tokens at once")
 
     def _split(self, node: fx.Node) -> tuple[RowLayout, tuple[Any, ...], tuple[int, ...]]:
-        """Return a value's layout, its leading sizes and its other sizes, which must be static."""
         layout, shape = self.layout(node), tuple(tensor(node).shape)
         rest = shape[layout.dims :]
         if not all(isinstance(size, int) for size in rest):
@@ -171,8 +158,6 @@ class RowGraph:
         if not _same_shape(*shapes):
             raise NotRowwise(f"{describe(other)} and {describe(x)} order tokens differently")
 
-    # Operands.
-
     def _row_operand(self, operand: Any) -> fx.Node:
         if operand in self._written:
             written = self._written[operand]
@@ -183,7 +168,6 @@ class RowGraph:
         return self._row_input(operand, *self._split(operand))
 
     def _broadcast_operand(self, operand: Any, node: fx.Node) -> Any:
-        """Return the body's node for an operand that is broadcast to the shape of `node`."""
         if not isinstance(operand, fx.Node):
             return operand
         if graph.value(operand) is None:
@@ -209,8 +193,6 @@ class RowGraph:
     def _require_outside(self, operand: fx.Node) -> None:
         if operand in self._part:
             raise NotRowwise(f"{describe(operand)} needs all tokens at once")
-
-    # Inputs.
 
     def _shared_input(self, operand: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
         base, flipped = graph.skip_transposes(operand)
@@ -255,7 +237,6 @@ class RowGraph:
         return self._placeholder_of_rows(self._prepared[key], rest)
 
     def _pad_shifted(self, x: fx.Node, rest: Sequence[Any]) -> fx.Node:
-        """Insert zeros for the rows that the shift dropped, so that `x` has all rows again."""
         shift = self.shift
         assert shift is not None
         x = self._reshape_outside(x, (*shift.remaining, *rest))
@@ -283,8 +264,6 @@ class RowGraph:
             node = self.body.placeholder(f"{prefix}_{number}")
         node.meta = {"val": fake}
         return node
-
-    # Nodes of the body.
 
     def _emit(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         read: list[fx.Node] = []

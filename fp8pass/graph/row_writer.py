@@ -1,16 +1,13 @@
 """Rewrite a subgraph, operator by operator, to compute a chunk of its rows.
 
-A matrix [T, N] has T rows. Other values have rows, too, if the product of their leading dimensions
-is T, for example `[B, S, V]` with B·S = T. An operator that computes each row from the same row of
-its operands can run on any number c of rows. In the rewritten graph, values with rows have the
-shape `[c, ...]`:
+A value has T rows if the product of its leading dimensions is T, e.g. `[B, S, V]` with B·S = T. In
+the rewritten graph, it has the shape `[c, ...]` for any number of rows c:
 
     before   x [B, S, V];  m = amax(x, [2], True);  y = sub(x, m);  g = mm(t(y), h)
     after    x [c, V];     m = amax(x, [1], True);  y = sub(x, m);  g = mm(t(y), h)
 
-A result either has rows, or is a sum over rows, like `g`. The shift of a language model's loss,
-`x[:, :-1]`, drops rows. The chunks compute these rows anyway, with zeros for inputs that lack them.
-`RowGraph.restore` drops them from the results.
+A result either has rows, or is a sum over rows, like `g`. Rows that the shift of a language model's
+loss drops, `x[:, :-1]`, are computed anyway, and `RowGraph.restore` drops them from the results.
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ from fp8pass.graph.row_graph import NotRowwise, RowGraph, describe
 
 log = logging.getLogger("fp8pass")
 
-# Sums over the rows of each chunk can be added up. Other reductions over rows are not supported.
+# Other reductions over rows cannot be added up over chunks.
 SUM_OPERATORS = {aten.sum.default, aten.sum.dim_IntList}
-# Reductions that take the reduced dimensions as the second argument.
+# The reduced dimensions are the second argument.
 ROW_REDUCTIONS = SUM_OPERATORS | {
     aten.mean.dim,
     aten.amax.default,
@@ -56,7 +53,7 @@ class ChunkWriter(RowGraph):
     """A `RowGraph` whose body is written operator by operator."""
 
     def write(self, node: fx.Node, part: set[fx.Node]) -> None:
-        """Add a node of the subgraph `part` to the body, which must contain the node's operands.
+        """Add a node of the subgraph `part` after its operands.
 
         Raises:
             NotRowwise: the operator mixes rows, or has no implementation for chunks.
@@ -131,7 +128,7 @@ class ChunkWriter(RowGraph):
         return self._view_rows(self._row_operand(x), rest, node)
 
     def _slice_scatter(self, node: fx.Node) -> fx.Node:
-        """Select `source` in the rows that remain after the shift, and `base` in other rows."""
+        """Select `source` in the rows that remain after the shift, else `base`."""
         base, source = node.args[:2]
         dim = node.args[2] if len(node.args) > 2 else 0
         lead = tuple(tensor(node).shape[: self.layout(node).dims])

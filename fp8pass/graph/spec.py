@@ -24,12 +24,11 @@ from fp8pass.runtime.copies import from_host, settled, to_host
 
 fp8 = torch.ops.fp8pass
 
-# Namespaces of operators that may read FP8 tensors: the dialect, its kernels, and host copies.
+# Operators of these namespaces may read FP8 tensors.
 _FP8_NAMESPACES = ("fp8pass", "fp8pass_codegen", "fp8pass_host")
 _HOST_COPIES = (to_host, from_host, settled)
 
-# Operators that may lie between a quantized shard and the matrix gathered from the shards, or
-# between quantized tokens and the same tokens in another order.
+# These may lie between a quantized shard and the gathered matrix, or reorder quantized tokens.
 _BETWEEN_SHARD_AND_MATRIX = {
     *(fp8.as_codes.default, fp8.as_bytes.default, WAIT_TENSOR, ALL_GATHER, aten.index.Tensor),
     *(VIEWS | {aten.cat.default, aten.clone.default}),
@@ -37,7 +36,7 @@ _BETWEEN_SHARD_AND_MATRIX = {
 
 
 class MalformedGraph(AssertionError):
-    """A pass produced a graph that breaks an invariant. The message names the node."""
+    """The message names the node that breaks an invariant."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. {BUG}")
@@ -47,8 +46,7 @@ def verify(g: fx.Graph) -> None:
     """Raise MalformedGraph unless `g` is well formed.
 
     - Nodes come after their operands, and every node with users has a fake value.
-    - While the graph contains operators of the dialect (`dialect/ops.py`), no other operator reads
-      an FP8 tensor.
+    - While the graph contains operators of the dialect, no other operator reads an FP8 tensor.
     - The operands of each operator of the dialect are valid (`OPERANDS`) and consistent (`CHECKS`).
     """
     g.lint()
@@ -60,28 +58,20 @@ def verify(g: fx.Graph) -> None:
 
 
 def verify_no_kernels(g: fx.Graph) -> None:
-    """Raise MalformedGraph if `g`, a joint or inference graph, calls a generated kernel.
-
-    Kernels replace operators of the dialect later, in the graphs that Inductor compiles.
-    """
+    """Raise MalformedGraph if `g`, a joint or inference graph, calls a generated kernel."""
     for node in g.nodes:
         if getattr(node.target, "namespace", None) == "fp8pass_codegen":
             raise _malformed(node, "is a kernel in a graph that is not lowered yet")
 
 
 def verify_lowered(g: fx.Graph) -> None:
-    """Raise MalformedGraph if a lowered graph contains an operator of the dialect."""
     for node in g.nodes:
         if node.target in OPERATORS:
             raise _malformed(node, "was not lowered")
 
 
 def verify_guards(g: fx.Graph, before: int) -> None:
-    """Raise MalformedGraph if a pass added guards on dynamic shapes.
-
-    A comparison of two symbolic sizes adds a guard, and PyTorch recompiles if a guard fails.
-    `before` is the number of guards before the pass.
-    """
+    """Raise MalformedGraph if a pass added guards on dynamic shapes to the number `before`."""
     if added := compat.restrictions(g, before):
         raise MalformedGraph(f"a pass added guards on dynamic shapes: {', '.join(added)}")
 
@@ -108,7 +98,7 @@ def _problems(node: fx.Node, has_dialect: bool) -> Iterator[str]:
         yield from check(node, *node.args)
 
 
-# A predicate on one operand, and the error message, which follows the operand's name.
+# A predicate on one operand, and the message, which follows the operand's name.
 Constraint = tuple[Callable[[Any], bool], str]
 
 ANY: Constraint = (lambda x: True, "")
@@ -126,11 +116,10 @@ MASKABLE: Constraint = (
     "must be bfloat16, float16 or float32",
 )
 FORMAT: Constraint = (lambda name: name in FORMATS, "is an unknown format")
-# The next two predicates do not return False, but raise a ValueError with the error message.
+# These predicates raise ValueError with the message.
 QUANTIZATION: Constraint = (lambda text: bool(parse(str(text))), "")
 SIMULATED_FORMAT: Constraint = (lambda text: bool(simulated_format(str(text))), "")
 
-# For every operator of the dialect, the constraints of its arguments in order.
 OPERANDS: dict[Any, tuple[Constraint, ...]] = {
     fp8.amax.default: (FLOATS,),
     fp8.scale.default: (ANY, QUANTIZATION),
@@ -150,7 +139,7 @@ OPERANDS: dict[Any, tuple[Constraint, ...]] = {
 }
 
 
-# Each function checks the operands of one operator, and yields a message for each problem.
+# Each function yields a message for each problem.
 
 
 def _check_amax(node: fx.Node, x: fx.Node, block: Any) -> Iterator[str]:
@@ -176,7 +165,6 @@ def _check_quantize(
 def _check_dequantize(
     node: fx.Node, planes: Any, scales: fx.Node, text: Any, dtype: Any
 ) -> Iterator[str]:
-    """Check that all planes come from one tensor, which was quantized with `scales`."""
     how = parse(str(text))
     widths = how.format.planes
     if len(planes) != len(widths):
@@ -205,7 +193,7 @@ def _check_joined(node: fx.Node, parts: Any) -> Iterator[str]:
 def _check_scaled_mm(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check that `a` and `b` were quantized with the scale and format that the call states."""
+    """Check that the call states the scales and formats of `a` and `b`."""
     columns = tensor(node).shape[1]
     if _is_fp8(a) and not is_multiple_of_16(columns):
         yield f"its result has {columns} columns, but tensor cores need a multiple of 16"
@@ -221,10 +209,7 @@ def _check_scaled_mm(
 
 
 def _check_joined_parts(*operands: fx.Node) -> Iterator[str]:
-    """Check that both operands are results of `joined`.
-
-    An operand may also come from a kernel, which stores the joined parts contiguously.
-    """
+    """Check that both operands are results of `joined`, or of a kernel that stores joined parts."""
     joined = [x for x in operands if graph.is_call(x, fp8.joined.default)]
     others = [x for x in operands if x not in joined]
     if any(_is_visible(_skip_transpose(x)) for x in others):
@@ -259,7 +244,7 @@ def _check_transpose_segments(
 def _check_scaled_grouped_mm(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, offsets: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check that `a` and `b` have a scale for each row, and `b` a matrix for each expert group."""
+    """Check row scales of `a` and `b`, and that `b` has a matrix for each expert group."""
     for data, scale in ((a, a_scale), (b, b_scale)):
         quantized = _skip_gather(_skip_transpose(data))
         has_row_scales = tensor(scale).ndim == 2
@@ -277,7 +262,6 @@ def _check_scaled_grouped_mm(
 def _check_scaled_grouped_outer(
     node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check that `transpose_segments` computes `a` and `b` with the same scales as the call."""
     for data, scale in ((a, a_scale), (b, b_scale)):
         transposed = _skip_host_copies(data)
         if _is_visible(transposed):
@@ -359,7 +343,7 @@ def _skip_transpose(data: fx.Node) -> fx.Node:
 
 
 def _skip_gather(node: fx.Node) -> fx.Node:
-    """Return the shard that a matrix was gathered from. Return other matrices unchanged."""
+    """Return the shard that a matrix was gathered from, if any."""
     while graph.operator_of(node).target in _BETWEEN_SHARD_AND_MATRIX:
         node = node.args[0]  # type: ignore[assignment]
         node = node[0] if isinstance(node, (list, tuple)) else node
@@ -367,22 +351,19 @@ def _skip_gather(node: fx.Node) -> fx.Node:
 
 
 def _is_visible(data: fx.Node) -> bool:
-    """Whether an operator of this graph computes `data`. Otherwise `data` cannot be checked."""
+    """Whether an operator of this graph computes `data`, so that it can be checked."""
     return data.op == "call_function" and not graph.is_getitem(data)
 
 
 def _is_same(x: object, y: object) -> bool:
-    """Whether two operands are the same node, or recomputed copies of the same node."""
+    """Recomputed copies of a node are the same."""
     if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
         return False
     return x.meta.get(COPIED_VALUE, x.name) == y.meta.get(COPIED_VALUE, y.name)
 
 
 def _have_same_amax(shard_scale: Any, scale: Any) -> bool:
-    """Whether the scales of a shard and of the gathered matrix are computed from equal amaxes.
-
-    Return True if either scale is not computed by `fp8.scale` in this graph.
-    """
+    """Whether the scales of a shard and of the gathered matrix come from equal amaxes, if known."""
     if not (shard_scale.target is scale.target is fp8.scale.default):
         return True
     return _is_same(_skip_gather(scale.args[0]), shard_scale.args[0])
@@ -393,7 +374,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _agree(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether shapes may be equal. Skip symbolic sizes, because comparing them would add guards."""
+    """Skip symbolic sizes, because comparing them would add guards."""
     static = (pair for pair in zip(a, b, strict=False) if all(isinstance(x, int) for x in pair))
     return len(a) == len(b) and all(x == y for x, y in static)
 

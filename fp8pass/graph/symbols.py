@@ -1,10 +1,9 @@
 """The sympy functions and helpers that the formulas of pointwise operators use.
 
-A formula takes the arguments of an operator, with an `Operand` for each tensor, and returns the
-sympy expression of one element of the result. A formula raises `Underivable` if a relative
-perturbation of an operand may have an unbounded effect, for example in a division by a number that
-may be zero. Formulas may contain comparisons; `error_analysis/jumps.py` decides whether these make
-the result jump.
+A formula takes an operator's arguments, with an `Operand` for each tensor, and returns the
+expression of one element. It raises `Underivable` if a relative perturbation may have an unbounded
+effect, as in a division by a number that may be zero. `error_analysis/jumps.py` handles
+comparisons.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class UnitStep(sympy.Function):
 
 
 class Where(sympy.Function):
-    """`Where(c, a, b)`: a where c is 1, b where c is 0. The value not chosen may be infinite."""
+    """a where c is 1, b where c is 0. The other value may be infinite."""
 
     nargs = 3
     is_real = True
 
     def fdiff(self, argindex: int = 1) -> Expr:
-        """Differentiate by an argument. The derivative by the condition is 0 except at jumps."""
+        """The derivative by the condition is 0 except at jumps."""
         condition = self.args[0]
         return {1: sympy.Integer(0), 2: condition, 3: 1 - condition}[argindex]
 
@@ -55,7 +54,7 @@ class Where(sympy.Function):
 
 
 class Sign(sympy.Function):
-    """The sign of the argument. Relative perturbations do not change the sign."""
+    """Relative perturbations do not change the sign."""
 
     nargs = 1
     is_real = True
@@ -65,7 +64,7 @@ class Sign(sympy.Function):
 
 
 class Magnitude(sympy.Function):
-    """The absolute value. Its derivative is `Sign`, which is simpler than that of `sympy.Abs`."""
+    """The derivative is `Sign`, which is simpler than that of `sympy.Abs`."""
 
     nargs = 1
     is_real = True
@@ -86,7 +85,7 @@ class Sigmoid(sympy.Function):
         return self * (1 - self)
 
 
-# PyTorch implementations of the functions above and of sympy's functions, for `sympy.lambdify`.
+# For `sympy.lambdify`.
 TORCH_FUNCTIONS: dict[str, Any] = {
     "UnitStep": lambda x: (x > 0).to(x.dtype),
     "Sign": torch.sign,
@@ -105,13 +104,13 @@ TORCH_FUNCTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor operand of a formula. `symbol` stands for one element of the tensor."""
+    """A tensor operand of a formula. `symbol` stands for one element."""
 
     symbol: Symbol
 
 
 def to_sympy(x: Operand | float | int) -> Expr:
-    """Return an operand's symbol or a sympy constant. Raise Underivable for infinity and NaN."""
+    """Raise Underivable for infinity and NaN."""
     if isinstance(x, Operand):
         return x.symbol
     if not math.isfinite(x):
@@ -123,10 +122,7 @@ def to_sympy(x: Operand | float | int) -> Expr:
 
 
 def elementwise(function: Callable[..., Expr]) -> Formula:
-    """Return a formula that converts its arguments to sympy and calls `function` with them.
-
-    The keyword argument `alpha` multiplies the second operand, as in `torch.add`.
-    """
+    """Convert arguments to sympy; `alpha` multiplies the second one, as in `torch.add`."""
 
     def formula(*args: Any, **kwargs: Any) -> Expr:
         alpha = kwargs.pop("alpha", 1)
@@ -141,28 +137,27 @@ def elementwise(function: Callable[..., Expr]) -> Formula:
 
 
 def quotient(numerator: Expr, denominator: Expr) -> Expr:
-    """Divide two expressions. The denominator must be a constant or known to be positive."""
+    """The denominator must be a constant or known to be positive."""
     if denominator.is_number or denominator.is_positive:
         return numerator / denominator
     raise Underivable(f"division by {denominator}, which may be zero")
 
 
 def square_root(x: Expr, sign: int = 1) -> Expr:
-    """Return x^½ of a nonnegative expression, or x^-½ of a positive expression if `sign` is -1."""
+    """Return x^½ of a nonnegative expression, or x^-½ of a positive one if `sign` is -1."""
     if x.is_positive or (sign > 0 and x.is_nonnegative):
         return x ** sympy.Rational(sign, 2)
     raise Underivable(f"a root of {x}, which may be zero")
 
 
 def logarithm(x: Expr) -> Expr:
-    """Return the logarithm of an expression that is known to be positive."""
     if x.is_positive:
         return sympy.log(x)
     raise Underivable(f"a logarithm of {x}, which may be zero")
 
 
 def power(base: Operand, exponent: float | Operand) -> Expr:
-    """Raise an operand to a constant power. Raise Underivable if the effect may be unbounded."""
+    """Raise Underivable if the effect may be unbounded."""
     if isinstance(exponent, Operand):
         raise Underivable("a power whose exponent is a tensor")
     constant = to_sympy(exponent)
@@ -174,7 +169,7 @@ def power(base: Operand, exponent: float | Operand) -> Expr:
 
 
 def comparison(sign: int, *, or_equal: bool = False) -> Formula:
-    """Return the formula of x > y, or of x < y if `sign` is -1. The formula's value is 0 or 1."""
+    """Return the formula of x > y (1 or 0), or of x < y if `sign` is -1."""
 
     def compare(x: Operand, y: Operand | float) -> Expr:
         if _is_infinite(y):

@@ -13,23 +13,21 @@ ADDED_BY_PASS = "fp8pass_added_by_pass"
 # On `scaled_mm`: the name of the GEMM that it replaced.
 REPLACED_GEMM = "fp8pass_replaced_gemm"
 
-# On `scaled_mm`: whether the result is the transpose of the replaced GEMM's result. In a batched
-# GEMM, each matrix is transposed.
+# On `scaled_mm`: whether the result is transposed (each matrix in a batched GEMM).
 IS_TRANSPOSED = "fp8pass_is_transposed"
 
 # On the GEMMs of linear layers: `forward`, `dgrad` or `wgrad`.
 ROLE = "fp8pass_role"
 
-# On GEMMs that stay in high precision by the user's choice, or by default, as in output heads.
-# The tensors that these GEMMs save for backward stay in high precision, too.
+# On GEMMs that stay in high precision by choice or, like output heads, by default. Tensors that
+# they save stay in high precision, too.
 HIGH_PRECISION_BY_CHOICE = "fp8pass_high_precision_by_choice"
 
 # On `quantize`: the layers that read the result, as pairs of a module path and an operand (`input`,
 # `weight` or `gradient`).
 OPERAND_OF = "fp8pass_operand_of"
 
-# On FP8 data that are quantized before the all-gather: the name of the gathered tensor that the
-# original graph quantized.
+# On FP8 data that are quantized before the all-gather: the name of the gathered tensor.
 ORIGINAL_GATHER = "fp8pass_original_gather"
 
 # On an all-gather: the reason why it does not gather quantized data.

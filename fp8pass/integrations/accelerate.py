@@ -2,16 +2,15 @@
 
     import fp8pass.integrations.accelerate
 
-`torch.compile` finds fp8pass by its entry point, but accelerate has an enum of allowed names. This
-import adds `fp8pass` to the enum, before or after accelerate is imported. The name then works in
+accelerate has an enum of allowed names. The import adds `fp8pass`, for
 `Accelerator(dynamo_backend=...)`, `TorchDynamoPlugin`, `ACCELERATE_DYNAMO_BACKEND`, and the
-`torch_compile_backend` of transformers' and TRL's Trainers. If a script does not contain this
-import, run the script through this module, with `accelerate launch`, `torchrun` or `python`:
+`torch_compile_backend` of transformers' and TRL's Trainers. Without the import, run a script
+through this module, with `accelerate launch`, `torchrun` or `python`:
 
     accelerate launch -m fp8pass.integrations.accelerate train.py --its arguments
 
-This command also sets `ACCELERATE_DYNAMO_BACKEND=FP8PASS`. The import has no effect if accelerate
-already accepts the name (docs/upstream/accelerate_dynamo_backends.md).
+This also sets `ACCELERATE_DYNAMO_BACKEND=FP8PASS`. The import has no effect if accelerate accepts
+the name (docs/upstream/accelerate_dynamo_backends.md).
 """
 
 from __future__ import annotations

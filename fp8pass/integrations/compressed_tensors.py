@@ -92,15 +92,14 @@ def _check_pretrained(model: nn.Module) -> PreTrainedModel:
 
 
 def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
-    """Return whether a linear layer is exported in FP8. The layer must not be an output head."""
+    """Whether a layer, which is not an output head, is exported in FP8."""
     fits = not why_unsuitable_size(layer.out_features, layer.in_features)
     return fits and matching_pattern(path, config.skip_patterns) is None
 
 
 def quantize_rows(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a weight [M, K]. Return float8_e4m3fn data [M, K] and fp32 scales [M, 1].
-
-    FP32 weights are rounded to BF16 first.
+    """Return float8_e4m3fn data [M, K] and fp32 scales [M, 1]. FP32 weights are rounded to BF16
+    first.
 
     Raises:
         ConfigError: the weight is sharded.
@@ -125,7 +124,7 @@ def quantize_rows(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_quantization_config(ignored: list[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of config.json. Layers in `ignored` are not quantized."""
+    """Return the entry of config.json. Layers in `ignored` are not quantized."""
     kind = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],

@@ -47,7 +47,6 @@ def register() -> None:
 
 
 def compress_models() -> None:
-    """Make torchtitan's trainers compress the models that they build."""
     from fp8pass.distributed import compress
 
     trainer = _find_trainer()
@@ -68,7 +67,7 @@ def _find_trainer() -> Any:
 
 
 def main() -> None:
-    """Register fp8pass, and run `torchtitan.train` with the command line's arguments."""
+    """Run `torchtitan.train` with the command line's arguments."""
     compresses = "--compress" in sys.argv
     if compresses:
         sys.argv.remove("--compress")  # torchtitan 0.2 parses arguments when it is imported

@@ -1,12 +1,10 @@
 """`step_in_backward`: optimizers that update each parameter within the backward.
 
 A parameter is updated as soon as its gradient is final, and the gradient is freed before the next
-gradient is computed. Therefore the gradients of all parameters never occupy memory at the same
-time. `sums.py` adds the gradients of several backwards.
+gradient is computed. `sums.py` adds the gradients of several backwards.
 
-If a backward fails, the parameters whose gradients were final have been updated already, or these
-gradients have been added to sums. Some sums then contain one gradient more than other sums, so all
-sums are dropped.
+If a backward fails, some parameters have been updated already. Some sums may contain one gradient
+more than others, so all sums are dropped.
 """
 
 from __future__ import annotations
@@ -33,14 +31,12 @@ from fp8pass.option_checks import ConfigError
 
 log = logging.getLogger("fp8pass")
 
-# Sums of up to FEW_GRADIENTS gradients have 8 bits by default, and sums of more gradients have 16
-# bits.
+# Larger sums have 16 bits by default.
 FEW_GRADIENTS = 8
 BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
-# Value of `compat.running_backward` outside of a backward.
+# `compat.running_backward` outside of a backward.
 NO_BACKWARD = -1
-# Kinds of pipeline actions that compute only gradients of inputs, or only gradients of weights.
-# During these actions autograd calls no parameter hooks.
+# Pipeline actions for gradients of inputs alone, or of weights alone, call no parameter hooks.
 IN_TWO_PARTS = {"I", "W"}
 
 
@@ -71,9 +67,9 @@ class Attached:
                 attached.remove(self)
 
 
-# The attached optimizers of each module that owns parameters. This keeps an optimizer alive as long
-# as one of these modules. Hooks cannot hold the optimizer: the garbage collector does not see the
-# references of hooks, so a parameter whose hook refers back to the parameter is never freed.
+# By module that owns parameters. This keeps an optimizer alive as long as a module. Hooks cannot
+# hold the optimizer: the garbage collector does not see the references of hooks, so a parameter
+# whose hook refers back to the parameter is never freed.
 _ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
@@ -126,7 +122,7 @@ def step_in_backward(
     _check_no_wrapper(model)
     if torch.distributed.is_available():
         _watch_wrappers()
-    # Indices instead of the groups, because loading a checkpoint replaces the groups.
+    # Loading a checkpoint replaces the groups, so indices are stored.
     groups = {
         p: (number, i)
         for number, optimizer in enumerate(optimizers)
@@ -138,7 +134,7 @@ def step_in_backward(
             "Several optimizers have the same parameter. Pass each parameter to one optimizer, for "
             "example with fp8pass.optim.split_parameters(model)."
         )
-    # Includes frozen parameters, which may be unfrozen later.
+    # Frozen parameters may be unfrozen later.
     updated = {name: p for name, p in model.named_parameters() if p in groups}
     trained = (name for name, p in model.named_parameters() if p.requires_grad)
     if missing := [name for name in trained if name not in updated]:
@@ -146,7 +142,7 @@ def step_in_backward(
             f"The optimizers lack parameters of the model: {', '.join(missing[:3])}. Create them "
             "with model.parameters(), or freeze the missing parameters with requires_grad_(False)."
         )
-    # Compare by identity, because == would compare elements.
+    # == would compare elements.
     attached_ids = _attached_ids()
     if names := [name for name, p in updated.items() if id(p) in attached_ids]:
         raise ConfigError(
@@ -170,7 +166,7 @@ def step_in_backward(
     hooks.find_schedule()
     handles = [x.register_step_pre_hook(hooks.before_step) for x in optimizers]
     for number, optimizer in enumerate(optimizers) if accumulate > 1 else ():
-        # A hook after the step, because the step's closure may run the last backward.
+        # The step's closure may run the last backward, so the hook runs after the step.
         own = {p: (groups[p][1], x) for p, x in sums.items() if groups[p][0] == number}
         finish = partial(_update_by_incomplete_sums, own)
         handles.append(optimizer.register_step_post_hook(finish))
@@ -179,7 +175,7 @@ def step_in_backward(
         take: Callable[[Optimizer, Tensor], bool] = partial(_step, group)
         if accumulate > 1:
             take = partial(_accumulate, group, sums[parameter], accumulate)
-        # Without `disable`, Dynamo would trace the hook if compiled autograd runs the backward.
+        # Dynamo would trace the hook if compiled autograd runs the backward.
         hook = torch.compiler.disable(partial(hooks.take_gradient, number, take))
         # PyTorch refuses to register hooks on frozen parameters.
         was_trained = parameter.requires_grad
@@ -196,7 +192,7 @@ def step_in_backward(
 
 
 def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is attached. If so, its `step()` finds no gradients."""
+    """Return whether an optimizer is attached, so that its `step()` finds no gradients."""
     everything = (
         x for found in _ATTACHED.values() for attached in found for x in attached.optimizers
     )
@@ -204,40 +200,35 @@ def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def default_buffer(accumulate: int) -> str:
-    """Return the default format for sums of `accumulate` gradients."""
     return "e4m3" if accumulate <= FEW_GRADIENTS else "fp16"
 
 
 @dataclass
 class Backward:
-    """A backward that is running."""
-
-    parameters: int  # number of trainable parameters
-    gradients: int = 0  # number of final gradients so far
-    updates: int = 0  # number of updates so far; other gradients were added to sums
-    # False if PyTorch does not report the end of this backward: FSDP2 reduces the gradients of a
-    # pipeline stage after the last backward, outside of autograd.
+    parameters: int  # trainable parameters
+    gradients: int = 0  # final gradients
+    updates: int = 0  # other gradients were added to sums
+    # FSDP2 reduces the gradients of a pipeline stage outside of autograd, so PyTorch does not
+    # report the end of this backward.
     reports_end: bool = True
 
 
 @dataclass(eq=False)
 class BackwardHooks:
-    """The hooks of attached optimizers, which must not keep the model or parameters alive."""
+    """Must not keep the model or parameters alive."""
 
     optimizers: Sequence[ref[Optimizer]]
     model: ref[nn.Module]
-    names: frozenset[str]  # names of the parameters that have hooks
-    ids: frozenset[int]  # `id` of these parameters
-    sharded: bool  # whether FSDP2 sharded the model before the optimizer was attached
+    names: frozenset[str]  # of parameters that have hooks
+    ids: frozenset[int]  # of parameters that have hooks
+    sharded: bool  # by FSDP2, before the optimizer was attached
     sums: Sequence[tuple[ref[Tensor], GradientSum]]
     _running: dict[int, Backward] = field(default_factory=dict)
     _schedule: ref[Any] | None = None
     _has_begun: bool = False
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Check that all trainable parameters have hooks, and that no GradScaler is used.
-
-        A parameter that `fully_shard` created has no hook.
+        """Check that all trainable parameters have hooks, unlike those that `fully_shard` creates.
 
         Raises:
             ConfigError: a trainable parameter has no hook, a GradScaler calls the step, or the
@@ -257,8 +248,8 @@ class BackwardHooks:
     ) -> None:
         """Pass a final gradient to `take`, which returns whether it updated the parameter.
 
-        `number` is the index of the parameter's optimizer. The gradient is dropped even if `take`
-        fails. Otherwise autograd would add the next gradient to this gradient.
+        `number` is the optimizer's index. The gradient is dropped even if `take` fails, because
+        autograd would add the next gradient to it.
         """
         optimizer = self.optimizers[number]()
         if optimizer is None:
@@ -287,7 +278,7 @@ class BackwardHooks:
             parameter.grad = None
 
     def _begin(self) -> int:
-        """Check a new backward, drop sums of frozen layers, and count trainable parameters."""
+        """Check a new backward, and drop sums of frozen layers."""
         if compat.compiles_backward():
             raise ConfigError(
                 "step_in_backward does not support compiled autograd. Set "
@@ -322,11 +313,10 @@ class BackwardHooks:
         )
 
     def _living(self) -> list[Optimizer]:
-        """Return the optimizers that exist."""
         return [x for reference in self.optimizers if (x := reference()) is not None]
 
     def _count_trained(self) -> int:
-        """Return the number of trainable parameters; raise ConfigError if one has no hook."""
+        """Raise ConfigError if a trainable parameter has no hook."""
         model = self.model()
         if model is None:
             return 0
@@ -336,7 +326,7 @@ class BackwardHooks:
                 "fully_shard before the optimizer is created."
             )
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        # During a backward FSDP2 replaces its parameters by other tensors with the same names.
+        # During a backward FSDP2 replaces parameters by tensors with the same names.
         known, ids = self.names, self.ids
         if missing := [name for name, p in trained if name not in known and id(p) not in ids]:
             raise ConfigError(
@@ -369,11 +359,7 @@ class BackwardHooks:
         self._schedule = ref(schedule)
 
     def _gradient_divisor(self) -> int:
-        """Return the number by which the pipeline schedule divides gradients; 1 without a schedule.
-
-        PyTorch's schedules divide gradients after the last micro-batch, which is too late for
-        updates within the backward.
-        """
+        """PyTorch's schedules divide gradients too late, after the last micro-batch."""
         if not self._has_begun:  # the schedule exists in the first backward at the latest
             self.find_schedule()
             self._has_begun = True
@@ -383,7 +369,7 @@ class BackwardHooks:
 
 @cache
 def _wrappers() -> tuple[type, ...]:
-    """Return the module classes that reduce gradients after the hooks of parameters have run."""
+    """These classes reduce gradients after the hooks of parameters have run."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     from fp8pass.compat.data_parallel import Replicated
@@ -392,13 +378,13 @@ def _wrappers() -> tuple[type, ...]:
 
 
 def _check_no_wrapper(model: nn.Module) -> None:
-    """Raise ConfigError if a wrapper in or around `model` reduces gradients of the model."""
+    """Raise ConfigError if a wrapper reduces the model's gradients."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     for module in model.modules():
         if isinstance(module, _wrappers()):
             raise _wrapper_error(module)
-    # Search all objects, because a module has no reference to a module that wraps it.
+    # A module has no reference to a module that wraps it.
     of_model = {id(p) for p in model.parameters()}
     for found in gc.get_objects():
         if issubclass(type(found), _wrappers()) and _has_any(found.parameters(), of_model):
@@ -407,9 +393,7 @@ def _check_no_wrapper(model: nn.Module) -> None:
 
 @cache
 def _watch_wrappers() -> None:
-    """Make later wrappers raise ConfigError if they wrap parameters of an attached optimizer.
-
-    A wrapper may be created late: `replicate` creates its DistributedDataParallel in the first
+    """Make later wrappers raise ConfigError, such as the one of `replicate` in the first
     forward.
     """
     nn.modules.module.register_module_module_registration_hook(_check_wrapped)
@@ -420,7 +404,7 @@ def _check_wrapped(wrapper: nn.Module, name: str, wrapped: nn.Module | None) -> 
         return
     if not _ATTACHED or wrapped is None or not isinstance(wrapper, _wrappers()):
         return
-    # Look up modules, because FullyShardedDataParallel has already replaced their parameters.
+    # FullyShardedDataParallel has already replaced parameters.
     replaced = any(_ATTACHED.get(module) for module in wrapped.modules())
     if replaced or _has_any(wrapped.parameters(), _attached_ids()):
         raise _wrapper_error(wrapper)
@@ -443,7 +427,6 @@ def _wrapper_error(wrapper: nn.Module) -> ConfigError:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards a part of a model."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -452,7 +435,6 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _step(group: int, optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Update a parameter with its gradient; return True."""
     optimizer.update(optimizer.param_groups[group], [parameter])
     return True
 
@@ -461,12 +443,12 @@ def _step(group: int, optimizer: Optimizer, parameter: Tensor) -> bool:
 def _accumulate(
     group: int, accumulated: GradientSum, backwards: int, optimizer: Optimizer, parameter: Tensor
 ) -> bool:
-    """Add a gradient to its sum. If the sum is complete, update the parameter and return True."""
+    """Return whether the sum is complete and the parameter was updated."""
     options = optimizer.param_groups[group]
     gradient = local_gradient(parameter).contiguous()
     if accumulated.count + 1 < backwards:
-        # `count_updates` creates missing states. Otherwise get_state_dict of
-        # torch.distributed.checkpoint would run a step to create them, which would use up the sum.
+        # get_state_dict of torch.distributed.checkpoint would run a step to create missing states,
+        # which would use up the sum. `count_updates` creates them.
         accumulated.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
         return False
     _update_by_sum(group, accumulated, optimizer, parameter, gradient)
@@ -476,7 +458,7 @@ def _accumulate(
 def _update_by_sum(
     group: int, accumulated: GradientSum, optimizer: Optimizer, parameter: Tensor, gradient: Tensor
 ) -> None:
-    """Update a parameter with its last gradient plus the sum of the previous gradients."""
+    """Add the last gradient to the sum."""
     accumulated.move_to(gradient)
     if not is_offloaded(optimizer.param_groups[group], "states", parameter):
         optimizer.join()
@@ -488,10 +470,7 @@ def _update_by_sum(
 def _update_by_incomplete_sums(
     sums: Mapping[Tensor, tuple[int, GradientSum]], optimizer: Optimizer, *_: Any
 ) -> None:
-    """Update parameters with their incomplete sums. This is a hook after `optimizer.step()`.
-
-    `sums` are the group and the sum of each parameter of the optimizer.
-    """
+    """Update parameters with incomplete sums (group, sum), after `optimizer.step()`."""
     for parameter, (_group, sum_) in sums.items():
         if not parameter.requires_grad:  # frozen during the accumulation
             sum_.clear()

@@ -1,13 +1,10 @@
 """Conversion of checkpointed states to an optimizer's formats, also during DCP loads.
 
-A checkpoint may contain states in other formats, or states of the optimizer of the same name in
-`torch.optim`. The format of a state is read from its keys (`slots.py`), and the group size follows
-from the number of scales. The options in the checkpoint's parameter groups are not needed for the
-conversion.
+A checkpoint may contain states in other formats or of `torch.optim`. Keys (`slots.py`) and the
+number of scales determine a state's format; the options in the checkpoint do not matter.
 
-`torch.distributed.checkpoint` (DCP) reads entries of a checkpoint into the optimizer's tensors with
-the same keys. If a state has another format in the checkpoint, DCP reads it into new tensors of
-that format. After the read, these tensors are converted into the optimizer's tensors.
+`torch.distributed.checkpoint` (DCP) reads entries into the optimizer's tensors with the same keys.
+States in other formats are read into new tensors, which are converted after the read.
 """
 
 from __future__ import annotations
@@ -49,18 +46,18 @@ from fp8pass.optim.state_formats import PLAIN, Quantized, StateFormat, dequantiz
 from fp8pass.option_checks import ConfigError
 
 STATES = ("step", *MOMENTS, "master")
-# Moments of the optimizers whose counterpart in `torch.optim` does not count updates.
+# Their optimizers in `torch.optim` do not count updates.
 UNCOUNTED = {x for m in METHODS if "step" not in m.torch_states for x in m.moments.values()}
-# Suffixes of the keys of scales and powers.
+# Suffixes of keys.
 PARTS = (":scale", ":power")
-# Options that parameter groups of `torch.optim` do not have.
+# `torch.optim` does not have these options.
 UNKNOWN_TO_TORCH = (*OWN, "seed", "state_rounding")
 PLAIN_OF_DTYPE = {format.dtype: format for format in PLAIN.values()}
 
 
 @dataclass(frozen=True, eq=False)
 class HiddenParameter:
-    """Key of a loaded state instead of its parameter. PyTorch does not cast such states."""
+    """Replaces a parameter as key of a loaded state, so that PyTorch does not cast the state."""
 
     parameter: Tensor
     group: dict[str, Any]
@@ -71,24 +68,23 @@ class SavedState:
     """One state of a parameter, such as `exp_avg`, in any format."""
 
     data: Tensor  # floating-point values or quantized data, shaped like the parameter
-    format: StateFormat | None = None  # format of quantized data; None for floating-point values
+    format: StateFormat | None = None  # None for floating-point values
     parts: tuple[Tensor, ...] = ()  # scales, and powers if the format has them
 
     def is_stored_as(self, format: StateFormat, group_size: int) -> bool:
-        """Return whether the state is stored in `format`, in groups of `group_size`."""
         if not format.grouped or self.format != format:
             return self.format is None and self.data.dtype == format.storage_dtype
         return self.parts[0].numel() == group_count(self.data.numel(), group_size)
 
     def copy(self, device: torch.device) -> Quantized:
-        """Copy the local shards to `device`. Scales and powers of the result are [R]."""
+        """Copy the local shards. Scales and powers of the result are [R]."""
         data, *parts = (
             local(x).detach().to(device, copy=True).contiguous() for x in (self.data, *self.parts)
         )
         return Quantized(data, *(x.view(-1) for x in parts))
 
     def dequantize(self, device: torch.device) -> Tensor:
-        """Return the dequantized local shard on `device`; unquantized values keep their dtype."""
+        """Return the local values. Unquantized values keep their dtype."""
         copied = self.copy(device)
         if self.format is None:
             return copied.data
@@ -96,7 +92,7 @@ class SavedState:
         return from_rows(dequantize(copied._replace(data=rows), self.format), copied.data.shape)
 
     def group_size(self) -> int:
-        """Return the group size, computed from the numbers of elements and of scales.
+        """Compute the group size from the number of scales.
 
         Raises:
             ConfigError: the number of scales fits no group size.
@@ -138,13 +134,12 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         for key, parameter in zip(saved["params"], group["params"], strict=False):
             if key in states:
                 states[HiddenParameter(parameter, own)] = states.pop(key)
-    # If the checkpoint has more groups than the optimizer, PyTorch raises an error.
+    # PyTorch raises an error if the checkpoint has more groups.
     merged += saved_groups[len(merged) :]
     return {**state_dict, "state": states, "param_groups": merged}
 
 
 def check_has_states(given: Any) -> None:
-    """Raise ConfigError if `given` is not the state dict of an optimizer."""
     keys = given if isinstance(given, Mapping) else ()
     if missing := {"state", "param_groups"} - set(keys):
         raise ConfigError(
@@ -156,16 +151,11 @@ def check_has_states(given: Any) -> None:
 def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> State:
     """Return a parameter's state in the formats of `storage`, on the parameter's device.
 
-    States that already have the right format are copied bit by bit.
-
-    Args:
-        values: a state in any formats, of this optimizer or of the one in `torch.optim`.
-        parameter: float [...], or a DTensor.
-        storage: how the result is stored.
+    States in the right format are copied bit by bit. `values` may be a state of `torch.optim`.
 
     Raises:
-        ConfigError: the state belongs to another optimizer or to a parameter of another shape, or
-            is incomplete.
+        ConfigError: the state is incomplete, or belongs to another optimizer or to a parameter of
+            another shape.
     """
     formats = storage.states(parameter.dtype)
     found = {name: _find(name, values, format) for name, format in formats.items()}
@@ -203,7 +193,6 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
 def is_converted(
     values: Mapping[str, Any], parameter: Tensor, storage: Storage, device: torch.device
 ) -> bool:
-    """Return whether a parameter's state is in the formats of `storage`, on `device`."""
     formats = storage.states(parameter.dtype)
     keys = {key for key in values if name_of(key) in STATES and not key.endswith(PARTS)}
     if keys != {"step", *(state_key(name, format) for name, format in formats.items())}:
@@ -217,11 +206,10 @@ def is_converted(
 
 
 def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState | None:
-    """Return the state `name` of a parameter, or None if `values` does not contain this state.
+    """Return the state `name`, if any.
 
-    When PyTorch merges a full state dict into the optimizer's state dict, `values` contains the
-    state twice: in the optimizer's format `own`, and in the format of the checkpoint. The state of
-    the checkpoint is returned.
+    When PyTorch merges a full state dict, `values` contains a state in the format `own` and in the
+    checkpoint's format; the latter is returned.
     """
     keys = [key for key in values if name_of(key) == name and not key.endswith(PARTS)]
     others = [key for key in keys if key != state_key(name, own)]
@@ -234,11 +222,7 @@ def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState 
 
 
 def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
-    """Return the state `name` with the data `values[key]`, and its scales and powers in `values`.
-
-    Raises:
-        ConfigError: the format is unknown, or scales or powers are missing.
-    """
+    """Raises ConfigError if the format is unknown, or scales or powers are missing."""
     data = values[key]
     if key == name:
         if not data.is_floating_point():
@@ -284,24 +268,23 @@ def stage_states(
             continue
         staged = _make_staging_tensors(name, own, found)
         if not found and name == "master" and any((prefix, x) in theirs for x in MOMENTS):
-            # Do not change the master copy: the next step replaces elements of the copy that differ
-            # from the loaded weights.
+            # The next step replaces elements of the master copy that differ from the loaded
+            # weights.
             staged = {}
         if staged is None:  # DCP raises an error about the first missing key
             continue
         for key in own:
             del state_dict[prefix + key]
-        # All entries of a state share one function, which is called once, after the last entry has
-        # been read.
+        # Called once, after the last entry has been read.
         convert_entries = partial(_convert_staged, name, own, staged)
         for key, x in staged.items():
             state_dict[prefix + key] = x
             conversions[prefix + key] = convert_entries
-    # Do not load the number of updates that `torch.optim.Muon` does not save.
+    # `torch.optim.Muon` does not save the number of updates.
     for entry in [f"{prefix}step" for prefix, name in theirs if name in UNCOUNTED]:
         if entry not in saved:
             state_dict.pop(entry, None)
-    # Do not load options that the checkpoint lacks: the optimizer keeps its own values.
+    # The optimizer keeps its own values of missing options.
     prefixes = tuple({_groups_prefix(prefix) for prefix, _ in theirs})
     for entry in [x for x in state_dict if x not in saved and x.startswith(prefixes)]:
         if entry.rpartition(".")[2] in UNKNOWN_TO_TORCH:
@@ -311,7 +294,6 @@ def stage_states(
 
 @torch.no_grad()
 def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Convert the tensors `read` by DCP, and copy the results to the optimizer's tensors `own`."""
     saved = _read_state(name, _data_key(read), read)
     target = _read_state(name, _data_key(own), own)
     format = target.format or PLAIN_OF_DTYPE[target.data.dtype]
@@ -323,7 +305,7 @@ def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) 
 
 
 def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the entries of each state; keys are the parameter's prefix and the state's name."""
+    """Group entries by the parameter's prefix and the state's name."""
     found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry, value in entries.items():
         prefix, dot, key = entry.rpartition(".")
@@ -333,7 +315,7 @@ def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[st
 
 
 def _groups_prefix(prefix: str) -> str:
-    """Return the key prefix of parameter groups, given the key prefix of a parameter's states."""
+    """Derive the prefix of parameter groups from the prefix of a parameter's states."""
     return prefix.rpartition("state.")[0] + "param_groups."
 
 
@@ -344,7 +326,7 @@ def _is_of_fp8pass(prefix: str, state_dict: Mapping[str, Any]) -> bool:
 
 
 def _data_key(entries: Mapping[str, Any]) -> str:
-    """Return the key of a state's data, or "" if `entries` do not have exactly one such key."""
+    """Return "" unless exactly one key has data."""
     keys = [key for key in entries if not key.endswith(PARTS)]
     return keys[0] if len(keys) == 1 else ""
 
@@ -352,7 +334,7 @@ def _data_key(entries: Mapping[str, Any]) -> str:
 def _make_staging_tensors(
     name: str, own: dict[str, Tensor], found: Mapping[str, Any]
 ) -> dict[str, Tensor] | None:
-    """Return new tensors in the checkpoint's format, or None if conversion is impossible."""
+    """Return tensors in the checkpoint's format, or None if conversion is impossible."""
     key = _data_key(found)
     like = own.get(_data_key(own))
     if not key or like is None or found[key].size != like.shape:
@@ -373,7 +355,7 @@ def _new_empty(
 ) -> Tensor | None:
     """Return an empty tensor distributed like `like`, or None if groups would cross shards.
 
-    `shape` is the shape of the whole tensor. `is_part` selects scales or powers instead of data.
+    `shape` is of the whole tensor. `is_part` selects scales or powers instead of data.
     """
     shard = local(like)
     if not isinstance(like, DTensor):

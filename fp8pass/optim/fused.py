@@ -1,14 +1,12 @@
 """Prepared updates: with the fused kernel (`FusedUpdate`), and of offloaded states.
 
-`FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device contain the
-addresses of parameters and states, and the index of the parameter that each program updates. They
-are written once. A step increments the step counts, computes the factors of the update, writes the
-addresses of gradients if they changed, and launches the kernel. The CPU never waits for the GPU.
+`FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device have the
+addresses of parameters and states. A step rewrites only changed addresses of gradients, so the CPU
+never waits for the GPU.
 
-`StreamedUpdate` copies offloaded states through staging buffers and updates them in pieces. For
-each piece the tables contain the address that element 0 of the parameter would have, and the
-position in the parameter at which the piece ends. Positions select random bits, so results are
-bit-identical to an update of the whole parameter.
+`StreamedUpdate` copies offloaded states through staging buffers in pieces. Tables have the address
+that element 0 of the parameter would have, so positions select the same random bits, and results
+equal an update of the whole parameter.
 """
 
 from __future__ import annotations
@@ -42,27 +40,22 @@ from fp8pass.optim.update import (
     factors,
 )
 
-# The kernel's threads read vectors if addresses are multiples of VECTOR_ALIGNMENT bytes and sizes
-# are multiples of VECTOR_ALIGNMENT elements.
+# For vectors, addresses (bytes) and sizes (elements) are multiples of this.
 VECTOR_ALIGNMENT = 16
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """Return the reason why updates on `device` are not fused, or None if they are."""
+    """Return why updates on `device` are not fused."""
     return hardware.why_no_triton_kernels(device)
 
 
 class FusedUpdate(LaunchedUpdate):
     """Updates `slots` with the Triton kernel. Each program of the kernel updates a chunk of a slot.
 
-    The step counts in `optimizer.state` become views of one tensor.
-
-    Args:
-        slots: contiguous parameters of one dtype on one device.
-        gradients: examples of gradients. The gradients of every step have the same dtypes.
-        storage: how the states are stored.
-        separate: whether each slot has its own launch.
+    The step counts in `optimizer.state` become views of one tensor. Slots have contiguous
+    parameters of one dtype on one device. Gradients of every step have the dtypes of `gradients`.
+    With `separate`, each slot has its own launch.
     """
 
     def __init__(
@@ -78,14 +71,14 @@ class FusedUpdate(LaunchedUpdate):
         self.numbers = self._tensor([s.number for s in slots], torch.int32)
         self.tables = self._tensor(self._addresses(slots), torch.int64).t().contiguous()
         self.gradients = torch.zeros_like(self.sizes)
-        # Replays of a CUDA graph read this buffer, so it is written only during a capture.
+        # Replays of a CUDA graph read this buffer.
         pin = self.device.type == "cuda"
         self.captured = torch.empty(len(slots), dtype=torch.int64, pin_memory=pin)
         self.pointers: list[int] = []
         self.gradients_aligned = False
         self.first_chunk = self._tensor([0] * len(slots), torch.int32)
         self.launches = self._make_launches(slots, gradients, separate=separate)
-        # Formats without a table of values get a tensor that the kernel does not read.
+        # Otherwise the kernel does not read the tensor.
         self.values = [
             state_formats.values_of(format, self.device) if format.values else self.steps
             for format in storage.moments.values()
@@ -113,7 +106,7 @@ class FusedUpdate(LaunchedUpdate):
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _addresses(self, slots: Sequence[Slot]) -> list[list[int]]:
-        """Return a list for each column of the table: the addresses of this tensor in all slots."""
+        """Return a list of addresses for each column of the table."""
         dtype, size = slots[0].parameter.dtype, self.storage.group_size
         rows = {PARAMETER: [_address_of_element_0(s.parameter, s.first) for s in slots]}
         for name, format in self.storage.states(dtype).items():
@@ -128,7 +121,7 @@ class FusedUpdate(LaunchedUpdate):
     def _make_launches(
         self, slots: Sequence[Slot], gradients: Tensors, *, separate: bool
     ) -> list[tuple[Any, Tensor, bool]]:
-        """Return each launch: kernel, slot index of each program, and if sizes allow vectors."""
+        """Return kernel, slot index of each program, and whether sizes allow vectors."""
         batches: dict[Any, list[int]] = defaultdict(list)
         for i, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
             batches[gradient.dtype, _is_aligned(slot), i if separate else 0].append(i)
@@ -148,7 +141,7 @@ class FusedUpdate(LaunchedUpdate):
         return launches
 
     def _set_gradients(self, gradients: Tensors) -> None:
-        """Write the addresses of gradients to the device if they changed."""
+        """Write only changed addresses."""
         pairs = zip(gradients, self.firsts, strict=True)
         pointers = [_address_of_element_0(g, first) for g, first in pairs]
         if pointers == self.pointers:
@@ -162,7 +155,7 @@ class FusedUpdate(LaunchedUpdate):
 
 
 def _address_of_element_0(part: Tensor, first: int) -> int:
-    """Return the address of element 0 of a tensor, given its `part` that starts at `first`."""
+    """Return the address of a tensor whose `part` starts at element `first`."""
     return part.data_ptr() - first * part.itemsize
 
 
@@ -177,25 +170,21 @@ class Piece:
     """Consecutive elements of a parameter with offloaded states."""
 
     parameter: int  # index among the parameters that are updated together
-    slot: Slot  # slice of the parameter, with its offloaded tensors in a staging buffer
+    slot: Slot  # offloaded tensors are in a staging buffer
     buffer: int  # index of the staging buffer
-    into: Copies  # copies from host memory to the buffer
-    out: Copies  # copies from the buffer to host memory
+    into: Copies  # host memory -> buffer
+    out: Copies  # buffer -> host memory
     requantize: Callable[[], object] | None  # writes the FP8 data of offloaded weights
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this piece's elements of `x`, a tensor shaped like the parameter."""
+        """Select this piece's elements of `x`, shaped like the parameter."""
         return x.reshape(-1)[self.slot.first : self.slot.first + self.slot.parameter.numel()]
 
 
 class StreamedUpdate(PreparedUpdate):
     """Updates `slots` whose states are in host memory.
 
-    Args:
-        slots, gradients, storage: as in `FusedUpdate`.
-        staging: the staging buffers of the device.
-        rule: the rule of an `EagerUpdate`; None uses the Triton kernel.
-        counts: whether an `EagerUpdate` increments step counts.
+    `rule` and `counts` are for an `EagerUpdate`. Without `rule`, the Triton kernel runs.
     """
 
     def __init__(
@@ -219,9 +208,8 @@ class StreamedUpdate(PreparedUpdate):
             self.update = EagerUpdate(staged, storage, rule, separate=True, counts=counts)
 
     def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
-        """Divide the slot of the parameter with this index into pieces that fit into a buffer.
-
-        A piece begins where a chunk, a group, and a row of an offloaded weight begin.
+        """Divide a slot into pieces that fit into a buffer, and begin with a chunk, a group and a
+        row.
         """
         weight, group_size = slot.offloaded, self.storage.group_size
         row = 1 if weight is None else weight.shape[-1]
@@ -229,8 +217,7 @@ class StreamedUpdate(PreparedUpdate):
         nbytes = sum(x.numel() * x.itemsize for x in _host_tensors(slot))
         size = largest_piece(nbytes / count, math.lcm(CHUNK, group_size, row))
         pieces = []
-        # The first buffer depends on the parameter's number. Otherwise all parameters of one piece
-        # would use the same buffer.
+        # Parameters of one piece would otherwise all use the same buffer.
         for turn, first in enumerate(range(0, count, size), start=slot.number):
             part, buffer = slot.narrow(first, size, group_size), turn % DEPTH
             host = _host_tensors(part)
@@ -250,7 +237,6 @@ class StreamedUpdate(PreparedUpdate):
         return pieces
 
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        """Launch the copies and updates of all pieces."""
         self.staging.begin([control], gradients)
         with self.staging.on_compute_stream():
             parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
@@ -263,6 +249,5 @@ class StreamedUpdate(PreparedUpdate):
 
 
 def _host_tensors(slot: Slot) -> list[Tensor]:
-    """Return the tensors of a slot that are in host memory: offloaded weights, and states."""
     states = [x for stored in slot.states.values() for x in stored if x is not None]
     return states if slot.offloaded is None else [slot.parameter, *states]

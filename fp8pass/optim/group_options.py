@@ -1,6 +1,6 @@
-"""Options of a parameter group: presets, checks, and the formats of states that options select.
+"""Options of a parameter group: presets, checks, and formats of states.
 
-`METHODS` lists the optimizers. The options of a group determine the optimizer of the group.
+The options determine the optimizer of the group (`METHODS`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "fp8-lm": ("e4m3", "fp16", "fp16", "stochastic"),
     }.items()
 }
-# Limits of `group_size` that the kernels support.
+# Supported by the kernels.
 SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
-# Options of Muon. More Newton–Schulz iterations than these are refused, as in `torch.optim.Muon`.
+# `torch.optim.Muon` refuses more Newton–Schulz iterations, too.
 ADJUST, ADJUSTMENTS, MOST_NS_STEPS = "adjust_lr_fn", ("original", "match_rms_adamw"), 100
-# Key of the parameter itself in dicts and tables that also contain its states.
+# In dicts and tables that also contain states.
 PARAMETER = "parameter"
 
 
@@ -57,22 +57,18 @@ class Method:
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """How the states of parameters are stored. Groups with equal options share one instance."""
+    """Groups with equal options share one instance."""
 
     method: Method
     moments: Mapping[str, StateFormat]  # by name
     weights: str  # one of `WEIGHTS`
-    group_size: int  # number of elements that share a scale
+    group_size: int  # elements that share a scale
     state_rounding: str  # one of `STATE_ROUNDINGS`, for moments and FP16 master copies
 
     @staticmethod
     def of(group: Mapping[str, Any], group_size: int | None = None) -> Storage:
-        """Return the storage of a parameter group.
-
-        Args:
-            group: the options.
-            group_size: replaces the group size in `group`, unless it is None. 0 stores all states
-                in FP32.
+        """Return the storage of a group. `group_size` replaces the option; 0 stores all states in
+        FP32.
 
         Raises:
             ConfigError: an option has an invalid value.
@@ -80,7 +76,7 @@ class Storage:
         method = method_of(group)
         formats = tuple(group[option] for option in method.moments)
         weights, size = group["weights"], group["group_size"]
-        # Checkpoints of older versions lack this option.
+        # Missing in checkpoints of older versions.
         state_rounding = group.get("state_rounding", "stochastic")
         storage = _make_storage(method, formats, weights, size, state_rounding)
         if group_size is None:
@@ -92,21 +88,17 @@ class Storage:
         return _make_storage(method, formats, weights, size, state_rounding)
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:
-        """Return the format of master copies for parameters of `dtype`; None means no copies."""
+        """Return the format of master copies, if parameters of `dtype` have them."""
         if dtype == torch.float32 or self.weights not in ("fp32", "fp16"):
             return None
         return PLAIN["fp32"] if self.weights == "fp32" else moment_format("fp16", signed=True)
 
     def states(self, dtype: torch.dtype) -> dict[str, StateFormat]:
-        """Return the format of each state of a parameter of `dtype`, by name."""
         master = self.master(dtype)
         return {**self.moments, "master": master} if master else dict(self.moments)
 
     def rounded(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Return the names of the tensors that an update rounds stochastically.
-
-        The names are names of states, and `PARAMETER` for the parameter, which has `dtype`.
-        """
+        """Return the states, and `PARAMETER`, that an update rounds stochastically."""
         found: tuple[str, ...] = ()
         if self.state_rounding == "stochastic":
             formats = self.states(dtype).items()
@@ -116,7 +108,6 @@ class Storage:
 
 
 def state_bytes(group: Mapping[str, Any], parameter: Tensor) -> float:
-    """Return how many bytes the states of a parameter take with the options of `group`."""
     storage = Storage.of(group)
     formats = storage.states(parameter.dtype).values()
     groups = 1 / storage.group_size
@@ -143,12 +134,11 @@ def _make_storage(
 
 
 def is_signed(state: str) -> bool:
-    """Return whether the state with this name has negative values."""
     return state != "exp_avg_sq"
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a preset, replaced by the options in `given` that are not None.
+    """Replace options of a preset by those in `given` that are not None.
 
     Raises:
         ConfigError: the preset is unknown.
@@ -158,7 +148,6 @@ def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warn_about_ignored(**options: object) -> None:
-    """Warn about ignored options, which select an implementation of `torch.optim.AdamW`."""
     for name in (name for name, value in options.items() if value):
         warnings.warn(
             f"fp8pass: fp8pass.optim.AdamW ignores {name}=True, because it has one implementation "
@@ -168,11 +157,7 @@ def warn_about_ignored(**options: object) -> None:
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Check the options and the parameters of a group.
-
-    Raises:
-        ConfigError: an option has an invalid value, or a parameter cannot be optimized.
-    """
+    """Raises ConfigError: an option is invalid, or a parameter cannot be optimized."""
     method, (lr, offload, seed) = method_of(group), (group[x] for x in ("lr", "offload", "seed"))
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr as a tensor must have one element, got {tuple(lr.shape)}.")
@@ -196,7 +181,6 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def _check_parameter(parameter: Tensor, method: Method) -> None:
-    """Raise ConfigError if the optimizer `method` cannot update a parameter."""
     if method is MUON and parameter.ndim != 2:
         raise ConfigError(
             f"fp8pass.optim.Muon takes matrices, got a parameter of shape {tuple(parameter.shape)}."
@@ -261,14 +245,12 @@ ADAMW = Method(
 MUON = Method("Muon", {"momentum_format": "momentum_buffer"}, ("momentum_buffer",), _check_muon)
 METHODS = (ADAMW, MUON)
 MOMENTS = tuple(state for method in METHODS for state in method.moments.values())
-# Options that select the formats of moments.
 FORMATS = tuple(option for method in METHODS for option in method.moments)
-# Options that determine how states are stored. Loading a checkpoint converts its states to them.
+# Loading a checkpoint converts its states to these options.
 STORAGE = (*FORMATS, "weights", "group_size")
-# Options that loading a checkpoint does not change.
+# Loading a checkpoint does not change these options.
 OWN = (*STORAGE, "offload")
 
 
 def method_of(group: Mapping[str, Any]) -> Method:
-    """Return the optimizer to which a parameter group belongs."""
     return next(x for x in METHODS if x.moments.keys() <= group.keys())

@@ -1,11 +1,8 @@
 """The fused update as Triton source: one kernel updates all parameters of a group.
 
-A program updates a chunk of one parameter, tile by tile. The program reads states, gradient and
-weights once, computes the update of `update.py` in fp32, computes the new scales of the groups in
-registers, and writes the results. A program has one warp, because several warps would have to
-synchronize. Tiles are prefetched. Addresses come from tables of pointers. Formats and dtypes are
-constants in the source. Numbers that change between steps are read from memory, so the kernel is
-compiled once, and CUDA graphs can replay it.
+A program updates a chunk of one parameter, tile by tile, as `update.py` does in fp32. It has one
+warp, because several would have to synchronize. Tiles are prefetched. Numbers that change between
+steps are read from memory, so that the kernel is compiled once, and CUDA graphs can replay it.
 """
 
 from __future__ import annotations
@@ -25,16 +22,15 @@ from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, ROTATIONS, SECO
 from fp8pass.optim.state_formats import DIGITS, MAX_POWER, MIN_POWER, SPARE, StateFormat
 from fp8pass.optim.update import SMALLEST_EPS
 
-CHUNK = 16384  # elements that a program updates
-TILE = 1024  # elements that a program updates at once; whole groups
-STAGES = 3  # stages of Triton's pipeline, which prefetches tiles
-MAX_PARTS = 4  # maximum parts of a group; each thread has elements of all parts
-# The fastest options on an H200. Longer chunks are 1% faster for a 7B model, but a small model then
-# has too few programs (benchmarks/results/optimizer_sweep.json).
+CHUNK = 16384  # elements of a program
+TILE = 1024  # elements at once; whole groups
+STAGES = 3  # of Triton's pipeline, which prefetches tiles
+MAX_PARTS = 4  # of a group; each thread has elements of all parts
+# Fastest on an H200. Longer chunks are 1% faster for a 7B model, but a small model then has too few
+# programs (benchmarks/results/optimizer_sweep.json).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
-# A smaller learning rate is treated as zero. Otherwise the divisor, which contains 1 / rate, could
-# exceed 2^126 although the second moment is finite. A group with an infinite moment is NaN from the
-# next step on.
+# A smaller rate counts as 0. Otherwise the divisor, which contains 1 / rate, could exceed 2^126
+# although the second moment is finite. A group with an infinite moment is NaN in the next step.
 SMALLEST_RATE = 2.0**-61
 GRADIENT = "gradient"
 
@@ -46,18 +42,17 @@ _TYPES |= {torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5
 class Axes(NamedTuple):
     """The order of a tile's first two axes: rows (one for each group), and parts of groups."""
 
-    each_row: str  # Triton index that broadcasts one value for each row to a tile
-    each_part: str  # Triton index that broadcasts one value for each part to a tile
-    part: int  # index of the axis of parts, 0 or 1
+    each_row: str  # index that broadcasts one value for each row to a tile
+    each_part: str  # index that broadcasts one value for each part to a tile
+    part: int  # axis of parts, 0 or 1
 
 
 @cache
 def axes() -> Axes:
     """Return the order of axes for which each thread has elements of all parts.
 
-    Triton distributes threads first along the axis in which threads read vectors, the last axis of
-    a tile. Of the other two axes, Triton up to version 3.6 continues with the first, and later
-    versions with the second.
+    After the last axis, Triton up to version 3.6 distributes threads along the first of the two
+    others, and later versions along the second.
     """
     import triton
 
@@ -66,8 +61,7 @@ def axes() -> Axes:
     return Axes(first, second, 1) if until_3_6 else Axes(second, first, 0)
 
 
-# Constants of the Triton function `quotient`. `of_one` is the approximation of 1 / 1 before the
-# iteration.
+# `of_one` is the approximation of 1 / 1 before the iteration.
 QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
 
 _INSTRUCTIONS = {
@@ -84,7 +78,7 @@ _INSTRUCTIONS = {
         parameters="x, of",
         registers="=f,f,r",
     ),
-    # Returns the exclusive or of the upper and the lower half of a 64-bit product.
+    # The exclusive or of the upper and the lower half of a 64-bit product.
     "fold_product": Instructions(
         "{ .reg .b64 product; .reg .b32 low, high; mul.wide.u32 product, $1, $2;"
         " mov.b64 {low, high}, product; xor.b32 $0, low, high; }",
@@ -94,8 +88,8 @@ _INSTRUCTIONS = {
         registers="=r,r,r",
         dtype="int32",
     ),
-    # Rounds two numbers to bf16, with the upper halves of `bits` as noise. The sum of NaN and noise
-    # would wrap around, so both numbers are truncated if one of them is NaN.
+    # The upper halves of `bits` are noise. NaN plus noise would wrap around, so both numbers are
+    # truncated if one is NaN.
     "round_stochastically": Instructions(
         "{ .reg .pred nan; .reg .b32 a, b, c, d, e, f; setp.nan.f32 nan, $1, $2;"
         " mov.b32 a, $1; mov.b32 b, $2; shr.u32 c, $3, 16; shr.u32 d, $4, 16;"
@@ -108,7 +102,7 @@ _INSTRUCTIONS = {
         dtype="bfloat16",
         pack=2,
     ),
-    # Extracts 8 bits from the upper half of each number, starting at bit `shift` of that half.
+    # From bit `shift` of the upper half of each number.
     "extract_bytes": Instructions(
         "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x7632; prmt.b32 b, $3, $4, 0x7632;"
         " shr.u32 a, a, $5; shr.u32 b, b, $5; prmt.b32 $0, a, b, 0x6420; }",
@@ -118,7 +112,7 @@ _INSTRUCTIONS = {
         dtype="uint8",
         pack=4,
     ),
-    # Returns `x`, but the compiler cannot infer that the result equals `x`.
+    # The compiler cannot infer that the result equals `x`.
     "hide_from_compiler": Instructions("mov.b32 $0, $1;", "x", registers="=r,r", dtype="int32"),
     "widen": Instructions(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
@@ -352,7 +346,6 @@ as_parameter = master.to({dtype}).to(tl.float32)
 master = tl.where(as_parameter == parameter, master, parameter)
 """
 
-# Triton source that multiplies a moment by its beta when the moment is read.
 _DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
 
 
@@ -371,7 +364,6 @@ class UpdateWriter:
         self.lines: list[str] = []
 
     def write(self) -> str:
-        """Return the source of the Triton module."""
         weights = "master" if "master" in self.states else PARAMETER
         self._locate(PARAMETER, self.dtypes[PARAMETER])
         self._locate(GRADIENT, self.dtypes[GRADIENT])
@@ -394,14 +386,14 @@ class UpdateWriter:
             self.lines.append(_DRAW)
         if weights == "master":  # before the parameter, which is the stored master copy, rounded
             self._write_state("master", self.states["master"])
-        # This order takes the fewest registers.
+        # Takes the fewest registers.
         value = weights
         if PARAMETER in self.rounded:
             value = f"round_stochastically({weights}, {self._bits(PARAMETER)})"
         self._store(PARAMETER, value, self.dtypes[PARAMETER])
         for name in ("exp_avg_sq", "exp_avg"):
             self._write_state(name, self.states[name])
-        # Addresses in tables of values depend on loaded codes, so Triton cannot prefetch values.
+        # Addresses in tables of values depend on loaded codes.
         looks_up = any(format.values for format in self.states.values())
         kernel = _KERNEL.format(
             chunk=CHUNK,
@@ -424,7 +416,6 @@ class UpdateWriter:
         self.lines += template.format(each_row=axes().each_row, **names).strip().splitlines()
 
     def _add_before(self, template: str, **names: Any) -> None:
-        """Add lines before the loop over tiles."""
         self.before += template.format(each_row=axes().each_row, **names).strip().splitlines()
 
     def _locate(self, name: str, dtype: torch.dtype) -> None:
@@ -438,7 +429,7 @@ class UpdateWriter:
         self.lines.append(f"{name} = {value}")
 
     def _read_state(self, x: str, format: StateFormat) -> None:
-        """Read and dequantize a state; a moment is multiplied by its beta."""
+        """Read a state, and multiply a moment by its beta."""
         self._locate(x, format.storage_dtype)
         decay = _DECAYS[x]
         if not format.grouped:
@@ -466,7 +457,6 @@ class UpdateWriter:
         self.lines.append(f"{x} = {root}")
 
     def _write_state(self, x: str, format: StateFormat) -> None:
-        """Quantize and store a state."""
         if not format.grouped:
             value = f"round_stochastically({x}, {self._bits(x)})" if x in self.rounded else x
             self._store(x, value, format.dtype)
@@ -495,17 +485,16 @@ class UpdateWriter:
             return
         if format.signed and format.expands:
             self._add(_SIGN, x=x)
-        # A value is rounded up if its distance to the code below exceeds this share of the distance
-        # between the two neighboring codes.
+        # Round up above this share of the distance between the neighboring codes.
         share = f"uniform({self._bits(x)})" if x in self.rounded else "0.5"
         self._add(_SEARCH, x=x, share=share)
         self._store(x, f"{x}_code", format.storage_dtype)
 
     def _write_float(self, x: str, format: StateFormat) -> None:
-        """Round the scaled values of state `x` to a float format, and store the codes."""
+        """Round the scaled values of state `x`, and store the codes."""
         fp32 = torch.finfo(torch.float32)
-        # This factor maps the smallest normal number of the format to the smallest normal fp32
-        # number. The bits of the product from bit `shift` on are then the code.
+        # Maps the smallest normal number of the format to the smallest normal fp32 number. Bits
+        # from `shift` on are then the code.
         factor = fp32.tiny / (format.min * 2**format.mantissa)
         magnitude, shift = f"{x}_scaled", -round(math.log2(fp32.eps)) - format.mantissa
         if not format.expands:  # SPARE keeps expanded values below the maximum
@@ -524,7 +513,6 @@ class UpdateWriter:
             self._add(_DECODE, x=x, code=code, dtype=_TYPES[format.dtype])
 
     def _bits(self, name: str) -> str:
-        """Return the random bits that round `name`, as Triton source."""
         by = ROTATIONS[name]
         if by in (0, 16):
             return "rotated_16" if by else "bits"
@@ -537,7 +525,7 @@ class UpdateWriter:
 
 
 def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
-    """Return column indices of the pointer table, by name: parameter, states, scales, powers."""
+    """Return the columns of parameter, states, scales and powers."""
     names = [PARAMETER]
     for name, format in storage.states(parameter).items():
         names += [name, *(f"{name}_{part}" for part in format.parts)]
@@ -546,5 +534,4 @@ def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
 
 @cache
 def kernel(storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> Any:
-    """Return the Triton function for parameters and gradients of these dtypes."""
     return compat.load_source(UpdateWriter(storage, parameter, gradient).write()).adamw

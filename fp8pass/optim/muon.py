@@ -28,8 +28,8 @@ from fp8pass.optim.slots import Slot
 from fp8pass.optim.update import Batch, EagerUpdate, Group, PreparedUpdate, Rule, Tensors
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-# Matrices are updated in rounds of at least so many elements on each rank, and at least one matrix
-# for each rank. Small rounds need little memory for the directions.
+# Elements of a round on each rank, with at least one matrix for each rank. Small rounds need little
+# memory for the directions.
 ROUND = 1 << 26
 MOMENTUM = "momentum_buffer"
 
@@ -112,8 +112,8 @@ class Muon(Optimizer):
         return False
 
     def _streams(self, group: Group, parameter: Tensor) -> bool:
-        # All ranks must update the same matrices together, also if the shards of some ranks are too
-        # small to be offloaded.
+        # All ranks must update the same matrices together, also if some shards are too small to be
+        # offloaded.
         return isinstance(parameter, QuantizedWeight) or "states" in group["offload"]
 
     def _make_update(
@@ -125,15 +125,7 @@ class Muon(Optimizer):
 
 
 class MuonUpdate(PreparedUpdate):
-    """Updates matrices in rounds, so that few directions are in memory at once.
-
-    Args:
-        parameters: matrices of one dtype and device.
-        slots: the slots of the matrices.
-        storage: how the states are stored.
-        staging: the staging buffers of offloaded states, or None.
-        offloaded: whether the states of each matrix are offloaded.
-    """
+    """Updates matrices of one dtype and device in rounds, so that few directions are in memory."""
 
     def __init__(
         self,
@@ -146,11 +138,10 @@ class MuonUpdate(PreparedUpdate):
         self.parameters, self.slots = parameters, slots
         self.storage, self.staging, self.offloaded = storage, staging, offloaded
         self.rounds = list(_rounds(parameters))
-        # For the weights: the directions contain the factor of the gradients already.
+        # The directions already contain the factor of the gradients.
         self.unscaled = torch.tensor([1.0, 0.0], device=parameters[0].device)
 
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        """Update with the gradients multiplied by `control[0]`."""
         for members in self.rounds:
             found = [gradients[i] for i in members]
             directions = [
@@ -174,7 +165,6 @@ class MuonUpdate(PreparedUpdate):
         group: Group,
         control: Tensor,
     ) -> None:
-        """Run a rule for all slots; stream the slots with tensors in host memory."""
         counts = rule is update_momentum
         streamed: list[tuple[Slot, Tensor]] = []
         present: list[tuple[Slot, Tensor]] = []
@@ -194,7 +184,6 @@ class MuonUpdate(PreparedUpdate):
     def _orthogonalize(
         self, members: Sequence[int], directions: Tensors, group: Group
     ) -> list[Tensor]:
-        """Return the local shards of the orthogonalized directions."""
         function = partial(
             newton_schulz,
             coefficients=group["ns_coefficients"],
@@ -212,7 +201,7 @@ class MuonUpdate(PreparedUpdate):
 
 
 def _rounds(parameters: Tensors) -> Iterator[list[int]]:
-    """Yield the indices of the matrices of each round; equal on all ranks."""
+    """Yield the indices of each round, equal on all ranks."""
     members: list[int] = []
     size = 0
     for i, parameter in enumerate(parameters):
@@ -227,7 +216,7 @@ def _rounds(parameters: Tensors) -> Iterator[list[int]]:
 
 
 def update_momentum(batch: Batch, gradient: Tensor) -> None:
-    """Update the momentum, and write the direction u into the parameters of the slots."""
+    """Write the direction u into the parameters of the slots, too."""
     beta = batch.group["momentum"]
     momentum = batch.read(MOMENTUM).lerp(gradient, 1 - beta)
     batch.write({MOMENTUM: momentum})
@@ -235,7 +224,6 @@ def update_momentum(batch: Batch, gradient: Tensor) -> None:
 
 
 def update_weights(batch: Batch, direction: Tensor) -> None:
-    """Update the weights by orthogonalized directions."""
     group, device = batch.group, direction.device
     lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=device).reshape(())
     ratios = [adjust_lr(group["adjust_lr_fn"], slot.shape) for slot in batch.slots]
@@ -246,7 +234,7 @@ def update_weights(batch: Batch, direction: Tensor) -> None:
 
 
 def adjust_lr(how: str | None, shape: Sequence[int]) -> float:
-    """Return the factor of the learning rate for a matrix; see `adjust_lr_fn` of `Muon`."""
+    """Return the factor for `adjust_lr_fn` of `Muon`."""
     rows, columns = shape
     if how == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

@@ -1,11 +1,9 @@
 """Orthogonalization of matrices by a Newton–Schulz iteration, spread over ranks.
 
-The iteration needs whole matrices. Therefore the ranks that share a matrix send their shards to one
-of these ranks, the owner. The owner orthogonalizes the matrix, and sends the shards of the result
-back. Each rank owns about as many matrices as the other ranks. If one dimension of the device mesh
-divides a matrix (FSDP2, HSDP, tensor parallelism), the ranks along this dimension exchange shards
-in one all-to-all before the iteration and in one after it. If several dimensions divide a matrix,
-or none, every rank gathers the matrix, and the owner broadcasts the result.
+The iteration needs whole matrices, so ranks send their shards to one owner of each matrix, which
+returns shards of the result. If one mesh dimension divides a matrix (FSDP2, HSDP, tensor
+parallelism), ranks exchange shards in two all-to-alls. Otherwise every rank gathers the matrix, and
+the owner broadcasts the result.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ def newton_schulz(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
 
         X ← X / max(‖X‖, ε)        X ← a X + (b A + c A²) X    with A = X Xᵀ
 
-    The iteration is from Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
-    (2024). With five steps and the default coefficients a, b and c, most singular values of the
-    result are between 0.7 and 1.2. The iteration transposes tall matrices, so that A is small.
+    From Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). After five
+    default steps, most singular values are between 0.7 and 1.2. Tall matrices are transposed.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -52,8 +49,7 @@ def orthogonalize(
 
     Args:
         matrices: BF16 [M, N], plain tensors or DTensors, in the same order on all ranks.
-        first_owner: selects the owner of the first matrix. If calls with one matrix have different
-            numbers, different ranks own their matrices.
+        first_owner: selects the owner of the first matrix, to spread calls with one matrix.
         function: maps a BF16 matrix to a BF16 matrix of the same shape.
     """
     results: list[Any] = [None] * len(matrices)
@@ -75,15 +71,14 @@ def orthogonalize(
 
 
 def ranks_of(matrix: Tensor) -> int:
-    """Return the number of ranks among which `orthogonalize` spreads matrices like `matrix`."""
     dimension = find_dimension(matrix)
     return 1 if dimension is None else matrix.device_mesh.size(dimension)  # type: ignore[attr-defined]
 
 
 def find_dimension(matrix: Tensor) -> int | None:
-    """Return the mesh dimension along which ranks share a matrix, or None if they do not.
+    """Return the mesh dimension along which ranks share a matrix, if any.
 
-    A dimension that divides the matrix is preferred, then the longest dimension.
+    Prefer a dimension that divides the matrix, then the longest dimension.
     """
     if not isinstance(matrix, DTensor) or matrix.device_mesh.size() == 1:
         return None
@@ -92,7 +87,6 @@ def find_dimension(matrix: Tensor) -> int | None:
 
 
 def _dividing_dimensions(matrix: DTensor) -> list[int]:
-    """Return the mesh dimensions that divide a matrix among ranks."""
     mesh = matrix.device_mesh
     sharded = (d for d, placement in enumerate(matrix.placements) if hasattr(placement, "dim"))
     return [d for d in sharded if mesh.size(d) > 1]
@@ -104,15 +98,14 @@ class Ranks:
 
     group: Any
     size: int
-    first_owner: int  # index of the rank that owns the first matrix, modulo `size`
+    first_owner: int  # of the first matrix, modulo `size`
 
     @property
     def rank(self) -> int:
-        """Index of this rank."""
         return dist.get_rank(self.group)
 
     def owned(self, count: int) -> list[list[int]]:
-        """Return for each rank the indices of the matrices that it owns, of `count` matrices."""
+        """Return the indices of the matrices of each rank."""
         firsts = [(rank - self.first_owner) % self.size for rank in range(self.size)]
         return [list(range(first, count, self.size)) for first in firsts]
 
@@ -122,15 +115,14 @@ class Ranks:
         shapes: Sequence[Sequence[Sequence[int]]],
         device: torch.device,
     ) -> list[list[Tensor]]:
-        """Send the BF16 tensors `sent[r]` to rank r, and return the tensors from each rank.
-
-        `shapes[r]` are the shapes of the tensors that rank r sends to this rank.
+        """Send the BF16 tensors `sent[r]` to rank r, and return tensors of `shapes[r]` from rank
+        r.
         """
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
         sends = torch.cat([empty, *(x.reshape(-1) for tensors in sent for x in tensors)])
         counts = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         received = sends.new_empty(sum(map(sum, counts)))
-        # As bytes, because gloo cannot send BF16 in all versions of PyTorch.
+        # gloo cannot send BF16 in all versions of PyTorch.
         dist.all_to_all_single(
             received.view(torch.uint8),
             sends.view(torch.uint8),
@@ -145,11 +137,7 @@ class Ranks:
 def exchange_shards(
     matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
 ) -> list[Tensor]:
-    """Apply `function` to matrices that only the mesh dimension `dimension` divides.
-
-    Returns:
-        The local shards of the results.
-    """
+    """Return shards of the results, for matrices that only one mesh dimension divides."""
     shards = [x.to_local() for x in matrices]
     shapes = [_shard_shapes(x, dimension) for x in matrices]
     axes = [x.placements[dimension].dim for x in matrices]  # type: ignore[attr-defined]
@@ -180,10 +168,9 @@ def exchange_shards(
 def broadcast_results(
     matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
 ) -> list[Tensor]:
-    """Apply `function` to matrices with any placements; the owners broadcast along `dimension`.
+    """Return shards of the results, which the owners broadcast along `dimension`.
 
-    Returns:
-        The local shards of the results.
+    Return the local shards.
     """
     wholes = [whole(x).contiguous() for x in matrices]
     owned = ranks.owned(len(matrices))
@@ -196,7 +183,7 @@ def broadcast_results(
 
 
 def _shard_shapes(matrix: DTensor, dimension: int) -> list[list[int]]:
-    """Return the shape of the shard of each rank along a mesh dimension that divides a matrix."""
+    """Return the shard's shape on each rank along a mesh dimension."""
     axis = matrix.placements[dimension].dim  # type: ignore[attr-defined]
     ranks, length = matrix.device_mesh.size(dimension), matrix.shape[axis]
     longest = -(-length // ranks)  # as in torch.chunk

@@ -1,28 +1,22 @@
 """Weights, optimizer states and sums of gradients in host memory, and staging buffers.
 
-`offload_weights` moves weights of linear layers to host memory. The device has FP8 data of these
-weights, one byte an element instead of two. Graphs take the FP8 data as inputs
-(`weights/quantized_parameter.py`). `AdamW` requantizes the weights in each update: once a step,
-even if a step accumulates several gradients (paper LLMQ, section 3).
+`offload_weights` moves weights of linear layers to host memory. The device has their FP8 data,
+which graphs take as inputs (`weights/quantized_parameter.py`). `AdamW` requantizes the weights once
+a step (paper LLMQ, section 3).
 
-Pieces of offloaded tensors pass through staging buffers on the GPU. While one piece is updated, the
-next piece is copied in and the previous piece is copied out, on separate streams. This uses the
-link to the host in both directions (double buffering; LLMQ, section 3.1). Kernels that read host
-memory directly (zero-copy) are not implemented: in LLMQ's measurements such kernels are slower on
-an RTX 5060 Ti and an RTX 4090, but faster on an L40S.
+Pieces of offloaded tensors pass through staging buffers on the GPU, on separate streams (double
+buffering; LLMQ, section 3.1). Kernels that read host memory directly are not implemented: in LLMQ's
+measurements they are slower on an RTX 5060 Ti and an RTX 4090, but faster on an L40S.
 
-A piece's computation gets a share of the GPU only when a GEMM of the model ends, and the next
-computation on the same stream only when the next GEMM ends. Therefore these computations have
-priority over the model. The second kernel of a piece (requantization) has its own stream, so that
-it overlaps the first kernel of the next piece (the update).
+A piece's computations would get a share of the GPU only when a GEMM of the model ends, so they have
+priority. The second kernel of a piece (requantization) has its own stream.
 
     copies in    | piece 0 | piece 1 | piece 2 |         |
     computation            | piece 0 | piece 1 | piece 2 |
     second kernel               | piece 0 | piece 1 | piece 2 |
     copies out                       | piece 0 | piece 1 | piece 2 |
 
-The CPU never waits for copies. During the copies it launches the backward of the next layer;
-otherwise the GPU would be idle. If too many bytes of gradients wait for their update, the model's
+The CPU never waits for copies. If too many bytes of gradients wait for their update, the model's
 stream waits until the oldest gradients have been used.
 """
 
@@ -52,27 +46,25 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 log = logging.getLogger("fp8pass")
 
-# States of smaller parameters stay on the GPU: there are many norms and biases, but they need
-# little memory.
+# Smaller parameters, such as norms and biases, are many, but need little memory.
 SMALLEST_OFFLOADED = 1 << 16
-# Number of staging buffers: one is filled, the second is updated, and the third is emptied.
+# One buffer is filled, the second is updated, and the third is emptied.
 DEPTH = 3
-# Bytes of a buffer: enough for a weight of 4096 × 4096 elements with its states. Launching a piece
-# takes the CPU a fifth of the time that the link needs to copy the piece.
+# Enough for a weight of 4096 × 4096 elements with its states. Launching a piece takes the CPU a
+# fifth of the time that the link needs to copy the piece.
 STAGED_BYTES = 96 << 20
-# Tensors in a staging buffer start at multiples of STAGING_ALIGNMENT bytes.
+# Bytes.
 STAGING_ALIGNMENT = 512
-# Maximum elements of the smallest possible piece: pieces consist of whole rows and whole chunks.
+# Elements of the smallest possible piece, of whole rows and whole chunks, at most.
 LARGEST_PIECE = STAGED_BYTES // 16
-# Priorities of four streams: copies in, first kernels, second kernels, copies out. Work on streams
-# with smaller numbers runs first.
+# Copies in, first kernels, second kernels, copies out. Smaller numbers run first.
 PRIORITIES = (0, -1, -1, 0)
 
-Copies = Sequence[tuple[Tensor, Tensor]]  # pairs of source and target
+Copies = Sequence[tuple[Tensor, Tensor]]  # (source, target)
 
 
 def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool:
-    """Return whether `name` ("states", "gradients") of a parameter is in host memory."""
+    """Whether a parameter's `name` ("states" or "gradients") are in host memory."""
     if isinstance(parameter, QuantizedWeight):
         if parameter.source is None:  # a frozen weight that exists only in FP8
             return False
@@ -86,7 +78,7 @@ def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool
 
 
 def check_host_memory(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if the offloaded states of parameter groups do not fit into host memory."""
+    """Raise ConfigError if the offloaded states do not fit into host memory."""
     offloaded = [(g, p) for g in groups for p in g["params"] if is_offloaded(g, "states", p)]
     needed, found = sum(state_bytes(g, local(p)) for g, p in offloaded), available()
     if found is not None and needed > found:
@@ -102,17 +94,15 @@ class InUse:
     """Tensors that updates read. Their memory must not be reused before the event `used`."""
 
     tensors: list[Tensor]
-    gradient_bytes: int  # bytes of all gradients in `tensors`
+    gradient_bytes: int
     used: Any = None  # None while more updates that read these tensors may be launched
 
 
 class Staging:
     """The staging buffers of a device, and the streams that fill, use and empty them.
 
-    Args:
-        device: the device of the buffers.
-        most_waiting: bytes of gradients that may wait for their update, about the gradients of two
-            decoder layers. With less than one layer the GPU would wait for the CPU.
+    At most `most_waiting` bytes of gradients wait for their update, about the gradients of two
+    decoder layers. With less than one layer the GPU would wait for the CPU.
     """
 
     def __init__(self, device: torch.device, most_waiting: int) -> None:
@@ -131,7 +121,7 @@ class Staging:
         self._in_use: deque[InUse] = deque()
 
     def allocate(self, buffer: int, like: Iterable[Tensor]) -> list[Tensor]:
-        """Return views of a buffer with the shapes and dtypes of the tensors in `like`."""
+        """Return views of a buffer, shaped like the tensors in `like`."""
         found, used = [], 0
         for x in like:
             size = x.numel() * x.itemsize
@@ -141,11 +131,10 @@ class Staging:
         return found
 
     def begin(self, values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
-        """Make the next computations wait for all work launched so far on the current stream.
+        """Make computations that read `values` and `gradients` wait for the current stream.
 
-        `values` and `gradients` are the tensors that these computations read. If more than
-        `most_waiting` bytes of gradients wait for their update, the current stream waits for
-        earlier computations.
+        If more than `most_waiting` bytes of gradients wait, the current stream waits for earlier
+        updates.
         """
         if self._compute is None:
             return
@@ -154,9 +143,9 @@ class Staging:
         if self._in_use:
             self._in_use[-1].used = self._compute.record_event()
         total = size + sum(each.gradient_bytes for each in self._in_use)
-        # After the wait, the current stream can reuse the memory of the oldest gradients at once,
-        # even if the CPU is far ahead of the GPU. With record_stream instead, the memory would be
-        # free only after the CPU has observed the end of the computation.
+        # The current stream can then reuse the memory of the oldest gradients at once. With
+        # record_stream, the memory would be free only after the CPU has observed the end of the
+        # computation.
         while total > self.most_waiting and self._in_use:
             oldest = self._in_use.popleft()
             stream.wait_event(oldest.used)
@@ -171,7 +160,7 @@ class Staging:
                 x.record_stream(self._compute)
 
     def on_compute_stream(self) -> AbstractContextManager[Any]:
-        """Return a context in which work is launched on the stream of first kernels."""
+        """Launch work on the stream of first kernels."""
         return _on(self._compute)
 
     def run(
@@ -184,12 +173,7 @@ class Staging:
     ) -> None:
         """Launch copies into a buffer, a computation, and copies out of the buffer.
 
-        Args:
-            buffer: index of the buffer.
-            into: copies from host memory to the buffer.
-            compute: launches the computation.
-            out: copies from the buffer to host memory.
-            finish: launches a second kernel, which overlaps the computation of the next piece.
+        `finish` launches a second kernel, which overlaps the computation of the next piece.
         """
         if self._emptied[buffer] is not None:
             self._into.wait_event(self._emptied[buffer])
@@ -206,14 +190,13 @@ class Staging:
         self._emptied[buffer] = None if self._out is None else self._out.record_event()
 
     def join(self) -> None:
-        """Make the current stream wait for all computations launched so far."""
         if self._compute is not None:
             for stream in (self._compute, self._finish):
                 torch.cuda.current_stream(self.device).wait_stream(stream)
             self.release()
 
     def abandon(self) -> None:
-        """Wait on the CPU until all launched work has ended, and drop the tensors in use."""
+        """Wait on the CPU, and drop the tensors in use."""
         for stream in self._streams:
             if stream is not None:
                 stream.synchronize()
@@ -241,7 +224,7 @@ def _wait(later: Any, earlier: Any) -> None:
 
 
 def largest_piece(bytes_per_element: float, multiple: int) -> int:
-    """Return how many elements fit into a staging buffer, as a multiple of `multiple`."""
+    """Return the elements of a staging buffer, a multiple of `multiple`."""
     room = STAGED_BYTES - 16 * STAGING_ALIGNMENT
     return max(1, math.floor(room / bytes_per_element) // multiple) * multiple
 
@@ -289,7 +272,7 @@ def offload_weights(
         moved.append((users, _quantize_weight(weight, device, arena)))
         for layer in users:
             layer.weight = None  # type: ignore[assignment]
-    # Set the new weights after `model.to`, because `model.to` would move them to the device.
+    # `model.to` would move the new weights to the device.
     model.to(device)
     for users, parameter in moved:
         for layer in users:
@@ -299,7 +282,7 @@ def offload_weights(
 
 
 def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, list[nn.Linear]]:
-    """Return a dict from each weight that can be offloaded to the layers that share this weight.
+    """Map each weight that can be offloaded to the layers that share it.
 
     Raises:
         ConfigError: no weight can be offloaded.
@@ -334,7 +317,7 @@ def _quantize_weight(weight: Tensor, device: torch.device, arena: Arena) -> nn.P
 
 
 def _save_exact_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put the exact weight into a state dict instead of its FP8 data."""
+    """Replace FP8 data in a state dict."""
     weight = module.weight
     if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
         weight.wait_for_source()

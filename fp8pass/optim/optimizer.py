@@ -24,17 +24,17 @@ from fp8pass.option_checks import ConfigError
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-# Gradients may wait for offloaded states. They may occupy at most 1 / WAITING of the bytes of all
-# parameters, which are the bytes of two layers in a model of 32.
+# Gradients that wait for offloaded states may take 1 / WAITING of the bytes of all parameters, the
+# bytes of two layers in a model of 32.
 WAITING = 16
 
 
 class How(NamedTuple):
-    """How parameters are updated. Parameters that are updated together have an equal `How`."""
+    """Parameters that are updated together have an equal `How`."""
 
-    storage: Storage  # how the states are stored
-    fuses: bool  # whether a Triton kernel computes the update
-    streams: bool  # whether states are copied from host memory
+    storage: Storage
+    fuses: bool  # a Triton kernel computes the update
+    streams: bool  # states are copied from host memory
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
@@ -51,10 +51,9 @@ class Optimizer(torch.optim.Optimizer, ABC):
             is too small.
     """
 
-    # With this attribute, GradScaler does not unscale gradients. Instead, it sets the optimizer's
-    # attributes `grad_scale` and `found_inf`.
+    # GradScaler then sets `grad_scale` and `found_inf` instead of unscaling gradients.
     _step_supports_amp_scaling = True
-    # Keys of parameter groups that set several options.
+    # Keys that set several options.
     _shorthands: tuple[str, ...] = ()
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -67,7 +66,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
         check_host_memory(self.param_groups)
 
     def _reset_caches(self) -> None:
-        """Drop all caches that depend on parameters or states."""
         self._numbers: dict[Tensor, int] = {}
         self._constants: dict[Any, Tensor] = {}
         self._arenas: dict[torch.device, Arena] = {}
@@ -146,12 +144,12 @@ class Optimizer(torch.optim.Optimizer, ABC):
                 gradients = [g.contiguous() for g in gradients]
             self._prepare(group, batch, gradients, how).step(gradients, group, control)
             if how.fuses:
-                # In-place operators do the same. A backward that needs the old weights then raises
-                # an error instead of reading the new weights.
+                # As in-place operators do. A backward that needs the old weights then raises an
+                # error.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
     def count_updates(self, group: Group, parameter: Tensor) -> Tensor:
-        """Return the number of updates of a parameter, fp32 []; create its state if missing."""
+        """Return fp32 []; create a missing state."""
         if not self.state.get(parameter):
             self._make_slot(storage_of(group, parameter), group, parameter)
         return self.state[parameter]["step"].to(parameter.device)
@@ -164,26 +162,26 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return GradientSum(format, offload, self._number(parameter))
 
     def join(self) -> None:
-        """Make the current stream wait for all updates launched so far."""
+        """Make the current stream wait for all updates."""
         for staging in self._staging.values():
             staging.join()
 
     def abandon(self) -> None:
-        """Wait on the CPU for all updates launched so far, and release gradients."""
+        """Wait on the CPU for all updates, and release gradients."""
         for staging in self._staging.values():
             staging.abandon()
 
     def release(self) -> None:
-        """Drop references to gradients. Their memory stays valid for pending additions."""
+        """Drop references to gradients, whose memory stays valid for pending additions."""
         for staging in self._staging.values():
             staging.release()
 
     def prepare_again(self) -> None:
-        """Drop prepared updates. Call this after a write to states: updates contain step counts."""
+        """Call this after a write to states: prepared updates contain step counts."""
         self._prepared.clear()
 
     def _control(self, group: Group, device: torch.device) -> Tensor:
-        """Return fp32 [2]: the factor of gradients, and 1 if a gradient is not finite, else 0."""
+        """Return fp32 [2]: the factor of gradients, and 1 if a gradient is not finite."""
         key = device, bool(group.get("maximize"))
         if key not in self._constants:
             sign = -1.0 if group.get("maximize") else 1.0
@@ -199,13 +197,9 @@ class Optimizer(torch.optim.Optimizer, ABC):
     def _prepare(
         self, group: Group, parameters: Tensors, gradients: Tensors, how: How
     ) -> PreparedUpdate:
-        """Return the prepared update of these parameters.
-
-        An update is reused until an option, parameter, dtype or state tensor changes. Only then are
-        states checked and converted again.
-        """
+        """Reuse an update until an option, parameter, dtype or state tensor changes."""
         key = tuple(map(id, parameters))
-        # An eager update does not need the address of a plain parameter, and a FakeTensor has none.
+        # An eager update does not need the address, which a FakeTensor lacks.
         layouts = [
             (p.shape, x.data_ptr() if how.fuses or how.streams or x is not p else 0)
             for p, x in zip(parameters, map(local, parameters), strict=True)
@@ -218,8 +212,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
             if old == signature and all(states[i].get(name) is x for i, name, x in tensors):
                 return prepared
         slots = [self._make_slot(how.storage, group, p) for p in parameters]
-        # A fused update replaces the step tensors of its parameters. Other prepared updates of
-        # these parameters would count steps in the old tensors.
+        # A fused update replaces step tensors, so other prepared updates would count steps in old
+        # tensors.
         for other in [x for x in self._prepared if not set(key).isdisjoint(x)]:
             del self._prepared[other]
         prepared = self._make_update(group, parameters, slots, gradients, how)
@@ -233,21 +227,16 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return prepared
 
     def _fuses(self, parameter: Tensor) -> bool:
-        """Return whether a Triton kernel updates a parameter."""
         return fused.why_not(parameter.device) is None and local(parameter).is_contiguous()
 
     def _streams(self, group: Group, parameter: Tensor) -> bool:
-        """Return whether an update copies states of a parameter from host memory."""
         return is_offloaded(group, "states", parameter)
 
     @abstractmethod
     def _make_update(
         self, group: Group, parameters: Tensors, slots: Sequence[Slot], gradients: Tensors, how: How
     ) -> PreparedUpdate:
-        """Return the update of some parameters of one dtype and device.
-
-        `gradients` are examples of local shards, with the dtypes of every step.
-        """
+        """Return the update of parameters of one dtype and device. `gradients` are examples."""
 
     def _staging_of(self, device: torch.device) -> Staging:
         if device not in self._staging:
@@ -262,7 +251,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self._arenas[device]
 
     def _make_slot(self, storage: Storage, group: Group, parameter: Tensor) -> Slot:
-        """Return the slot of a parameter. Create its state, or convert it if necessary."""
+        """Create or convert the state if necessary."""
         state = self.state[parameter]
         offloaded = is_offloaded(group, "states", parameter)
         device = torch.device("cpu") if offloaded else parameter.device
@@ -277,24 +266,20 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return Slot.of(self._number(parameter), parameter, state, storage)
 
     def _move_to_host(self, state: State, group: Group, parameter: Tensor) -> State:
-        """Return `state`, moved to host memory if the options offload the state."""
+        """Move offloaded states to host memory."""
         if not is_offloaded(group, "states", parameter):
             return state
         copy = self._arena_of(parameter.device).take
         return {name: x if name == "step" else with_local(x, copy) for name, x in state.items()}
 
     def _number(self, parameter: Tensor) -> int:
-        """Return the index of a parameter among all parameters of the optimizer."""
         if parameter not in self._numbers:
             everything = (p for group in self.param_groups for p in group["params"])
             self._numbers = {p: i for i, p in enumerate(everything)}
         return self._numbers[parameter]
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for copies to host memory, and return a checkpoint.
-
-        `torch.distributed.checkpoint` can load states of any format into the returned dict.
-        """
+        """Wait for copies to host memory, and return a checkpoint."""
         for staging in self._staging.values():
             staging.synchronize()
         prepare_loads(checkpoint.stage_states)
@@ -313,8 +298,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """
         if not isinstance(state_dict, dict):  # PyTorch would fail before calling the hook
             checkpoint.check_has_states(state_dict)
-        # PyTorch would cast states to the dtype of their parameter, so this hook hides the states.
-        # The hook is registered last, so that hooks of users get the original checkpoint.
+        # PyTorch would cast states to the dtype of their parameter. The hook is registered last, so
+        # that hooks of users get the original checkpoint.
         handle = self.register_load_state_dict_pre_hook(checkpoint.hide_states)
         try:
             super().load_state_dict(state_dict)
@@ -336,7 +321,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
 
 def _check_can_be_updated(parameter: Tensor) -> None:
-    """Raise RuntimeError if an update would fail or have no effect."""
     assert parameter.grad is not None
     if parameter.grad.is_sparse:
         raise RuntimeError(

@@ -1,10 +1,8 @@
 """Parameters that are distributed over ranks: local shards, gradients, and layout of the states.
 
-No group of a DTensor contains elements of two rows. Therefore groups do not depend on the number of
-ranks among which the rows are divided, and any number of ranks can load a distributed checkpoint.
-If columns are sharded too, no group crosses the boundary of a shard, and the group size is reduced
-if a shard's rows are shorter than a group. States of vectors are FP32. States of a matrix are FP32
-if no supported group size divides its row length.
+No group of a DTensor contains elements of two rows, so any number of ranks can load a distributed
+checkpoint. If columns are sharded, no group crosses a shard, and groups may be smaller. States of
+vectors, and of matrices whose row length no group size divides, are FP32.
 
     parameter [M, ...] with N elements a row    placements: shards of rows or columns, replicas
     scales    [M, N / G]                        the placements of the parameter
@@ -29,11 +27,10 @@ if torch.distributed.is_available():
 else:  # a build without torch.distributed has no DTensor
 
     class DTensor:  # type: ignore[no-redef]
-        """Stand-in class without instances, for isinstance checks."""
+        """For isinstance checks."""
 
 
 def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
-    """Return the storage of a parameter's states, given the options of its group."""
     storage = Storage.of(group)
     if not isinstance(parameter, DTensor):
         return storage
@@ -42,10 +39,7 @@ def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
 
 
 def _group_size(parameter: DTensor, largest: int) -> int:
-    """Return the largest power of two up to `largest` that divides a shard's row length.
-
-    Return 0 if no group size is possible.
-    """
+    """Return the largest power of two up to `largest` that divides a shard's row length, or 0."""
     if parameter.ndim < 2:
         return 0
     shards = 1
@@ -64,7 +58,7 @@ def _row_size(x: Tensor) -> int:
 
 
 def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a full tensor, sharded like `parameter`."""
+    """Return this rank's shard of a full tensor."""
     if not isinstance(parameter, DTensor):
         return whole
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -72,29 +66,24 @@ def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, the source of an offloaded weight, or `x` itself."""
+    """Return the local shard of a DTensor, or the source of an offloaded weight."""
     if isinstance(x, QuantizedWeight):
         return x if x.source is None else x.source
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor (a collective operation), or `x` itself."""
+    """Gather a DTensor (a collective operation); return a plain tensor unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `x` with its local shard replaced by `change(shard)`.
-
-    The new shard may be in host memory.
-    """
+    """Replace the local shard by `change(shard)`, which may be in host memory."""
     return same_placements(x, change(x.to_local())) if isinstance(x, DTensor) else change(x)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return the local shard of a parameter's gradient, redistributed like the parameter.
-
-    Gradients of tensor and sequence parallel layers may be partial sums over ranks, or replicated.
+    """Redistribute a parameter's gradient, which may be a partial sum over ranks, or replicated.
 
     Raises:
         RuntimeError: the parameter is a DTensor, but its gradient is a plain tensor.
@@ -113,19 +102,12 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def like_parameter(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Return the DTensor with this local shard and the placements of `parameter`.
-
-    If `parameter` is not a DTensor, return `shard`.
-    """
+    """Wrap a local shard with the placements of `parameter`, if it is a DTensor."""
     return _distribute(shard, parameter, tuple(parameter.shape))
 
 
 def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
-    """Return the DTensor whose local shard has the values `groups` [R], one for each group.
-
-    Its placements are the placements of `parameter`. If `parameter` is not a DTensor, return
-    `groups`.
-    """
+    """Wrap local `groups` [R], one value for each group, if `parameter` is a DTensor."""
     if not isinstance(parameter, DTensor):
         return groups
     shard = parameter.to_local()

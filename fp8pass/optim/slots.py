@@ -1,8 +1,7 @@
 """The states of a parameter in `optimizer.state`, and their local tensors.
 
-`state[p]` contains `step`, and for each state one tensor shaped like the parameter. The keys of
-quantized states contain the format, for example `exp_avg:e4m3+expand`, so that data cannot be
-loaded as data of another format. The scales and powers of the groups are in
+`state[p]` contains `step`, and for each state one tensor shaped like the parameter. Keys of
+quantized states contain the format: `exp_avg:e4m3+expand`, with scales and powers of groups in
 `exp_avg:e4m3+expand:scale` and `exp_avg:e4m3+expand:power`. States in BF16 and FP32 have the keys
 of `torch.optim.AdamW`. The states of a DTensor are DTensors (`shards.py`).
 """
@@ -27,7 +26,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter to update, or a slice of one parameter. All tensors are local shards."""
+    """A parameter, or a slice of a parameter. All tensors are local shards."""
 
     number: int  # index of the parameter in the optimizer
     parameter: Tensor
@@ -39,10 +38,7 @@ class Slot:
     shape: tuple[int, ...] = ()  # of the whole parameter, also if the slot is a shard or a slice
 
     def narrow(self, first: int, size: int, group_size: int) -> Slot:
-        """Return a slot with views of up to `size` elements, from element `first` on.
-
-        `first` is a multiple of `group_size`.
-        """
+        """Return up to `size` elements from `first` on, a multiple of `group_size`."""
         elements = slice(first, first + size)
         groups = slice(first // group_size, group_count(first + size, group_size))
         states = {
@@ -57,7 +53,6 @@ class Slot:
 
     @classmethod
     def of(cls, number: int, parameter: Tensor, state: State, storage: Storage) -> Slot:
-        """Return the slot of a parameter with its `state`."""
         states = {
             name: Quantized(
                 local(state[state_key(name, format)]),
@@ -71,24 +66,23 @@ class Slot:
 
 
 def state_key(name: str, format: StateFormat, part: str = "") -> str:
-    """Return the key of the state `name` in `format`, or of its `part` (`scale` or `power`)."""
+    """Return the key of a state, or of its `part` (`scale` or `power`)."""
     return ":".join([name, *([format.name] if format.grouped else []), *([part] if part else [])])
 
 
 def name_of(key: str) -> str:
-    """Return the name of the state to which the key of data, scales or powers belongs."""
+    """Return the state's name, from the key of data, scales or powers."""
     return key.split(":")[0]
 
 
 def new_state(parameter: Tensor, storage: Storage) -> State:
-    """Return the state of a parameter before its first update."""
     weights, size = local(parameter), storage.group_size
     state: State = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     for name, format in storage.states(parameter.dtype).items():
         if name == "master":
             state |= quantize_state(name, weights, parameter, format, size)
             continue
-        # Make zeros directly, without a temporary in fp32.
+        # Without a temporary in fp32.
         data = weights.new_full(weights.shape, format.zero_code, dtype=format.storage_dtype)
         groups = group_count(weights.numel(), size)
         parts = [weights.new_ones(groups, dtype=GROUP_SCALE_DTYPE) for _ in format.parts]
@@ -100,7 +94,7 @@ def new_state(parameter: Tensor, storage: Storage) -> State:
 def quantize_state(
     name: str, values: Tensor, parameter: Tensor, format: StateFormat, group_size: int
 ) -> State:
-    """Quantize local `values` of any float dtype, and return the entries of the state `name`."""
+    """Return the entries of the state `name` for local `values` of any float dtype."""
     stored = quantize(to_rows(values, group_size, torch.float32), format)
     stored = stored._replace(data=from_rows(stored.data, values.shape))
     return state_entries(name, stored, parameter, format, group_size)
@@ -109,10 +103,7 @@ def quantize_state(
 def state_entries(
     name: str, stored: Quantized, parameter: Tensor, format: StateFormat, group_size: int
 ) -> State:
-    """Return the entries of the state `name` whose local tensors are `stored`.
-
-    `stored.data` is shaped like the local parameter; scales and powers are [R].
-    """
+    """Return entries, given data shaped like the local parameter, and scales and powers [R]."""
     state = {state_key(name, format): like_parameter(stored.data, parameter)}
     for part in format.parts:
         groups = like_groups(getattr(stored, part), parameter, group_size)
@@ -121,17 +112,17 @@ def state_entries(
 
 
 def group_count(elements: int, group_size: int) -> int:
-    """Return the number of groups in `elements` elements; the last group may be shorter."""
+    """Count groups, of which the last may be shorter."""
     return -(-elements // group_size)
 
 
 def to_rows(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Return the elements of `x` as rows [R, G], padded with zeros."""
+    """Return rows [R, G], padded with zeros."""
     rows = torch.zeros(group_count(x.numel(), group_size), group_size, dtype=dtype, device=x.device)
     rows.view(-1)[: x.numel()].copy_(x.reshape(-1))
     return rows
 
 
 def from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Return a copy of rows [R, G] without the padding, reshaped to `shape`."""
+    """Return a copy without the padding."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape).clone()

@@ -10,7 +10,7 @@ from fp8pass.graph.names import clean_path, matching_pattern, warn_about_idle_pa
 from fp8pass.graph.output_heads import has_head_name, largest_embedding_size
 from fp8pass.option_checks import ConfigError, checked_patterns
 
-# Names of output heads that are layers of the model itself.
+# Output heads that are layers of the model itself.
 CLASSIFIERS = ("head", "classifier", "score", "fc")
 
 
@@ -56,7 +56,6 @@ def split_parameters(
 
 
 def _parameters_of_tables(model: nn.Module) -> set[int]:
-    """Return the `id` of the parameters of embeddings and output heads."""
     modules = [(clean_path(path), module) for path, module in model.named_modules()]
     embeddings = [m for _, m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     heads = [m for path, m in modules if has_head_name(path) or path in CLASSIFIERS]

@@ -1,18 +1,14 @@
 """Formats of optimizer states, and quantization of fp32 values to these formats, on any device.
 
-`bf16` and `fp32` store values directly. In all other formats a group of consecutive elements, a row
-of [R, G], shares a scale: `x = scale · code`, where `code` is the stored number, and `scale` maps
-the largest magnitude of the group to the largest code. Formats with `+expand` use Dynamic Range
-Expansion (paper COAT, section 4.2): a power `k` maps the range of the group to the range of the
-format.
+`bf16` and `fp32` store values directly. Otherwise a group of consecutive elements, a row of [R, G],
+shares a scale: `x = scale · code`. Formats with `+expand` use Dynamic Range Expansion (paper COAT,
+section 4.2): a power `k` maps the range of the group to the range of the format.
 
     code = mid · (|x| / scale)^k        |x| = scale · (code / mid)^(1/k)
 
-`mid` is the geometric mean of the smallest positive and the largest code. `scale` is the geometric
-mean of the smallest and the largest magnitude of the group (`C` in appendix G.4 of COAT). With this
-scale the k-th power does not overflow fp32. Scale `scale` and power `k` are stored in bf16, and
-quantization uses the stored numbers. A group that contains NaN or infinity gets the scale NaN, so
-all its values become NaN.
+`mid` is the geometric mean of the smallest positive and the largest code, and `scale` that of the
+group's magnitudes (`C` in appendix G.4 of COAT), so that the power does not overflow fp32. `scale`
+and `k` are stored in bf16. A group that contains NaN or infinity gets the scale NaN.
 """
 
 from __future__ import annotations
@@ -40,26 +36,21 @@ EXPAND = "+expand"
 DYNAMIC_DECADES = 7
 # Consecutive elements of a sum of gradients that share a scale.
 SUM_GROUP_SIZE = 128
-# Bits of the noise for stochastic rounding to dynamic formats (`de8`).
+# Noise bits of stochastic rounding to dynamic formats (`de8`).
 DIGITS = 23
-# Lower limit of powers. If the range of a group is wider than the square of the format's range, its
-# smallest values are clipped. A smaller power would represent these values, but would make the
-# whole group coarser.
+# A smaller power would represent the smallest values of a very wide group, but would make the whole
+# group coarser.
 MIN_POWER = 0.5
-# Upper limit of powers. Groups of nearly equal values do not need finer codes, and larger powers
-# amplify fp32 rounding errors.
+# Groups of nearly equal values do not need finer codes. Larger powers amplify fp32 rounding errors.
 MAX_POWER = 64.0
-# Binades left free at each end of a format. Otherwise errors of fp32 logarithms and the noise of
-# stochastic rounding could cause overflow.
+# Binades left free at each end of a format, for errors of fp32 logarithms and rounding noise.
 SPARE = 2.0**-7
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Format of an optimizer state.
-
-    Positive values of an unsigned state (the second moment) never round to zero, because the update
-    divides by the state.
+    """Positive values of an unsigned state (the second moment) never round to zero, because the
+    update divides by the state.
     """
 
     name: str  # as written in options
@@ -73,22 +64,21 @@ class StateFormat:
 
     @property
     def grouped(self) -> bool:
-        """Whether the state is quantized, with a scale for each group."""
+        """Whether codes have a scale for each group."""
         return math.isfinite(self.max)
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Dtype of the stored tensor. One-byte codes are uint8, which every operator supports."""
+        """For 8-bit codes uint8, which every operator supports."""
         return torch.uint8 if self.dtype.itemsize == 1 else self.dtype
 
     @property
     def zero_code(self) -> int:
-        """The code of 0."""
         return self.values.index(0.0) if self.values else 0
 
     @property
     def span(self) -> float:
-        """Number of binades from the smallest positive to the largest code."""
+        """Binades from the smallest positive to the largest code."""
         return math.log2(self.max / self.min)
 
     @property
@@ -98,27 +88,25 @@ class StateFormat:
 
     @property
     def mean_loss(self) -> float:
-        """Factor in the relative correction of codes that preserves the mean of dequantized values.
+        """Relative correction of codes that preserves the mean of dequantized values.
 
-        Stochastic rounding preserves the mean of codes, but the mean of the p-th power of codes
-        loses (1 - p) · p/2 · variance / code². For floats variance / code² is a twelfth of the
-        squared distance between adjacent codes, averaged over a binade. Dynamic formats need no
-        correction.
+        Stochastic rounding preserves the mean of codes, but the mean of the p-th power loses (1 -
+        p) · p/2 · variance / code². For floats variance / code² is a twelfth of the squared
+        distance between adjacent codes, averaged over a binade. Dynamic formats need no correction.
         """
         return 4.0**-self.mantissa / (32 * math.log(2)) if self.mantissa else 0.0
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the fields of `Quantized` that have one number for each group."""
+        """Fields of `Quantized` with one number for each group."""
         return ("scale", "power")[: 1 + self.expands] if self.grouped else ()
 
 
 def dynamic_values(*, signed: bool) -> tuple[float, ...]:
     """Return the 256 values of the 8-bit dynamic exponent (Dettmers et al. 2021), ascending.
 
-    There are seven decades. The values of decade `d`, [0.1, 1]·10^-d, are midpoints of equal
-    intervals. Each decade has half as many values as the next larger decade. The values 0 and 1 are
-    added.
+    The values of decade `d`, [0.1, 1]·10^-d, are midpoints of equal intervals. Each of the seven
+    decades has half as many values as the next larger decade. 0 and 1 are added.
     """
     positive = []
     for decade in range(DYNAMIC_DECADES):
@@ -142,18 +130,14 @@ _GROUPED = {
     "fp16": StateFormat("fp16", torch.float16, 65504.0, 2.0**-24, mantissa=10),
     "de8": StateFormat("de8", torch.uint8, 1.0),
 }
-# FP16 needs no expansion: its range is wide enough for any group.
+# FP16's range is wide enough for any group.
 EXPANDABLE = ("e4m3", "e5m2", "de8")
 MOMENT_FORMATS = (*_GROUPED, *(f"{name}{EXPAND}" for name in EXPANDABLE), *PLAIN)
 
 
 @cache
 def moment_format(name: str, *, signed: bool) -> StateFormat:
-    """Return the format `name` for a moment, which has negative values if `signed`.
-
-    Raises:
-        ConfigError: the format is unknown.
-    """
+    """Raises ConfigError if the format is unknown."""
     if name not in MOMENT_FORMATS:
         listed = ", ".join(map(repr, MOMENT_FORMATS))
         raise ConfigError(f"{unknown('format', name, MOMENT_FORMATS)} Formats: {listed}.")
@@ -162,9 +146,8 @@ def moment_format(name: str, *, signed: bool) -> StateFormat:
     base = _GROUPED[name.removesuffix(EXPAND)]
     values = dynamic_values(signed=signed) if base.name == "de8" else ()
     smallest = min((x for x in values if x > 0), default=base.min)
-    # The largest magnitude that exists with both signs. With a larger limit, the most negative
-    # value of a group would be clipped, and a sum of gradients would lose the clipped part in every
-    # addition.
+    # Both signs must exist. Otherwise the most negative value of a group would be clipped in every
+    # addition to a sum of gradients.
     largest = min(max(values), -min(values)) if values and signed else base.max
     expands = name.endswith(EXPAND)
     return replace(
@@ -173,7 +156,7 @@ def moment_format(name: str, *, signed: bool) -> StateFormat:
 
 
 class Quantized(NamedTuple):
-    """A stored state: data [R, G], with scales and powers in bf16 [R] if the format has them."""
+    """Data [R, G], with scales and powers in bf16 [R] if the format has them."""
 
     data: Tensor
     scale: Tensor | None = None
@@ -181,12 +164,10 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quantized:
-    """Convert fp32 rows `x` [R, G] to `format`.
+    """Convert fp32 rows `x` [R, G] to `format`. Each row is a group.
 
-    Args:
-        x: values; each row is a group. A row becomes zero if all its values are subnormal in fp32.
-        format: format of the result.
-        bits: random int32 [R, G] for stochastic rounding; None rounds to nearest.
+    A row becomes zero if all its values are subnormal in fp32. Random int32 `bits` [R, G] round
+    stochastically.
     """
     if not format.grouped:
         return Quantized(x.to(format.dtype) if bits is None else round_to_bf16(x, bits))
@@ -194,7 +175,7 @@ def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quan
     amax = torch.where(amax < SMALLEST_SCALE, 0.0, amax)
     x = torch.where(amax.unsqueeze(-1) == 0, 0.0, x)
     if not format.expands:
-        # The scale is rounded up to bf16, so that no scaled value exceeds the largest code.
+        # Rounded up to bf16, so that no scaled value exceeds the largest code.
         scale = round_up_to_bf16((amax * (1 / format.max)).clamp_min(SMALLEST_SCALE))
         scale = _select_by_group(scale, amax, not_finite=torch.nan)
         x = x * scale.float().reciprocal().unsqueeze(-1)
@@ -209,7 +190,7 @@ def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quan
 
 
 def dequantize(stored: Quantized, format: StateFormat) -> Tensor:
-    """Return the fp32 values [R, G] of a stored state."""
+    """Return fp32 [R, G]."""
     data, scale, power = stored
     if not format.grouped:
         return data.float()
@@ -227,7 +208,7 @@ def dequantize(stored: Quantized, format: StateFormat) -> Tensor:
 
 
 def boundaries(format: StateFormat, device: torch.device) -> Tensor:
-    """Return the rounding boundaries between the codes of a dynamic format, fp32 [255]."""
+    """Return the boundaries between the codes of a dynamic format, fp32 [255]."""
     values = torch.tensor(format.values, dtype=torch.float64)
     return ((values[1:] + values[:-1]) / 2).float().to(device)
 
@@ -240,7 +221,7 @@ def values_of(format: StateFormat, device: torch.device) -> Tensor:
 def _compute_expansion(
     magnitude: Tensor, amax: Tensor, format: StateFormat
 ) -> tuple[Tensor, Tensor]:
-    """Return scale and power of each group, bf16 [R]."""
+    """Return scale and power, bf16 [R]."""
     high = amax.log2()
     low = torch.where(magnitude < SMALLEST_SCALE, torch.inf, magnitude).amin(-1).log2()
     low = torch.maximum(low, high - format.span / MIN_POWER)
@@ -252,7 +233,7 @@ def _compute_expansion(
 
 
 def _select_by_group(x: Tensor, amax: Tensor, *, not_finite: float) -> Tensor:
-    """Return `x` in bf16, but 1 where `amax` is 0, and `not_finite` where it is not finite."""
+    """Return bf16 `x`, 1 where `amax` is 0, and `not_finite` where it is not finite."""
     x = torch.where(amax.isfinite(), x, not_finite)
     return torch.where(amax == 0, 1.0, x).to(GROUP_SCALE_DTYPE)
 

@@ -21,7 +21,7 @@ from fp8pass.optim.rounding import (
 )
 from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, StateFormat
 
-# Groups and warps of a program. With these numbers, each thread has eight elements.
+# Each thread has eight elements.
 SUM_GROUPS, WARPS = 8, 4
 
 _MIX_1, _MIX_2 = tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
@@ -32,7 +32,7 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def _mix(x):
-    """Hash int32, as `rounding.mix` does."""
+    """Compute `rounding.mix`."""
     x = (x ^ (x >> 16 & 0xFFFF)) * _MIX_1
     x = (x ^ (x >> 15 & 0x1FFFF)) * _MIX_2
     return x ^ (x >> 16 & 0xFFFF)
@@ -40,14 +40,14 @@ def _mix(x):
 
 @triton.jit
 def _fold(x, FACTOR: tl.constexpr):
-    """Return the exclusive or of the upper and the lower half of the 64-bit product."""
+    """Return the exclusive or of the halves of the 64-bit product."""
     factor = tl.full((1, 1), FACTOR, tl.uint32)
     return tl.umulhi(x, factor) ^ (x * factor)
 
 
 @triton.jit
 def _random_bits(key, element):
-    """Return the same bits as `rounding.random_bits`."""
+    """Compute `rounding.random_bits`."""
     x = key.to(tl.uint32, bitcast=True) + (element >> 1).to(tl.uint32)
     x = _fold(_fold(x, _FOLD_1), _FOLD_2)
     return tl.where(element & 1 == 0, x, (x >> 16) | (x << 16))
@@ -55,7 +55,7 @@ def _random_bits(key, element):
 
 @triton.jit
 def _round(x, bits, MANTISSA: tl.constexpr, MIN: tl.constexpr):
-    """Round stochastically to the numbers of a float format, as `state_formats.quantize` does."""
+    """Round stochastically, as `state_formats.quantize` does."""
     magnitude = tl.abs(x)
     binade = (magnitude.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
     step = tl.maximum(binade * 2.0**-MANTISSA, MIN)

@@ -1,9 +1,8 @@
-"""Gradients summed over several backwards, quantized in groups that share a scale.
+"""Gradients summed over several backwards, in quantized groups (section 5 of the paper AGoQ).
 
-The method is from section 5 of the paper AGoQ. An addition dequantizes the sum, adds a gradient in
-fp32, and quantizes the new sum with stochastic rounding. Rounding to nearest would lose gradients
-smaller than half the distance between two adjacent numbers of the format. Stochastic rounding
-preserves the mean, but each addition adds noise, so sums of many gradients need 16 bits.
+An addition dequantizes the sum, adds a gradient in fp32, and rounds stochastically. Rounding to
+nearest would lose small gradients. Each addition adds noise, so sums of many gradients need 16
+bits.
 """
 
 from __future__ import annotations
@@ -28,36 +27,27 @@ SCALE_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class SumPiece:
-    """Consecutive elements of a sum that are computed at once."""
-
-    first: int  # position of the first element in the parameter
+    first: int  # position in the parameter
     stored: Quantized  # data [R, G] and scales bf16 [R]; in a staging buffer if offloaded
-    # Bytes of data and scales of an offloaded sum, in host memory and in the staging buffer. Data
-    # and scales share a tensor, because launching a copy takes the CPU as long as launching a
-    # kernel.
+    # Bytes of an offloaded sum. Data and scales share a tensor, because launching a copy takes the
+    # CPU as long as launching a kernel.
     host: Tensor | None = None
     device: Tensor | None = None
-    buffer: int = 0  # index of the staging buffer
+    buffer: int = 0  # index
 
 
 @dataclass
 class GradientSum:
-    """The sum of one parameter's gradients over several backwards."""
+    """The sum of a parameter's gradients over several backwards."""
 
     format: StateFormat
-    offload: tuple[Arena, Staging] | None = None  # None if the sum is on the parameter's device
-    number: int = 0  # index of the parameter; selects the staging buffer of the first piece
+    offload: tuple[Arena, Staging] | None = None
+    number: int = 0  # of the parameter; selects the staging buffer of the first piece
     pieces: list[SumPiece] = field(default_factory=list, repr=False)
-    count: int = 0  # number of gradients in the sum
+    count: int = 0  # of gradients
 
     def add(self, gradient: Tensor, seed: int, step: Tensor) -> None:
-        """Add a gradient to the sum.
-
-        Args:
-            gradient: contiguous, shaped like the local parameter.
-            seed: seed of stochastic rounding.
-            step: number of updates of the parameter so far, fp32 [].
-        """
+        """Add a contiguous local gradient. `step`, fp32 [], counts the parameter's updates."""
         if not self.pieces:
             self.pieces = list(self._allocate(gradient))
         self.count += 1
@@ -85,7 +75,7 @@ class GradientSum:
         self.clear()
 
     def clear(self) -> None:
-        """Start a new sum, which reuses the host memory of the old sum."""
+        """Reuse the host memory of the old sum."""
         self.count = 0
         if self.offload is None:
             self.pieces = []
@@ -116,7 +106,7 @@ class GradientSum:
     ) -> None:
         """Call `compute` for each piece: its stored sum, part of the gradient, and position.
 
-        `read` copies offloaded sums to the device before the call, and `write` copies them back.
+        `read` copies offloaded sums to the device first, and `write` copies them back.
         """
         flat = gradient.view(-1)
         if self.offload is None:
@@ -133,13 +123,12 @@ class GradientSum:
 
 
 def _sum_bytes(count: int, format: StateFormat) -> int:
-    """Return how many bytes the data and scales of a sum of `count` elements take."""
     groups = group_count(count, SUM_GROUP_SIZE)
     return groups * (SUM_GROUP_SIZE * format.storage_dtype.itemsize + SCALE_DTYPE.itemsize)
 
 
 def _view_sum(memory: Tensor, format: StateFormat) -> Quantized:
-    """Return views of the data [R, G] and the scales [R] that follow in `memory`, uint8 [bytes]."""
+    """View data [R, G] and scales [R] in `memory`, uint8 [bytes]."""
     each = SUM_GROUP_SIZE * format.storage_dtype.itemsize
     groups = len(memory) // (each + SCALE_DTYPE.itemsize)
     data, scales = memory.split([groups * each, groups * SCALE_DTYPE.itemsize])
@@ -152,12 +141,8 @@ def add_to(
 ) -> None:
     """Add a gradient [N] to a sum in place.
 
-    Args:
-        sum_: data [R, G] and scales [R]. The first gradient overwrites data and scales.
-        gradient: consecutive elements of a parameter's gradient.
-        format: format of the sum.
-        stamp: inputs of the random bits; `stamp.count` includes this gradient.
-        first: position in the parameter of the first element of `gradient`.
+    The first gradient (`stamp.count == 1`) overwrites data and scales. `first` is the position of
+    `gradient` in the parameter.
     """
     if _has_kernel(gradient.device, format):
         from fp8pass.optim import sum_kernel
@@ -193,7 +178,7 @@ def _has_kernel(device: torch.device, format: StateFormat) -> bool:
 
 
 def _chunks(gradient: Tensor, sum_: Quantized) -> Iterator[tuple[int, Tensor, Quantized]]:
-    """Yield position, gradient and sum of each chunk. Small chunks need small temporaries."""
+    """Yield position, gradient and sum. Small chunks need small temporaries."""
     size = batch_size(gradient.device) // SUM_GROUP_SIZE * SUM_GROUP_SIZE
     for begin in range(0, len(gradient), size):
         rows = slice(begin // SUM_GROUP_SIZE, group_count(begin + size, SUM_GROUP_SIZE))

@@ -1,15 +1,13 @@
 """Updates of many parameters in vectorized PyTorch: the AdamW update, and parts of other updates.
 
-These updates run on any device. Tests compare the Triton kernel with this reference.
+Tests compare the Triton kernel with this reference.
 
     w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
     w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
 
-The arithmetic is in fp32: states are dequantized before the update and quantized after it (paper
-COAT, appendix A). A parameter with a master copy equals the stored copy, rounded to the parameter's
-dtype. Where parameter and rounded copy differ, the user has changed the parameter. The update then
-uses the changed value, as in `torch.optim`. Parameters are concatenated to one matrix with one row
-for each group, so that small parameters share operator launches.
+The arithmetic is in fp32 (paper COAT, appendix A). Where a parameter differs from its rounded
+master copy, the user has changed the parameter, and the update uses it. Parameters are concatenated
+to one matrix with one row for each group, so that small parameters share launches.
 """
 
 from __future__ import annotations
@@ -28,26 +26,25 @@ from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot, group_count
 from fp8pass.optim.state_formats import Quantized, StateFormat, dequantize, quantize
 
-# Number of elements that are updated at once. On a CPU, about ten fp32 temporaries of this size fit
-# into the cache. On other devices, these temporaries are small compared with the states.
+# Elements that are updated at once. On a CPU, ten fp32 temporaries fit into the cache. On other
+# devices, they are small compared with the states.
 CPU_BATCH = 1 << 17
 DEVICE_BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
 Launches = Sequence[Callable[[], object]]
-# Lower limit of ε. It prevents a division by zero for elements whose gradients were all zero.
+# Prevents a division by zero for elements whose gradients were all zero.
 SMALLEST_EPS = 2.0**-100
 
 
 def batch_size(device: torch.device) -> int:
-    """Return how many elements are updated at once on a device."""
     return CPU_BATCH if device.type == "cpu" else DEVICE_BATCH
 
 
 def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return 1 - lr·λ, lr / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) at `steps` [n], in fp32 [n].
 
-    The factors are computed in fp64, without synchronizing the device.
+    They are computed in fp64, without synchronizing the device.
     """
     steps = steps.double()
     (beta1, beta2), lr = group["betas"], group["lr"]
@@ -61,37 +58,37 @@ def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Layout of parameters with `sizes` elements in one matrix [R, G]. Each begins a new row."""
+    """Layout of parameters in one matrix [R, G]. Each begins a new row."""
 
     sizes: tuple[int, ...]
     group_size: int
 
     @property
     def counts(self) -> list[int]:
-        """Number of rows of each parameter."""
+        """Rows of each parameter."""
         return [group_count(size, self.group_size) for size in self.sizes]
 
     def join(self, tensors: Tensors, dtype: torch.dtype, fill: int = 0) -> Tensor:
-        """Concatenate tensors of `sizes` elements to [R, G]. Pad each tensor with `fill`."""
+        """Concatenate to [R, G], padded with `fill`."""
         joined = tensors[0].new_full((sum(self.counts), self.group_size), fill, dtype=dtype)
         for part, tensor in zip(self._parts(joined), tensors, strict=True):
             part.copy_(tensor.reshape(-1))
         return joined
 
     def split(self, joined: Tensor, into: Iterable[Tensor]) -> None:
-        """Copy [R, G] into tensors of `sizes` elements."""
+        """Copy [R, G] into tensors."""
         for part, tensor in zip(self._parts(joined), into, strict=True):
             tensor.copy_(part.view_as(tensor))
 
     def repeat(self, x: Tensor) -> Tensor:
-        """Repeat the value of each parameter in `x` [n] for its rows: [R, 1]."""
+        """Repeat `x` [n] for the rows of each parameter: [R, 1]."""
         counts = torch.tensor(self.counts, device=x.device)
         return x.repeat_interleave(counts).unsqueeze(-1)
 
     def positions(self, firsts: Iterable[int], device: torch.device) -> Tensor:
-        """Return the position of each element in its parameter, int64 [R, G].
+        """Return each element's position in its parameter, int64 [R, G].
 
-        `firsts` are the positions of the first elements; not 0 for slices of parameters.
+        Slices start at `firsts`.
         """
         rows = [
             torch.arange(count, device=device) * self.group_size + first
@@ -106,23 +103,23 @@ class Rows:
 
 
 class PreparedUpdate(ABC):
-    """An update of the same parameters in every step."""
+    """The same parameters in every step."""
 
     @abstractmethod
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        """Update with the gradients multiplied by `control[0]`.
+        """Multiply the gradients by `control[0]`.
 
-        A fused update does nothing if `control[1]` is not 0. Before other updates, callers must
-        check `control[1]`.
+        A fused update does nothing if `control[1]` is not 0. Callers of other updates must check
+        it.
         """
 
 
 class LaunchedUpdate(PreparedUpdate):
-    """An update that consists of independent launches."""
+    """Consists of independent launches."""
 
     @abstractmethod
     def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
-        """Increment step counts, and return the functions that launch the update of this step."""
+        """Increment step counts, and return the launches of this step."""
 
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         for launch in self.prepare(gradients, group, control):
@@ -130,14 +127,10 @@ class LaunchedUpdate(PreparedUpdate):
 
 
 class EagerUpdate(LaunchedUpdate):
-    """Updates `slots` with PyTorch operators. All slots have the same dtype and device.
+    """Updates `slots` of one dtype and device with PyTorch operators.
 
-    Args:
-        slots: the parameters to update.
-        storage: how the states are stored.
-        rule: reads and writes the tensors of a batch.
-        separate: whether `prepare` returns one launch for each slot.
-        counts: whether `prepare` increments step counts.
+    With `separate`, `prepare` returns one launch for each slot. With `counts`, it increments step
+    counts.
     """
 
     def __init__(
@@ -165,7 +158,7 @@ class EagerUpdate(LaunchedUpdate):
     def _update(
         self, slots: Sequence[Slot], gradients: Tensors, group: Group, factor: Tensor
     ) -> None:
-        """Update parameters and states in place; `factor`, fp32 [], multiplies the gradients."""
+        """Multiply gradients by `factor`, fp32 []."""
         for found in _batches(slots, gradients, self.storage.group_size):
             some = [slot for slot, _ in found]
             batch = Batch(some, group, self.storage)
@@ -175,7 +168,7 @@ class EagerUpdate(LaunchedUpdate):
 def _batches(
     slots: Sequence[Slot], gradients: Tensors, group_size: int
 ) -> Iterator[list[tuple[Slot, Tensor]]]:
-    """Yield batches of slots with their gradients. Slots larger than a batch are divided."""
+    """Divide slots larger than a batch."""
     limit = batch_size(slots[0].parameter.device)
     size = limit // group_size * group_size
     batch: list[tuple[Slot, Tensor]] = []
@@ -216,14 +209,14 @@ class Batch:
         self.dtype = slots[0].parameter.dtype
 
     def read(self, name: str) -> Tensor:
-        """Return a state of all slots, fp32 [R, G]."""
+        """Return fp32 [R, G]."""
         stored, format = [s.states[name] for s in self.slots], self._formats[name]
         data = self.rows.join([x.data for x in stored], format.storage_dtype, format.zero_code)
         parts = (torch.cat([getattr(x, part) for x in stored]) for part in format.parts)
         return dequantize(Quantized(data, *parts), format)
 
     def read_weights(self) -> Tensor:
-        """Return the weights, fp32 [R, G], from master copies if the storage has them."""
+        """Return fp32 [R, G], from master copies if the storage has them."""
         weights = self.rows.join([s.parameter for s in self.slots], torch.float32)
         if "master" not in self._formats:
             return weights
@@ -231,7 +224,7 @@ class Batch:
         return torch.where(copies.to(self.dtype).float() == weights, copies, weights)
 
     def write(self, values: dict[str, Tensor]) -> None:
-        """Round and store new fp32 values [R, G] of states, and of weights as `PARAMETER`."""
+        """Round and store fp32 [R, G] of states, and of weights as `PARAMETER`."""
         if PARAMETER in values and "master" in self._formats:
             values = {**values, "master": values[PARAMETER]}
         bits = self._draw([x for x in self.storage.rounded(self.dtype) if x in values])
@@ -246,7 +239,7 @@ class Batch:
             self.write_parameter(weights)
 
     def write_parameter(self, values: Tensor) -> None:
-        """Store values [R, G] in the parameters, rounded to nearest."""
+        """Round [R, G] to nearest."""
         self.rows.split(values, [s.parameter for s in self.slots])
 
     @property
@@ -254,7 +247,7 @@ class Batch:
         return self.storage.states(self.dtype)
 
     def _draw(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the random bits that round each of the named tensors, int32 [R, G]."""
+        """Return int32 [R, G] for each of the named tensors."""
         if not names:
             return {}
         device = self.steps.device
@@ -265,7 +258,7 @@ class Batch:
         return {name: rounding.rotate(shared, rounding.ROTATIONS[name]) for name in names}
 
     def _write_state(self, name: str, values: Tensor, bits: Tensor | None) -> Quantized:
-        """Quantize and store a state; return the stored rows."""
+        """Return the stored rows."""
         format, into = self._formats[name], [s.states[name] for s in self.slots]
         stored = quantize(values, format, bits)
         self.rows.split(stored.data, [x.data for x in into])
@@ -276,12 +269,12 @@ class Batch:
         return stored
 
 
-# Updates a batch in place, given its gradients, fp32 [R, G].
+# Updates a batch in place, given fp32 [R, G].
 Rule = Callable[[Batch, Tensor], None]
 
 
 def update_adamw(batch: Batch, gradient: Tensor) -> None:
-    """Update parameters and moments by the formulas in the module's docstring."""
+    """Update a batch by the formulas in the module's docstring."""
     group = batch.group
     decay, rate, correction = (batch.rows.repeat(x) for x in factors(group, batch.steps))
     (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)

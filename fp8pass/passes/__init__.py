@@ -1,8 +1,7 @@
 """The pipeline: the passes over joint, forward, backward and inference graphs, in order.
 
-A pass is one function `pass_(gm, ctx) -> None` in a file of the same name. A pass rewrites
-`gm.graph` in place, or adds results to `ctx`. If a graph does not contain what the pass rewrites,
-the pass does nothing.
+A pass is one function `pass_(gm, ctx) -> None` in a file of the same name. It rewrites `gm.graph`
+in place or adds results to `ctx`, and leaves graphs alone that it does not apply to.
 
 joint/         passes over joint graphs
 lowering/      passes over forward and backward graphs
@@ -49,20 +48,12 @@ Pass = Callable[[fx.GraphModule, Context], None]
 
 @dataclass(frozen=True)
 class Entry:
-    """A pass in the pipeline.
-
-    Attributes:
-        run: the pass.
-        in_inference: whether the pass also runs on graphs without a backward. Evaluation then gives
-            the same numbers as training.
-        adds_guards: whether the pass may add guards on dynamic shapes.
-        required: whether graphs cannot be compiled without the pass.
-    """
+    """A pass in the pipeline."""
 
     run: Pass
     in_inference: bool = False
-    adds_guards: bool = False
-    required: bool = False
+    adds_guards: bool = False  # whether the pass may add guards on dynamic shapes
+    required: bool = False  # whether graphs cannot be compiled without the pass
 
 
 _JOINT = (
@@ -117,10 +108,8 @@ _LOWERING = (
     Entry(pin_layouts),
 )
 
-# Joint graphs contain forward and backward.
 JOINT_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _JOINT)
 
-# Graphs without a backward.
 INFERENCE_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _JOINT if entry.in_inference)
 
 # Forward, backward and inference graphs, right before Inductor compiles them.
@@ -129,8 +118,7 @@ LOWERING_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _LOWERING)
 ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *LOWERING_PASSES)
 ENTRIES: dict[Pass, Entry] = {entry.run: entry for entry in (*_JOINT, *_LOWERING)}
 
-# For each list of passes, the function that checks a graph after the last pass. It is called only
-# with FP8PASS_CHECK=1.
+# Checks of the graph after the last pass of a list. They run only with FP8PASS_CHECK=1.
 CONTRACTS: dict[tuple[Pass, ...], Callable[[fx.Graph], None]] = {
     JOINT_PASSES: spec.verify_no_kernels,
     INFERENCE_PASSES: spec.verify_no_kernels,

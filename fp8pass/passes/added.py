@@ -26,7 +26,6 @@ def check_positions(config: Config) -> None:
 
 
 def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    """Return `passes`, with each added pass inserted before or after the pass that it names."""
     found: list[Pass] = []
     for pass_ in passes:
         here = [(when, function) for when, name, function in added if name == pass_.__name__]
@@ -37,17 +36,13 @@ def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pa
 
 
 def cache_keys(added: Sequence[AddedPass]) -> tuple[tuple[str, str, str], ...]:
-    """Return, for each added pass, its position and the cache key of its function."""
     return tuple((when, name, cache_key(function)) for when, name, function in added)
 
 
 @cache
 def cache_key(function: Pass) -> str:
-    """Return the name of a function with a hash of the file that defines it.
-
-    What a closure does depends on more than its file, and a function from a notebook has no file.
-    Such functions get a new key in each process, so that no cached graph is used for them.
-    """
+    """Return the name of a function with a hash of the file that defines it."""
+    # Closures and functions from notebooks get a new key in each process, so they are never cached.
     plain = inspect.isfunction(function) and function.__closure__ is None
     file = inspect.getsourcefile(function) if plain else None
     code = Path(file).read_bytes() if file and os.path.isfile(file) else uuid.uuid4().bytes

@@ -14,37 +14,24 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Requests:
-    """The optional parts of the plan to compute. They take time, so only reports request them.
+    """The optional parts of the plan to compute. They take time, so only reports request them."""
 
-    Attributes:
-        frontier: the costs of the plans for other memory budgets.
-        least: the smallest memory budget that can be met.
-        rules: a summary of the error rules.
-    """
-
-    frontier: bool = False
-    least: bool = False
-    rules: bool = False
+    frontier: bool = False  # the costs of the plans for other memory budgets
+    least: bool = False  # the smallest memory budget that can be met
+    rules: bool = False  # a summary of the error rules
 
 
 @dataclass
 class Context:
-    """The state of one compilation of one graph, which passes read and write.
-
-    Attributes:
-        config: the user's choices.
-        facts: facts about the graph before any pass; empty for the lowering passes.
-        requests: the optional parts of the plan to compute.
-        plan: the decisions so far, which `explain` shows.
-        decisions: how the backward gets each forward value: saved, in which format, or recomputed;
-            set by `plan_saved_values`.
-        saved: the forward nodes whose results the backward reads, in order; set by
-            `materialize_plan`.
-    """
+    """The state of one compilation of one graph, which passes read and write."""
 
     config: Config
+    # Facts about the graph before any pass; empty for the lowering passes.
     facts: JointFacts = field(default_factory=JointFacts)
     requests: Requests = field(default_factory=Requests)
     plan: Plan = field(default_factory=Plan)
+    # How the backward gets each forward value: saved, in which format, or recomputed; set by
+    # `plan_saved_values`.
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)
+    # The forward nodes whose results the backward reads, in order; set by `materialize_plan`.
     saved: list[fx.Node] = field(default_factory=list)

@@ -33,24 +33,16 @@ from fp8pass.passes.added import insert_passes
 log = logging.getLogger("fp8pass")
 _graph_numbers = itertools.count()
 
-# Prefix of the comments that `_code` writes. Such a comment names the module of the lines below.
 MODULE_COMMENT = "# module "
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass over one graph.
-
-    Attributes:
-        name: the name of the pass.
-        graph: `joint`, `inference`, `forward` or `backward`.
-        before, after: the graph's code, with comments that name modules; '' unless recorded.
-        seconds: the time that the pass took.
-        nodes_before, nodes_after: the number of nodes of the graph before and after the pass.
-    """
+    """One pass over one graph."""
 
     name: str
-    graph: str
+    graph: str  # `joint`, `inference`, `forward` or `backward`
+    # The graph's code, with comments that name modules; '' unless recorded.
     before: str
     after: str
     seconds: float
@@ -59,7 +51,6 @@ class PassRecord:
 
     @property
     def diff(self) -> str:
-        """Unified diff between the graph's code before and after the pass."""
         lines = difflib.unified_diff(
             self.before.splitlines(), self.after.splitlines(), "before", "after", lineterm="", n=2
         )
@@ -87,8 +78,8 @@ def run_passes(
 ) -> list[PassRecord]:
     """Run `passes` in order; `of` is the kind of graph, as in `PassRecord.graph`.
 
-    With `record`, `FP8PASS_DUMP` or `TORCH_TRACE` the records contain the graph's code. Otherwise
-    the code is left out, because printing a graph takes longer than most passes.
+    Without `record`, `FP8PASS_DUMP` and `TORCH_TRACE`, the records lack the graph's code, because
+    printing a graph takes longer than most passes.
     """
     folder = os.environ.get("FP8PASS_DUMP")
     record = record or bool(folder) or bool(os.environ.get("TORCH_TRACE"))
@@ -136,7 +127,6 @@ def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None)
 
 @cache
 def warn_about_checkpointing() -> None:
-    """Warn once per process that checkpointed regions save no tensors in low-bit formats."""
     log.warning(
         "torch.utils.checkpoint is on (gradient_checkpointing of Trainers), so fp8pass saves no "
         "tensors of the checkpointed regions in low-bit formats. To save memory in less time, turn "
@@ -145,12 +135,10 @@ def warn_about_checkpointing() -> None:
 
 
 def disabled_passes() -> list[str]:
-    """Return the names in `FP8PASS_DISABLE_PASSES`, sorted."""
     return sorted(n for n in os.environ.get("FP8PASS_DISABLE_PASSES", "").split(",") if n)
 
 
 def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
-    """Return `passes` with the added passes and without the disabled passes."""
     known = {p.__name__ for p in (*ALL_PASSES, *passes, *(function for *_, function in added))}
     disabled = disabled_passes()
     for name in disabled:
@@ -168,8 +156,7 @@ def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[
 def _code(gm: fx.GraphModule) -> str:
     """Return a graph as Python, with a comment at the first line of each module.
 
-    FX writes `x = None` after the last use of each value. These statements are left out: if a pass
-    adds a later use, the statement moves, which would clutter the diff.
+    FX's `x = None` after the last use of each value is left out, because it would clutter diffs.
     """
     nodes = {n.name: n for n in gm.graph.nodes}
     lines, current = [], ""
@@ -187,7 +174,6 @@ def _code(gm: fx.GraphModule) -> str:
 
 
 def _trace(number: int, entry: PassRecord) -> None:
-    """Write the graphs before and after a pass to `TORCH_TRACE`, if they were recorded."""
     for when, code in (("before", entry.before), ("after", entry.after)) if entry.after else ():
         about = {
             "name": f"fp8pass_{number}_{entry.graph}_{entry.name}_{when}",

@@ -1,8 +1,7 @@
 """Pinned host memory, for copies that run concurrently with work on the GPU and the CPU.
 
-PyTorch rounds the size of pinned memory up to a power of two. An `Arena` divides large blocks among
-many tensors, so that little memory is wasted. Pinning takes half a second per GiB. `Buffers` reuses
-memory in every step, so that the memory is pinned only once.
+PyTorch rounds the size of pinned memory up to a power of two, so an `Arena` divides large blocks
+among tensors. Pinning takes half a second per GiB, so `Buffers` reuses memory in every step.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ log = logging.getLogger("fp8pass")
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 20, 1 << 30
 PINNED_ALIGNMENT = 512  # bytes, the alignment of tensors on a GPU
-# Sizes of buffers are rounded up to multiples of 1/8 of a power of two, so that tensors of similar
-# size can use the same buffer. The rounding wastes at most a ninth of the memory.
+# Tensors of similar size can use the same buffer, whose size is rounded up to a multiple of 1/8 of
+# a power of two. The rounding wastes at most a ninth of the memory.
 SIZE_STEPS = 8
 
 
 class Arena:
-    """Host memory for tensors that are copied to and from `device`.
+    """Host memory for tensors that are copied to and from `device`, pinned for a GPU.
 
-    The memory is pinned if `device` is a GPU. If a tensor is freed, the arena does not reuse its
-    memory. A block contains tensors of only one dtype, because `torch.save` refuses tensors of
-    several dtypes in one storage.
+    Memory of freed tensors is not reused. A block has one dtype, because `torch.save` refuses
+    tensors of several dtypes in one storage.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +39,7 @@ class Arena:
         self._total = 0
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor in the arena's memory."""
+        """Return an uninitialized contiguous tensor."""
         count, multiple = math.prod(shape), PINNED_ALIGNMENT // dtype.itemsize
         padded = -(-count // multiple) * multiple
         blocks = self._free.setdefault(dtype, [])
@@ -53,11 +51,10 @@ class Arena:
         return rest[:count].view(shape)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return a copy of `x` in the arena's memory."""
         return self.empty(x.shape, x.dtype).copy_(x)
 
     def _allocate(self, least: int) -> Tensor:
-        """Allocate a block of at least `least` bytes. Within limits, a block doubles the arena."""
+        """Allocate a block of at least `least` bytes, which doubles the arena within limits."""
         size = max(least, min(max(self._total, SMALLEST_BLOCK), LARGEST_BLOCK))
         size = 1 << (size - 1).bit_length()
         self._total += size
@@ -79,19 +76,18 @@ class Buffers:
     """Host memory for tensors that are copied to and from `device`. Freed memory is reused.
 
     A buffer belongs to a tensor, not to a graph, because several forwards may run before their
-    backwards, and a graph may have two backwards or none. The buffer can be reused when the last
-    reference to the tensor is gone. Usually autograd holds the last reference.
+    backwards. It is reused when the last reference, usually autograd's, is gone.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._taken = 0  # bytes taken from the arena
+        self._taken = 0  # bytes
         self._arena = Arena(device)
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._lock = threading.Lock()  # a backward runs on another thread
 
     @property
     def used(self) -> int:
-        """Bytes of the buffers in use."""
+        """Bytes in use."""
         return self._taken - sum(size * len(free) for size, free in self._free.items())
 
     def empty_strided(
@@ -103,8 +99,8 @@ class Buffers:
         extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         size = extent * dtype.itemsize
         buffer = self._take(round_size(size))
-        # Every view of this memory refers to the array. When the last view is gone, the buffer can
-        # be reused.
+        # Every view of this memory refers to the array, so the buffer is free when the array is
+        # gone.
         array = buffer.numpy()[:size]
         weakref.finalize(array, self._give_back, buffer).atexit = False
         return torch.from_numpy(array).view(dtype).as_strided(shape, stride)
@@ -117,19 +113,19 @@ class Buffers:
             return self._arena.empty(torch.Size([size]), torch.uint8)
 
     def _give_back(self, buffer: Tensor) -> None:
-        # The lock must not be taken here, because garbage collection may call this function while
-        # the thread holds it. `append` is atomic.
+        # Garbage collection may call this function while the thread holds the lock. `append` is
+        # atomic.
         self._free[len(buffer)].append(buffer)
 
 
 def round_size(size: int) -> int:
-    """Return the size of the buffer for a tensor of `size` bytes."""
+    """Return the bytes of the buffer for `size` bytes."""
     step = max((1 << (size.bit_length() - 1)) // SIZE_STEPS, PINNED_ALIGNMENT)
     return -(-size // step) * step
 
 
 def available() -> int | None:
-    """Return the bytes of available host memory, or None if the system does not report them."""
+    """Return bytes, or None if the system does not report them."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from fp8pass.runtime.arena import Arena
 
-# Bytes per second between an H200 and host memory. Plans that are made on a CPU use this bandwidth,
-# so that they equal plans that are made on an H200.
+# Plans that are made on a CPU use an H200's bandwidth.
 H200 = 51e9
 MEASURED_BYTES = 64 << 20
 REPEATS = 4
-# Results are rounded down to powers of 2^(1/4), so that plans do not depend on noise.
+# Rounded down to powers of 2^(1/4), so that plans do not depend on noise.
 STEPS = 4
 
 
 @cache
 def bandwidth(device: torch.device) -> float:
-    """Return the bytes per second of copies in the slower direction, rounded down."""
+    """Return bytes per second in the slower direction."""
     if device.type != "cuda":
         return H200
     on_device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)
@@ -32,12 +31,12 @@ def bandwidth(device: torch.device) -> float:
 
 
 def round_down(rate: float) -> float:
-    """Round a rate down to a power of 2^(1/`STEPS`)."""
+    """Round down to a power of 2^(1/`STEPS`)."""
     return float(2 ** (math.floor(STEPS * math.log2(rate)) / STEPS))
 
 
 def _time(source: Tensor, target: Tensor, device: torch.device) -> float:
-    """Return the seconds of the fastest of several copies; other processes may slow copies down."""
+    """Return the seconds of the fastest copy; other processes may slow copies down."""
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
         target.copy_(source, non_blocking=True)

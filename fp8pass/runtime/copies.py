@@ -4,13 +4,10 @@
     y = from_host(copy, device)     start a copy: a device tensor with the layout of `copy`
     z = settled(y, copy)            wait for the copy: `y`, which now has the values of `copy`
 
-The copies of a device run in order on one side stream. Each copy starts after all work that was
-launched before the copy. `settled` makes the device wait, not the CPU. Nothing may read the copy
-before `settled`. Until then, this module holds references to the source and the copy, so that
-neither is freed together with the graph. On a CPU, the operators copy within CPU memory.
+Copies run in order on one side stream, after all work that was launched before. `settled` makes the
+device wait, not the CPU. Until then, nothing may read the copy, and this module holds references.
 
-`from_host` has an argument `after`, which it does not read. A compiler sees a data dependency on
-this tensor, and therefore starts the copy after computing the tensor.
+A compiler starts the copy `from_host(..., after)` after computing `after`.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ library.define("settled(Tensor(a) copy, Tensor source) -> Tensor(a)")
 
 
 class _Lane(NamedTuple):
-    """The host buffers and the copy stream of a device.
-
-    Both directions share one stream, so that a buffer is read before another tensor reuses it.
+    """Both directions share one stream, so that a buffer is read before another tensor reuses
+    it.
     """
 
     buffers: Buffers
@@ -41,20 +37,19 @@ class _Lane(NamedTuple):
 
 
 class _Unsettled(NamedTuple):
-    """A copy that was started: the event after the copy, and the tensors that must stay alive."""
+    """The event after a started copy, and the tensors that must stay alive."""
 
     done: torch.cuda.Event
     copy: Tensor
     source: Tensor
 
 
-# The copies that were started, by their address. The value of a finished copy is None.
+# By address. None is a finished copy.
 _unsettled: dict[int, _Unsettled | None] = {}
 
 
 @cache
 def lane_of(device: torch.device) -> _Lane:
-    """Return the buffers and the stream of a device."""
     return _Lane(Buffers(device), torch.cuda.Stream(device) if device.type == "cuda" else None)
 
 
@@ -65,7 +60,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _from_host(x: Tensor, device: torch.device, after: Tensor | None = None) -> Tensor:
-    # The current stream allocates the copy and also frees it, so record_stream is not needed.
+    # The current stream allocates and frees the copy, so record_stream is not needed.
     copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     _start(copy, x, copy.device)
     return copy
@@ -87,7 +82,7 @@ def _start(copy: Tensor, source: Tensor, device: torch.device) -> None:
 
 
 def _release_finished() -> None:
-    """Release finished copies that were never settled because of an exception."""
+    """Release copies that an exception has left unsettled."""
     for address, entry in list(_unsettled.items()):
         if entry is not None and entry.done.query():
             _unsettled[address] = None

@@ -1,10 +1,8 @@
 """Gradient accumulation with CUDA graphs, which own the memory of their outputs.
 
-Autograd assigns the first gradient of a parameter to its `.grad`, without a copy. If the backward
-runs in a CUDA graph, the next micro-batch overwrites this memory with its own gradients before
-autograd adds them. While PyTorch records graphs, it raises an error in this case. In replays, it
-silently adds the new gradients to themselves (pytorch/pytorch#169545). Therefore, if `.grad` is in
-the memory of a CUDA graph, it is copied before a forward starts.
+Autograd assigns the first gradient to `.grad` without a copy. In replays, the next micro-batch
+overwrites this memory before autograd adds its gradients (pytorch/pytorch#169545). So gradients in
+the memory of a CUDA graph are copied before a forward starts.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass import compat
 
-# Parameters of all compiled graphs, because the first graph of a forward checks all parameters.
+# Of all compiled graphs, because the first graph of a forward checks all parameters.
 _parameters = compat.WeakIdKeyDictionary()
 
 

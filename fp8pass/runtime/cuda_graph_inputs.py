@@ -1,13 +1,10 @@
 """CUDA graph support for weights whose address changes every step (FSDP2).
 
-FSDP2 gathers weights into newly allocated memory. Inductor treats a parameter as an input with a
-fixed address, and records the graph again when the address changes. With FSDP2 this would happen in
-every step. Therefore these weights become non-static inputs, which are copied to the graph's own
-memory before each replay.
+Inductor records a graph again when the address of a parameter changes. So these weights become
+non-static inputs, which are copied to the graph's own memory before each replay.
 
-The copy is valid until the next graph runs. For the backward, the forward saves the original weight
-and not the copy. The copy would occupy memory until the backward, whereas FSDP2 frees the original
-weight and gathers it again.
+For the backward, the forward saves the original weight, which FSDP2 frees and gathers again, and
+not the copy.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from fp8pass import compat
 
 
 def moving_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> frozenset[int]:
-    """Return the indices of the Dynamo graph's inputs that are weights gathered by FSDP2."""
+    """Return the indices of the Dynamo graph's inputs that FSDP2 gathers."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     pairs = zip(placeholders, example_inputs, strict=True)
     return frozenset(
@@ -39,11 +36,7 @@ def compile_for_moving(
 ) -> Any:
     """Compile a forward or backward graph with Inductor, for weights with changing addresses.
 
-    Args:
-        gm: the graph, which Inductor changes.
-        inputs: example inputs.
-        moving: the indices of those inputs of the Dynamo graph whose address changes.
-        kwargs: options of Inductor's inner compile.
+    `moving` are indices of the Dynamo graph's inputs.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     moved = {n: i for i, n in enumerate(placeholders) if compat.input_index(n) in moving}
@@ -57,7 +50,7 @@ def compile_for_moving(
 
 
 def pass_inputs(compiled: Callable[..., Any], pairs: Sequence[tuple[int, int]]) -> Any:
-    """Wrap a compiled graph: for each index pair (i, j), make it return input j as result i."""
+    """Return input j as result i, for each index pair (i, j)."""
 
     def run(arguments: list[Any]) -> list[Any]:
         given = [arguments[i] for _, i in pairs]  # `compiled` empties the list

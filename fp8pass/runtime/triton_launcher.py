@@ -12,9 +12,8 @@ from fp8pass import compat
 
 
 class Launcher:
-    """Launches a Triton kernel, and caches its compiled versions.
-
-    Triton's own lookup of a compiled version takes longer than the launch.
+    """Caches compiled versions of a Triton kernel, because Triton's lookup takes longer than a
+    launch.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -28,17 +27,17 @@ class Launcher:
         numbers: Sequence[float],
         constants: Sequence[Any],
     ) -> None:
-        """Launch the kernel on the current stream, with tensors, then numbers, then constants.
+        """Launch on the current stream, with tensors, then numbers, then constants.
 
-        Triton compiles separate versions for aligned tensors and for some numbers, such as 1. So
-        the alignment and the numbers are a part of the cache key.
+        Triton compiles versions for aligned tensors and for some numbers, such as 1, so these are
+        in the key.
         """
         layout = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
         device = tensors[0].device
         key = device, layout, *numbers, *constants
         with torch.cuda.device_of(tensors[0]):
             if (compiled := self._compiled.get(key)) is not None:
-                # Passing the stream saves two queries of Triton's driver.
+                # Saves two queries of Triton's driver.
                 stream = compat.stream_of(device)
                 compiled[grid](*tensors, *numbers, *constants, stream=stream)
             else:

@@ -11,8 +11,7 @@ from typing import Any
 class StepObserver(ABC):
     """An object that a trainer notifies of each optimizer step, through a callback.
 
-    If a subclass has `state_dict` and `load_state_dict`, the trainer's checkpoints contain its
-    state.
+    If a subclass has `state_dict` and `load_state_dict`, checkpoints contain its state.
     """
 
     def hugging_face(self) -> Any:
@@ -47,7 +46,6 @@ class StepObserver(ABC):
 
 
 def make_trainer_callback(observer: Any) -> Any:
-    """Return a `transformers.TrainerCallback` that notifies `observer` of each step."""
     library = _import_first("transformers")
     states = _import_first("transformers.trainer_callback")
 
@@ -89,7 +87,6 @@ def make_trainer_callback(observer: Any) -> Any:
 
 
 def make_lightning_callback(observer: Any) -> Any:
-    """Return a `Callback` of Lightning that notifies `observer` of each step."""
     library = _import_first("lightning.pytorch", "pytorch_lightning")
 
     class LightningStepCallback(library.Callback):  # type: ignore[name-defined]
@@ -121,7 +118,6 @@ def make_lightning_callback(observer: Any) -> Any:
 
 
 def _import_first(*modules: str) -> Any:
-    """Import `modules` in order, and return the first module that is installed."""
     for module in modules:
         try:
             return import_module(module)

@@ -1,28 +1,25 @@
 """Decide whether a training step is as close to the exact step as rounding allows.
 
-The exact step runs the model in eager PyTorch and fp64. The error of a tensor is the norm of its
-difference from the exact tensor, divided by the norm of the exact tensor. For gradients the divisor
-is at least a thousandth of the largest gradient's norm, because some gradients are only noise, e.g.
-the gradient of a bias before a normalization. The accepted error is
+The exact step runs in eager PyTorch and fp64. A tensor's error is relative to the norm of the exact
+tensor; for gradients, to at least a thousandth of the largest norm, because some gradients are only
+noise, e.g. of a bias before a normalization. The accepted error is
 
     2 · √(n² + s²) + 5 · p + r
 
     n: largest error of the model with simulated rounding (noise.py), over all seeds. Some seeds run
-       in the model's own dtype, because rounding to this dtype and to the formats may interact.
-    s: for gradients, the larger of two errors; 0 for other tensors. They cover plans that save
-       other tensors than autograd. The first is the rounding error of the format of saved tensors,
-       because a plan may save gelu'(x) instead of x. The second is the largest gradient error that
-       the plan predicts for one saved value, e.g. for x if x² and x³ are recomputed from it.
+       in the model's own dtype, because both roundings may interact.
+    s: for gradients, the larger of the rounding error of saved tensors (a plan may save gelu'(x)
+       instead of x) and the largest error that the plan predicts for one saved value (x² and x³ may
+       be recomputed from x).
     p: error of the unmodified model in its own dtype.
     r: 1e-4, or one ulp of a coarser dtype, because p may be too small by chance.
 
-A gradient whose cosine to the exact gradient is 0.3 has an error of at least √(1 - 0.3²) = 0.95. A
-zero gradient has the error 1, and a gradient multiplied by k has the error |k - 1|. Such faults are
-found if the accepted error is at most `JUDGED`. If it is larger, the model is chaotic at this
-tensor, e.g. because an argmax flips or a normalization divides by almost zero. Such a tensor is
-unjudged: it only has to be finite, nonzero and at most 10 times too large.
+A zero gradient has the error 1, and a gradient multiplied by k has the error |k - 1|. Such faults
+are found if the accepted error is at most `JUDGED`. If it is larger, an argmax flips, or a
+normalization divides by almost zero. The tensor then only has to be finite, nonzero and at most 10
+times too large.
 
-Noise is random. Before a complaint is raised, the noise is measured again with more seeds.
+Noise is random, so it is measured again with more seeds before a complaint.
 """
 
 from __future__ import annotations
@@ -49,19 +46,11 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass
 class Verdict:
-    """The result of judging all tensors of some steps.
-
-    Attributes:
-        complaints: one line for each fault of a tensor, such as too large an error.
-        judged: number of tensors compared with their accepted error.
-        unjudged: number of tensors whose accepted error is larger than `JUDGED`.
-        worst: largest ratio of error to accepted error of the judged tensors.
-    """
-
+    # One line for each fault.
     complaints: list[str] = field(default_factory=list)
-    judged: int = 0
-    unjudged: int = 0
-    worst: float = 0.0
+    judged: int = 0  # tensors compared with their accepted error
+    unjudged: int = 0  # tensors whose accepted error is larger than `JUDGED`
+    worst: float = 0.0  # largest ratio of error to accepted error of the judged tensors
 
     def judge(
         self, name: str, tensors: Sequence[Tensor | None], least: float, saved: float
@@ -190,13 +179,13 @@ class Reference:
 
 
 def error(x: Tensor, want: Tensor, least: float = 0.0) -> float:
-    """Return the norm of `x - want` over the norm of `want`, or over `least` if that is larger."""
+    """Divide by the norm of `want`, or by `least` if that is larger."""
     norm, gap = float(want.norm()), float((x.double() - want).norm())
     return gap / max(norm, least, 1e-30) if math.isfinite(gap) else math.inf
 
 
 def _align(steps: Sequence[TrainingStep]) -> Iterator[tuple[str, list[Tensor | None]]]:
-    """For each output, gradient and buffer, yield its name and its tensors in all `steps`.
+    """Yield the name of each output, gradient and buffer, and its tensors in all `steps`.
 
     The second step must be the exact step. The first item is the concatenation of all gradients.
     """
@@ -213,7 +202,7 @@ def _align(steps: Sequence[TrainingStep]) -> Iterator[tuple[str, list[Tensor | N
 
 
 def _concatenate(got: TrainingStep, exact: TrainingStep, names: list[str]) -> Tensor:
-    """Return gradients as one vector, with zeros for gradients that are missing or misshapen."""
+    """Concatenate gradients, with zeros for missing or misshapen ones."""
     parts = []
     for name in names:
         x, want = got.gradients[name], exact.gradients[name]
@@ -223,7 +212,7 @@ def _concatenate(got: TrainingStep, exact: TrainingStep, names: list[str]) -> Te
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> list[Any]:
-    """Return the batch with its floating-point tensors detached and converted to `dtype`."""
+    """Detach and convert floating-point tensors."""
     return [
         x.detach().to(dtype).requires_grad_(x.requires_grad)
         if isinstance(x, Tensor) and x.is_floating_point()

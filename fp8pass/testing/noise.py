@@ -1,8 +1,7 @@
 """Simulate in eager PyTorch how rounding to FP8 and to low-bit formats changes gradients.
 
-The simulation does not use the package's quantization. It rounds the operands of each GEMM with a
-parameter, the gradient of the GEMM's result, and all tensors that autograd saves. A random factor
-shifts the grid of a format, so that each seed has different errors of the same magnitude.
+Independently of the package, it rounds the operands of each GEMM with a parameter, the gradient of
+its result, and all saved tensors. A random factor shifts the grid for each seed.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of a format's numbers: mantissa bits, smallest exponent, largest number."""
+    """Mantissa bits, smallest exponent, largest number."""
 
     mantissa: int
     smallest: int
     largest: float
 
     def round(self, x: Tensor) -> Tensor:
-        """Round to the nearest number of the format."""
+        """Round to the nearest number."""
         _, exponent = torch.frexp(x)
         step = torch.exp2((exponent - 1).clamp(min=self.smallest).to(x.dtype) - self.mantissa)
         return (x / step).round().mul(step).clamp(-self.largest, self.largest)
@@ -50,41 +49,35 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats to which a recipe rounds; None means no rounding.
+    """The formats to which a recipe rounds; None means no rounding."""
 
-    Attributes:
-        forward, gradient, saved: formats of forward GEMM operands, gradients, and saved tensors.
-        rows: whether forward operands have one scale for each row instead of one for all rows.
-        longest_fast: length of the longest contraction that uses fast accumulation.
-    """
-
+    # Formats of forward GEMM operands, gradients, and saved tensors.
     forward: str | None = None
     gradient: str | None = None
     saved: str | None = None
+    # Forward operands have one scale for each row.
     rows: bool = True
-    longest_fast: int = 0
+    longest_fast: int = 0  # longest contraction with fast accumulation
 
     def truncated_share(self, length: int) -> float:
         """Return the largest share of a sum of `length` products that fast accumulation loses.
 
-        The loss is largest if all products have the same sign. Then each product loses on average
-        half of the last of the running sum's 14 bits. This is a quarter to a third of 2^-14 of the
-        final sum.
+        If all products have the same sign, each loses on average half of the last of 14 bits, which
+        is a quarter to a third of 2^-14 of the final sum.
         """
         return length * 2.0**-14 / 3 if length <= self.longest_fast else 0.0
 
     @property
     def saved_error(self) -> float:
-        """Relative root mean square error of a saved value, if rounding errors are uniform."""
+        """Relative root mean square, if rounding errors are uniform."""
         return 0.0 if self.saved is None else 0.42 * 2.0 ** -(GRIDS[self.saved].mantissa + 1)
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype = torch.float32) -> Formats:
         """Return the formats of a `Config`, for a model in `dtype`.
 
-        For a BF16 model without FP8 the formats are BF16, because fusion changes where values are
-        rounded to BF16. This may change which element is the maximum, and whether a ReLU passes
-        its input.
+        A BF16 model without FP8 rounds to BF16, because fusion changes where values are rounded,
+        and so maxima and ReLUs.
         """
         if not config.quantizes_linears:
             own = "bfloat16" if dtype is torch.bfloat16 else None
@@ -96,7 +89,7 @@ class Formats:
 
 
 class Noise(TorchFunctionMode):
-    """Mode in which a GEMM with a parameter rounds its operands and the gradient of its result.
+    """Rounds the operands of GEMMs with a parameter, and the gradients of results.
 
     The context `enter` also rounds saved tensors.
     """
@@ -133,7 +126,7 @@ class Noise(TorchFunctionMode):
         return _RoundValue.apply(x, self)
 
     def round(self, x: Tensor, format: str | None, *, by_row: bool) -> Tensor:
-        """Round `x` to `format`, with a scale for each row or one scale for all rows."""
+        """Round to `format`, with a scale for each row if `by_row`."""
         if format is None or not x.numel():
             return x
         wide = x.detach().double()
@@ -144,14 +137,14 @@ class Noise(TorchFunctionMode):
         return (grid.round(wide / scale) * scale).to(x.dtype)
 
     def truncate(self, sums: Tensor, *lengths: int) -> Tensor:
-        """Reduce sums of products at random, by at most the share that fast accumulation loses."""
+        """Reduce sums at random, by at most the share that fast accumulation loses."""
         share = max(map(self.formats.truncated_share, lengths))
         if not share:
             return sums
         return sums * (1 - share * torch.rand((), generator=self.generator).to(sums.device))
 
     def round_saved(self, x: Tensor) -> Tensor:
-        """Round a saved tensor. Parameters and row statistics stay exact."""
+        """Round a saved tensor, except parameters and row statistics."""
         if not x.is_floating_point() or _is_weight(x) or (x.is_leaf and x.requires_grad):
             return x
         if x.ndim == 0 or x.shape[-1] < 16:
@@ -164,9 +157,8 @@ class Noise(TorchFunctionMode):
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
-        """Return a context that rounds operands and saved tensors.
-
-        Checkpointing is off inside the context, because PyTorch would recompute without rounding.
+        """Round operands and saved tensors, without checkpointing, which would recompute unrounded
+        values.
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(self.round_saved, lambda x: x)
         saving = hooks if self.formats.saved else contextlib.nullcontext()
@@ -175,7 +167,7 @@ class Noise(TorchFunctionMode):
 
 
 class _RoundValue(torch.autograd.Function):
-    """Rounds an operand in the forward. Its gradient is not changed."""
+    """Does not change the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, noise: Noise) -> Tensor:
@@ -196,7 +188,6 @@ class _RoundGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         noise, columns = ctx.noise, gradient.shape[-1] if gradient.ndim else 1
         rounded = noise.round(gradient, noise.formats.gradient, by_row=False)
-        # dgrad contracts over columns, wgrad over rows.
         return noise.truncate(rounded, columns, gradient.numel() // max(columns, 1)), None
 
 
@@ -209,7 +200,7 @@ GEMM_FUNCTIONS = frozenset(
     )
 )  # fmt: skip
 
-# The results of these functions are rows of a parameter, but are treated as activations.
+# Rows of a parameter, which are treated as activations.
 EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 
@@ -218,16 +209,12 @@ def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _is_weight(x: Tensor) -> bool:
-    """Return whether `x` is a weight of 2 or more dimensions.
-
-    A weight is a parameter, a view of a parameter, or computed only from parameters.
-    """
+    """Whether `x`, of 2 or more dimensions, is computed only from parameters."""
     base = x if x._base is None else x._base
     return base.ndim > 1 and (isinstance(base, nn.Parameter) or hasattr(x, _COMPUTED))
 
 
 def _mark_computed_weights(results: list[Tensor], operands: list[Tensor]) -> None:
-    """Mark results that are computed only from parameters and indices."""
     floats = [x for x in operands if x.is_floating_point()]
     parameters = [isinstance(x, nn.Parameter) or hasattr(x, _COMPUTED) for x in floats]
     if floats and all(parameters):

@@ -63,7 +63,7 @@ def step(
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Return whether tensors have equal dtypes, shapes and values. NaN equals NaN, -0 equals 0."""
+    """Compare dtypes, shapes and values. NaN equals NaN, -0 equals 0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     present = ~a.isnan()
@@ -104,7 +104,7 @@ SavedCounts = Counter[tuple[str, str]]  # number of saved tensors by dtype and s
 def count_saved(
     program: Callable[..., Any], args: Sequence[Any], held: Iterable[Tensor]
 ) -> SavedCounts:
-    """Count the tensors that autograd saves in a call, except parameters and tensors in `held`."""
+    """Count saved tensors, except parameters and tensors in `held`."""
     addresses = {t.data_ptr() for t in held}
     found: SavedCounts = Counter()
 

@@ -20,7 +20,6 @@ except ImportError as error:
     ) from error
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Memory layouts of a matrix.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t().contiguous().t(),
@@ -140,8 +139,6 @@ def modules(draw: st.DrawFn, width: int = 64, depth: int = 4) -> nn.Module:
     return nn.Sequential(*(_Residual(x) if draw(st.booleans()) else x for x in layers))
 
 
-# --- programs ----------------------------------------------------------------------------------
-
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "silu": F.silu,
@@ -185,10 +182,8 @@ WIDTH = 32
 class RandomProgram(nn.Module):
     """Runs instructions over a growing list of values, each [rows, WIDTH].
 
-    Args:
-        code: instructions, each with a kind, a name, and the indices of two operands in the list.
-        returned: indices of values to return. The program also returns the last value's sum over
-            rows, and its mean.
+    `code` has a kind, a name, and the indices of two operands for each instruction. The program
+    returns the values at `returned`, and the last value's sum over rows and mean.
     """
 
     def __init__(self, code: list[tuple[str, Any, int, int]], returned: list[int]) -> None:
@@ -198,7 +193,6 @@ class RandomProgram(nn.Module):
         self.odd = nn.Parameter(torch.randn(WIDTH, 7))
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        """Run the program on inputs [rows, WIDTH]."""
         values = list(inputs)
         for kind, name, a, b in self.code:
             x, y = values[a % len(values)], values[b % len(values)]
@@ -222,7 +216,7 @@ _INSTRUCTION = st.one_of(
     st.tuples(st.just("linear"), st.integers(0, 2), st.integers(0, 9), st.just(0)),
     st.tuples(st.just("odd"), st.just(0), st.integers(0, 9), st.just(0)),
 )
-# Memory layouts of a program's input, made from a matrix [4·rows, WIDTH].
+# Layouts of an input, made from a matrix [4·rows, WIDTH].
 _INPUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "contiguous": lambda base, rows: base[:rows],
     "transposed": lambda base, rows: base[:WIDTH].t().repeat(2, 1)[:rows].t().contiguous().t(),

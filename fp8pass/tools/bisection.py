@@ -49,7 +49,7 @@ class Unit:
 
     @property
     def fix(self) -> str:
-        """The entry of `skip` or `keep_exact` that makes the unit exact."""
+        """The entry of `skip` or `keep_exact`."""
         return glob.escape(self.name)
 
 
@@ -218,10 +218,7 @@ def bisect(
 
 @contextmanager
 def _show_progress() -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if stderr is a terminal.
-
-    Yields `advance(total)`, which advances the bar by one of about `total` steps.
-    """
+    """Show a progress bar if stderr is a terminal. `advance(total)` makes one of `total` steps."""
     console = Console(stderr=True)
     columns = TextColumn("bisecting"), BarColumn(bar_width=24), MofNCompleteColumn()
     disable = not console.is_terminal
@@ -237,7 +234,7 @@ def _show_progress() -> Iterator[Callable[[int], None]]:
 
 
 def find_units(plans: Iterable[Plan]) -> list[Unit]:
-    """Return the linear layers and saved tensors in low-bit formats, in forward order."""
+    """Return the units of all plans, in forward order."""
     found: dict[Unit, None] = {}
     for plan in plans:
         placed: list[tuple[int, Unit]] = [
@@ -256,7 +253,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
 
 
 def make_options(units: Iterable[Unit], config: Config) -> dict[str, Any]:
-    """Return the options `skip` and `keep_exact` of `config`, with an entry added for each unit."""
+    """Add an entry for each unit to `skip` and `keep_exact`."""
     options: dict[str, Any] = {}
     for unit in units:
         name = OPTIONS[unit.kind]
@@ -268,10 +265,6 @@ class Trials:
     """Measures the error of the gradients if some units of a model are exact.
 
     Each measurement compiles the model again, and runs one step from the same state.
-
-    Attributes:
-        units: the units in low-bit formats, in forward order.
-        compilations: number of compilations so far.
 
     Raises:
         TypeError: `loss_fn` does not return a scalar tensor.
@@ -310,7 +303,7 @@ class Trials:
         self.units = find_units(g.plan for g in graphs)
 
     def error(self, exact: frozenset[int]) -> float:
-        """Measure the relative error of the gradients if the units with these indices are exact."""
+        """Measure the relative error if the units with these indices are exact."""
         if not exact:
             return self._start
         options = make_options((self.units[i] for i in sorted(exact)), self.config)
@@ -333,7 +326,7 @@ class Trials:
 
 
 def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> float:
-    """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors; infinity if the result is not finite."""
+    """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors, or infinity."""
     difference = norm = 0.0
     for w, e in zip(wrong, exact, strict=True):
         if w is not None and e is not None:
@@ -346,7 +339,6 @@ def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress logs and warnings, which many similar compilations would repeat."""
     log.disabled, before = True, log.disabled
     try:
         with warnings.catch_warnings():

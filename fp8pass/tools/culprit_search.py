@@ -1,17 +1,13 @@
 """Search for the units that cause a large gradient error, with few measurements of the error.
 
-Let u1 ... un be the units in low-bit formats, in forward order. Let E(i) be the error of all
-gradients if u1 ... ui are exact. Squares of independent errors add up, so the units i + 1 to j
-cause the squared error E²(i) - E²(j). The search repeatedly takes the range of units that causes
-the most error, and halves it. It reaches the unit that causes the most error in about log2(n)
-compilations. It does not halve ranges that cause too little error to contain a culprit, so it ends
-early if no unit is a culprit. If an infinite error becomes finite when a range is exact, this range
-contains the unit that overflows.
+Let E(i) be the error of all gradients if the first i units in low-bit formats, in forward order,
+are exact. Squares of independent errors add up, so the units i + 1 to j cause the squared error
+E²(i) - E²(j). The search repeatedly halves the range that causes the most error, unless the range
+causes too little error to contain a culprit. It takes about log2(n) compilations.
 
-Squares of large errors do not add up. If all gradients are wrong anyway, the unit that becomes
-exact last seems to cause the whole error. Or the error decreases only if several units are exact
-together. So while the search looks for the next culprit, all earlier culprits are exact. At the
-end, the search drops each culprit that causes little error if all other culprits are exact.
+Squares of large errors do not add up: if all gradients are wrong anyway, the unit that becomes
+exact last seems to cause everything. So earlier culprits are exact while the search looks for the
+next. At the end, it drops culprits that cause little error if all others are exact.
 """
 
 from __future__ import annotations
@@ -21,26 +17,19 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-# A culprit causes at least this share of the squared error, and at least this many times the
-# squared error that the other units cause on average.
+# A culprit causes this share of the squared error, and this many times the average of other units.
 CULPRIT_SHARE, CULPRIT_TIMES = 0.25, 10.0
 
 
 class CulpritSearch:
-    """Finds the units that cause an error by themselves.
-
-    Args:
-        units: number of units.
-        error: returns the relative error of the gradients if a set of units is exact; called once
-            for each set.
-    """
+    """Finds the units that cause an error by themselves. `error` takes the set of exact units."""
 
     def __init__(self, units: int, error: Callable[[frozenset[int]], float]) -> None:
         self.units = units
         self.error = cache(error)
 
     def culprits(self, most: int) -> list[int]:
-        """Return at most `most` units in the order found; fewer if no other unit stands out."""
+        """Return at most `most` units, in the order found."""
         found: list[int] = []
         while len(found) < most and (unit := self._find_next(frozenset(found))) is not None:
             found.append(unit)
@@ -53,12 +42,11 @@ class CulpritSearch:
         return found
 
     def _compute_threshold(self, exact: frozenset[int]) -> float:
-        """Return the squared error that makes a unit a culprit if units in `exact` are exact."""
+        """Return the squared error that makes a unit a culprit while `exact` units are exact."""
         others = self.units - len(exact) - 1
         return max(CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)) * self.error(exact) ** 2
 
     def _find_next(self, exact: frozenset[int]) -> int | None:
-        """Return the unit that causes most of the remaining error; None if no unit stands out."""
         threshold = self._compute_threshold(exact)
         if not threshold:
             return None
@@ -78,9 +66,6 @@ class CulpritSearch:
                 heapq.heappush(ranges, (-caused(*half), *half))
 
     def _compute_decrease(self, before: frozenset[int], after: frozenset[int]) -> float:
-        """Return how much the squared error falls if `after` is exact instead of `before`.
-
-        Both arguments are sets of units. The result is 0 if both errors are infinite.
-        """
+        """Return how much the squared error falls; 0 if both errors are infinite."""
         a, b = self.error(before), self.error(after)
         return 0.0 if a == b else a**2 - b**2

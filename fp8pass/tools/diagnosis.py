@@ -1,9 +1,8 @@
 """`fp8pass.diagnose`: the gradient error of every layer, measured and predicted.
 
-Runs two versions of a model's joint graph on real data: the graph before the passes, and the graph
-that the passes have rewritten. The second run replaces each forward value, and each gradient that
-enters a layer, by the exact value from the first run. So the error of a layer's gradients does not
-include errors of later layers, as in Table 13 of the paper AGoQ.
+Runs a model's joint graph before and after the passes on real data. The second run replaces forward
+values, and gradients that enter a layer, by the exact values of the first run. So a layer's error
+does not include errors of later layers, as in Table 13 of the paper AGoQ.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ LAYER_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 # The table marks measured errors that exceed the predicted error by this factor.
 FAR_ABOVE = 3.0
 
-# Predicted errors below this bound are raised to it before the comparison, because BF16 rounding
-# and correlations between gradients and values cause errors up to this size.
+# BF16 rounding and correlations cause errors up to this size.
 NEGLIGIBLE_ERROR = 0.01
 
 
@@ -174,12 +172,11 @@ def diagnose(
 
 
 def measure_errors(record: Record) -> Iterable[LayerError]:
-    """Yield the measured and predicted errors of one graph's gradients. Skip exact gradients."""
     exact = record.exact_values()
     rules = Rules(record.planned.graph, record.ctx.config, record.ctx.facts)
     predictor = Predictor(rules, record.decisions, record.planned_values(exact))
     predictor.run(record.planned.graph)
-    # Errors are measured where layers end: at GEMMs, attention, and outputs of non-linear regions.
+    # Layers end at GEMMs, attention, and outputs of non-linear regions.
     ends = {n for region in rules.regions for n in region.outputs}
     ends |= {n for n in rules.backward if kind(n) in LAYER_KINDS}
     names = {original_name(n) for n in ends & rules.backward}
@@ -203,7 +200,7 @@ def measure_errors(record: Record) -> Iterable[LayerError]:
 
 
 def _describe(node: fx.Node, record: Record) -> str:
-    """Return the name of the tensor that a gradient belongs to, e.g. `weight` or `attention q`."""
+    """Return e.g. `weight` or `attention q`."""
     if kind(node) is Kind.ATTENTION:  # fused operators return all gradients as a tuple
         position = int(node.args[1]) if graph.is_getitem(node) else 3  # type: ignore[arg-type]
         return f"attention {'qkv'[position] if position < 3 else 'operand'}"
@@ -219,10 +216,9 @@ class LocalErrorInterpreter(fx.Interpreter):
     Args:
         gm: the rewritten graph.
         exact: the exact value of each node, by name.
-        ends: names of the gradients that layers compute. Their errors are measured.
-        regions: index of each node's non-linear region, by the node's name. A gradient that stays
-            within a region, e.g. on its way to the sum that computes a bias's gradient, is not
-            replaced by the exact value.
+        ends: names of the gradients that layers compute.
+        regions: index of each node's non-linear region, by name. Gradients within a region are not
+            replaced by exact values.
     """
 
     def __init__(
@@ -234,7 +230,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         self.errors: dict[fx.Node, tuple[float, float]] = {}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        """Return a node's operands. Gradients from other layers are replaced by exact values."""
+        """Replace gradients from other layers by exact values."""
         return fx.map_arg((n.args, n.kwargs), lambda operand: self._find_operand(operand, n))
 
     def _find_operand(self, operand: fx.Node, user: fx.Node) -> Any:
@@ -247,7 +243,7 @@ class LocalErrorInterpreter(fx.Interpreter):
         return arrange_as(operand, self.exact[name]) if is_end and not inside else given
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and record its error. For a forward node, return the exact value instead."""
+        """Record a node's error. Replace forward values by exact values."""
         value, name = super().run_node(n), original_name(n)
         if n.op != "call_function" or name not in self.exact:
             return value
@@ -259,7 +255,7 @@ class LocalErrorInterpreter(fx.Interpreter):
 
 
 def _measure_difference(value: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Return the mean absolute error and the relative L2 error (absolute if `exact` is zero)."""
+    """Return the mean absolute and the relative L2 error (absolute if `exact` is zero)."""
     wrong, right = value.double(), exact.double()
     norm = float(right.norm())
     error = float((wrong - right).norm())

@@ -50,7 +50,7 @@ class Explanation(ExplanationData):
         """
         if Path(path).suffix == ".json":
             raise ValueError("save writes HTML. For JSON call explanation.to_json(path).")
-        # Imported here, because the report needs jinja2, which takes time to import.
+        # The report needs jinja2, which takes time to import.
         from fp8pass.tools.report import write_report
 
         if diagnosis is not None and not isinstance(diagnosis, Diagnosis):
@@ -113,7 +113,6 @@ def _measure_in_eager(
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     except AssertionError:
         # torch.cond, scan and map need Dynamo, which rejects the hooks that record linear layers.
-        # So measure the bytes without these hooks.
         with torch.compiler.set_stance("default", force_backend="eager"):
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     else:

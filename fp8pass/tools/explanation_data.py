@@ -18,7 +18,6 @@ from fp8pass.plan import SavedTensor
 from fp8pass.tools.output import Result
 from fp8pass.tools.running import find_module_of_run
 
-# Formats of the operands of FP8 GEMMs, by dtype.
 OPERAND_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
@@ -124,11 +123,10 @@ class ExplanationData(Result):
 
 
 def describe_operands(compiled: CompiledGraph) -> list[SavedTensor]:
-    """Return the saved tensors of a graph, with the format FP8 for saved operands of FP8 GEMMs.
+    """Return a graph's saved tensors, with the format FP8 for saved operands of FP8 GEMMs.
 
-    The plan lists such an operand as `exact`, because the graph saves its FP8 data unchanged. In
-    the result, `bytes_exact` of the operand is the size of the value before quantization, because
-    this value would be saved without fp8pass.
+    The plan lists them as `exact`, because the graph saves FP8 data unchanged. Here `bytes_exact`
+    is the size before quantization.
     """
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     return [_describe_operand(s, nodes[s.name]) for s in compiled.plan.saved]
@@ -143,7 +141,7 @@ def _describe_operand(saved: SavedTensor, node: fx.Node) -> SavedTensor:
 
 
 def _plain(option: object) -> object:
-    """Convert an option that JSON cannot represent: a `Simulation` to a dict, all else to text."""
+    """Convert an option that JSON cannot represent."""
     return vars(option) if isinstance(option, Simulation) else f"{option}"
 
 

@@ -10,23 +10,16 @@ from fp8pass.plan import Collective, HostCopy, Linear, RuleSummary, SavedTensor
 
 
 class FoldedRow(NamedTuple):
-    """A row that represents `count` equal items of a plan, which are in different modules.
+    """`count` equal items of a plan, which are in different modules."""
 
-    Attributes:
-        module: pattern of the modules' paths, such as `layers.*.mlp`.
-        count: number of modules.
-        item: the item of the first module.
-        source: line of the model's code that the item comes from; '' if unknown.
-    """
-
-    module: str
+    module: str  # pattern of the modules' paths, such as `layers.*.mlp`
     count: int  # type: ignore[assignment]  # hides tuple.count
-    item: Any
-    source: str = ""
+    item: Any  # of the first module
+    source: str = ""  # line of the model's code; '' if unknown
 
 
 def format_paths(paths: Iterable[str]) -> str:
-    """Return module paths as text, with `layers.*` for paths that differ only in a number."""
+    """Write `layers.*` for paths that differ only in a number."""
     rows = fold_rows((path, (), path) for path in paths)
     return ", ".join(row.module or "the top level" for row in rows)
 
@@ -43,12 +36,10 @@ def fold_rows(rows: Iterable[tuple[str, tuple[Any, ...], Any]]) -> list[FoldedRo
 
 
 def sort_by_bytes(rows: Iterable[FoldedRow]) -> list[FoldedRow]:
-    """Sort rows by the total bytes of their modules, the largest first."""
     return sorted(rows, key=lambda row: row.count * row.item.bytes, reverse=True)
 
 
 def fold_linears(linears: Iterable[Linear]) -> list[FoldedRow]:
-    """Fold equal linear layers."""
 
     def key(y: Linear) -> tuple[Any, ...]:
         sizes = y.rows, y.experts, y.in_features, y.out_features
@@ -61,26 +52,23 @@ def fold_linears(linears: Iterable[Linear]) -> list[FoldedRow]:
 
 
 def fold_collectives(sent: Iterable[Collective]) -> list[FoldedRow]:
-    """Fold equal collectives, and sort them by bytes, the largest first."""
+    """Sort by bytes, the largest first."""
     return sort_by_bytes(
         fold_rows((c.module, (c.op, c.half, c.shape, c.dtype, c.reason), c) for c in sent)
     )
 
 
 def fold_copies(copies: Iterable[HostCopy]) -> list[FoldedRow]:
-    """Fold the host copies of equal layers. A row has the copy times of the first layer."""
+    """Fold the host copies of equal layers. A row has the times of the first layer."""
     return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 
 def fold_saved(
     saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
 ) -> list[FoldedRow]:
-    """Fold equal saved tensors, and sort them by bytes, the largest first. Leave scalars out.
+    """Fold equal saved tensors without scalars, the largest first.
 
-    Args:
-        saved: saved tensors.
-        sources: source line of each tensor, by name. Only tensors with equal source lines are
-            folded.
+    Tensors with different lines in `sources` (by name) are not folded.
     """
     lines = sources or {}
 
@@ -93,7 +81,6 @@ def fold_saved(
 
 
 def fold_rules(rules: Iterable[RuleSummary]) -> list[FoldedRow]:
-    """Fold the error rules of equal regions."""
 
     def key(r: RuleSummary) -> tuple[Any, ...]:
         return r.operators, round(r.case_1, 6), round(r.case_2, 6), r.reason, len(r.inputs)

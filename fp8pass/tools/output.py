@@ -1,6 +1,6 @@
 """Output of results: tables as text, JSON, and matplotlib figures.
 
-Long facts about a row go below its name instead of into columns, so that tables stay narrow.
+Long facts about a row go below its name, so that tables stay narrow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# Width of printed tables in characters, if the output is not a terminal.
+# In characters, if the output is not a terminal.
 DEFAULT_WIDTH = 100
 
 
@@ -44,11 +44,11 @@ class Result(ABC):
 
     @abstractmethod
     def _parts(self) -> Iterable[Any]:
-        """Yield the tables and sentences to print."""
+        """Yield tables and sentences."""
 
     @abstractmethod
     def _summary(self) -> str:
-        """Return the main figures in one line."""
+        """Return one line."""
 
     def __str__(self) -> str:
         return render_text(self._parts())
@@ -57,12 +57,11 @@ class Result(ABC):
         return f"<fp8pass.{type(self).__name__}: {self._summary()}>"
 
     def _repr_html_(self) -> str:
-        """Show the printed text in notebooks."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def replace_nonfinite(data: Any) -> Any:
-    """Return `data` with None for NaN and infinities."""
+    """Replace NaN and infinities by None."""
     if isinstance(data, dict):
         return {key: replace_nonfinite(x) for key, x in data.items()}
     if isinstance(data, (list, tuple)):
@@ -71,7 +70,7 @@ def replace_nonfinite(data: Any) -> Any:
 
 
 def render_text(parts: Iterable[Any]) -> str:
-    """Render tables and sentences as text. Sentences are not wrapped."""
+    """Render tables, and sentences without wrapping."""
     text = io.StringIO()
     width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
     console = Console(width=max(width, 40), file=text)
@@ -81,7 +80,7 @@ def render_text(parts: Iterable[Any]) -> str:
 
 
 def make_table(title: str, first: str, *numbers: str) -> Table:
-    """Make a table. The first column takes the width that the other columns leave."""
+    """Make a table whose first column takes the remaining width."""
     made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     made.add_column(first, overflow="fold")
     for column in numbers:
@@ -90,17 +89,13 @@ def make_table(title: str, first: str, *numbers: str) -> Table:
 
 
 def make_name(name: str, *facts: str) -> Group:
-    """Make the first cell of a row: the row's name, with each fact in a line below."""
+    """Write each fact in a line below the name."""
     lines = (Padding(Text(line), (0, 0, 0, 2)) for line in facts if line)
     return Group(Text(name or "(top level)"), *lines)
 
 
 def make_figure(function: str, **options: Any) -> Any:
-    """Make a matplotlib figure for a plotting function.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Raises ImportError if matplotlib is not installed. `function` is the plotting function."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,8 +1,7 @@
 """Use the error rules to predict the error of every gradient in a planned backward.
 
-Errors are local, as `diagnose` measures them: the error that one non-linear region, GEMM or
-attention adds to exact incoming gradients. Values come from a real batch. Rounding is idealized
-(`samples.rounding`): even tiny values have the relative error of the format's normal range.
+Errors are local: what one non-linear region, GEMM or attention adds to exact gradients. Rounding is
+idealized (`samples.rounding`): even tiny values have the relative error of the normal range.
 """
 
 from __future__ import annotations
@@ -34,33 +33,26 @@ from fp8pass.graph.tags import original_name
 fp8 = torch.ops.fp8pass
 
 
-# The error of a GEMM is estimated on a sample of its result: at most this many rows and columns.
+# Errors of GEMMs are estimated on at most this many rows and columns.
 SAMPLED_ROWS = 512
-# Rows and columns of the sample for fast accumulation, which is slow to emulate.
+# Fast accumulation is slow to emulate.
 LARGEST_EMULATED = 32
 
 
 @dataclass
 class Predictor:
-    """Predicts relative RMS errors on a joint graph that is planned but not yet rewritten.
-
-    Attributes:
-        rules: error rules of the graph.
-        decisions: how each forward value reaches the backward.
-        values: exact values of the nodes on a batch.
-        forward: predicted error of each forward value that the backward reads.
-        backward: predicted errors of gradients, by the node's name in the graph before any pass.
-            An error is None if no rule could be derived.
-    """
+    """Predicts relative RMS errors on a joint graph that is planned but not yet rewritten."""
 
     rules: Rules
     decisions: Mapping[fx.Node, Decision]
-    values: Mapping[fx.Node, Any]
+    values: Mapping[fx.Node, Any]  # exact, on a batch
+    # Of each forward value that the backward reads.
     forward: dict[fx.Node, float] = field(default_factory=dict)
+    # By the node's name in the graph before any pass; None if no rule could be derived.
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:
-        """Predict the errors of all nodes in graph order. A region follows its last input."""
+        """Visit nodes in graph order. A region follows its last input."""
         members = {n for region in self.rules.regions for n in region.nodes}
         ready = self.rules.by_last_input()
         for node in g.nodes:
@@ -70,7 +62,6 @@ class Predictor:
                 self._predict_region(region)
 
     def _predict_node(self, node: fx.Node) -> None:
-        """Predict the error of an operator outside of regions."""
         if node not in self.rules.backward:
             self.forward[node] = self._predict_value(node)
         elif node.target is fp8.scaled_mm.default:
@@ -90,10 +81,8 @@ class Predictor:
             return decision.format.relative_error if decision.low_bit else 0.0
         return max((self.forward.get(n, 0.0) for n in node.all_input_nodes), default=0.0)
 
-    # --- operators ------------------------------------------------------------------------------
-
     def _rerun(self, node: fx.Node) -> None:
-        """Run an operator on rounded operands, and compare its results with the exact results."""
+        """Compare the results of rounded operands with the exact results."""
         if graph.is_getitem(node) or not any(self.forward.get(n) for n in node.all_input_nodes):
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._round)
@@ -116,7 +105,7 @@ class Predictor:
         return (rounded + mean).to(value.dtype)
 
     def _predict_scaled_mm(self, gemm: fx.Node) -> float:
-        """Return the error that the operands' errors and FP8 accumulation cause in a product."""
+        """Return the error that the operands' errors and FP8 accumulation cause."""
         exact, rounded = [], []
         for operand in (gemm.args[0], gemm.args[2]):
             matrix, error = self._find_operand(operand)  # type: ignore[arg-type]
@@ -130,11 +119,7 @@ class Predictor:
         return math.hypot(change, estimate_accumulation_error(*exact) if fast else 0.0)
 
     def _predict_experts(self, gemm: fx.Node) -> float:
-        """Return the error of an expert GEMM, assuming that its operands' errors are independent.
-
-        Unlike `_predict_scaled_mm`, this cannot compute a part of the product, because the sizes of
-        the expert groups are known only at run time.
-        """
+        """Assume independent errors of operands: group sizes are known only at run time."""
         operands = [_find_quantize(gemm.args[0]), _find_quantize(gemm.args[2])]
         formats = map(_find_format, operands)
         errors = [
@@ -159,10 +144,7 @@ class Predictor:
         return matrix[: max(len(matrix) // experts, 1)].t()
 
     def _find_operand(self, node: fx.Node) -> tuple[Tensor, float]:
-        """Return the matrix that an operand was quantized from, and the operand's error.
-
-        The last dimension of the returned matrix is the contraction.
-        """
+        """Return an operand before quantization, with the contraction last, and its error."""
         if graph.is_call(node, fp8.transpose.default):
             matrix, error = self._find_operand(node.args[0])  # type: ignore[arg-type]
             return matrix.t(), error
@@ -171,8 +153,6 @@ class Predictor:
         source, format = node.args[0], _find_format(node)
         inherited = self.forward.get(source, 0.0)  # type: ignore[arg-type]
         return self.values[source], math.hypot(inherited, format.relative_error)  # type: ignore[index]
-
-    # --- regions --------------------------------------------------------------------------------
 
     def _predict_region(self, region: Region) -> None:
         kept = {
@@ -217,14 +197,13 @@ class Predictor:
 
 
 def _find_quantize(node: Any) -> fx.Node:
-    """Return the node that quantized an operand of an expert GEMM."""
     while node.target not in (fp8.quantize.default, fp8.transpose_segments.default):
         node = node.args[0]
     return node
 
 
 def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
-    """Estimate the relative error that fast accumulation adds to `a @ b.T`, on a few rows."""
+    """Estimate the error of fast accumulation on a few rows."""
     operands = []
     for x in (a, b):
         rows = torch.linspace(0, len(x) - 1, min(len(x), LARGEST_EMULATED), dtype=torch.float64)

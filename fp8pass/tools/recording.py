@@ -28,8 +28,7 @@ def record_step(
 ) -> list[Record]:
     """Run `loss_fn(model, batch).backward()`, and record each run of a graph that has a backward.
 
-    If only parts of the model are compiled, only these parts are recorded. Parameters, buffers,
-    gradients and random number generators are restored.
+    Parameters, buffers, gradients and random number generators are restored.
     """
     records: list[Record] = []
     module = compat.original_of(model)
@@ -47,41 +46,28 @@ def record_step(
 
 @dataclass
 class Record:
-    """One run of a joint graph: the graph at three points of the pipeline, and its inputs.
+    """One run of a joint graph: the graph at three points of the pipeline, and its inputs."""
 
-    Attributes:
-        exact: the graph before any pass.
-        planned: the graph before `materialize_plan`.
-        rewritten: the graph after `materialize_plan`.
-        ctx: context of the passes, for the nodes of `planned`.
-        decisions: decisions about the nodes of `planned`.
-        module: path of the module that ran. Paths in the graph are relative to this module.
-        inputs: the inputs of the run, by the placeholder's name.
-    """
-
-    exact: fx.GraphModule
-    planned: fx.GraphModule
-    rewritten: fx.GraphModule
-    ctx: Context
-    decisions: dict[fx.Node, Decision]
-    module: str = ""
-    inputs: dict[str, Any] = field(default_factory=dict)
+    exact: fx.GraphModule  # before any pass
+    planned: fx.GraphModule  # before `materialize_plan`
+    rewritten: fx.GraphModule  # after `materialize_plan`
+    ctx: Context  # for the nodes of `planned`
+    decisions: dict[fx.Node, Decision]  # about the nodes of `planned`
+    module: str = ""  # path of the module that ran, to which paths in the graph are relative
+    inputs: dict[str, Any] = field(default_factory=dict)  # by placeholder
 
     @property
     def complete(self) -> bool:
-        """Whether the backward ran."""
         return all(name in self.inputs for name in _list_inputs(self.exact))
 
     def path(self, node: fx.Node) -> str:
-        """Return the path of a node's module in the model."""
         return ".".join(
             filter(None, (self.module, graph.module_path(graph.skip_views_and_casts(node))))
         )
 
     def run(self, interpreter: fx.Interpreter) -> None:
-        """Run one of the joint graphs on the inputs, always with the same random numbers.
-
-        Inputs that the graph writes to, such as buffers, are copied first.
+        """Run a graph with the same random numbers every time, on copies of inputs that it
+        overwrites.
         """
         written = {
             node.args[0].name
@@ -93,15 +79,15 @@ class Record:
             interpreter.run(*given)
 
     def exact_values(self) -> dict[str, Any]:
-        """Return the value of every node before the passes, by name."""
+        """Return all values before the passes, by name."""
         interpreter = fx.Interpreter(self.exact, garbage_collect_values=False)
         self.run(interpreter)
         return {node.name: value for node, value in interpreter.env.items()}
 
     def planned_values(self, exact: dict[str, Any]) -> dict[fx.Node, Any]:
-        """Return the exact values of nodes of `planned`.
+        """Return exact values by node of `planned`.
 
-        The values of views and copies that passes added are computed from their operands.
+        Views and copies that passes added are recomputed.
         """
         values: dict[fx.Node, Any] = {}
         for node in self.planned.graph.nodes:
@@ -115,7 +101,6 @@ class Record:
 
 
 def arrange_as(node: fx.Node, value: Any) -> Any:
-    """Transpose or flatten the value of a GEMM to the layout of the node that replaced it."""
     if REPLACED_GEMM not in node.meta or not isinstance(value, Tensor):
         return value
     value = value.mT if IS_TRANSPOSED in node.meta else value
@@ -141,7 +126,6 @@ class Recorder:
         self._planned: tuple[fx.GraphModule, Context, dict[fx.Node, Decision]] | None = None
 
     def before(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """Copy the graph before the first pass, and before `materialize_plan`."""
         if self._exact is None:
             self._exact = graph.copy_module(gm)
         if pass_ is materialize_plan:
@@ -151,7 +135,7 @@ class Recorder:
             self._planned = planned, replace(ctx, facts=ctx.facts.map_to_copy(copies)), decisions
 
     def after(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """Make the record after `materialize_plan`, before a later pass merges GEMMs of layers."""
+        """Record the graph before later passes merge GEMMs of layers."""
         if pass_ is materialize_plan and self._planned and self._exact:
             rewritten = graph.copy_module(gm)
             for module in (self._exact, rewritten):
@@ -161,11 +145,10 @@ class Recorder:
 
 
 class Runs:
-    """The runs of one graph. Collects the inputs of each forward and of its backward.
+    """The runs of one graph, appended to `records`, with the inputs of each forward and its
+    backward.
 
-    Args:
-        records: list to which `forward` appends a record of each run.
-        copies: whether to copy the inputs. This is necessary if their memory is freed after a run.
+    Inputs must be copied if their memory is freed after a run.
     """
 
     def __init__(self, records: list[Record], *, copies: bool) -> None:
@@ -174,7 +157,6 @@ class Runs:
         self._waiting: list[Record] = []
 
     def forward(self, record: Record, inputs: dict[str, Any]) -> None:
-        """Add the record of a forward."""
         run = replace(record, module=self.module, inputs=self._detach(inputs))
         self.records.append(run)
         self._waiting.append(run)
@@ -182,10 +164,8 @@ class Runs:
     def backward(self, inputs: dict[str, Any]) -> None:
         """Add the inputs of a backward to the record of its forward.
 
-        Autograd runs backwards in the reverse order of forwards, so this searches the forwards
-        without a backward from the last to the first. The right forward has read the same tensors
-        and numbers as the backward. Later forwards will not get a backward: their results are not
-        used, or `torch.utils.checkpoint` ran them again.
+        Backwards run in reverse order. The forward has read the same tensors and numbers. Later
+        forwards without a backward are unused, or `torch.utils.checkpoint` ran them again.
         """
         while self._waiting:
             run = self._waiting.pop()
@@ -208,8 +188,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _make_backend(config: Config, records: list[Record], module: nn.Module) -> Callable[..., Any]:
     owners = running.find_owners(module)
-    # While a module runs, FSDP2 replaces the module's parameters by gathered parameters, and frees
-    # the memory of the gathered parameters afterwards.
+    # FSDP2 frees gathered parameters after a module has run.
     copies = running.is_sharded(module)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -59,8 +59,7 @@ def check_configuration(tool: str, model: Any, config: Any) -> Config:
 def find_recipe(config: Config) -> tuple[str, dict[str, Any]]:
     """Return the recipe that differs from `config` in the fewest options, and these options.
 
-    The option `compiler` is ignored. If several recipes differ in equally few options, `coat` is
-    preferred.
+    The option `compiler` is ignored, and `coat` is preferred.
     """
     found = {}
     for name in ("coat", *RECIPES):
@@ -73,7 +72,7 @@ def find_recipe(config: Config) -> tuple[str, dict[str, Any]]:
 def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Collection[str]) -> None:
     """Raise TypeError if a keyword argument of the model looks like an argument of the tool.
 
-    A forward with `**kwargs`, as in transformers, would silently accept a misspelled argument.
+    A forward with `**kwargs`, as in transformers, would accept misspellings.
     """
     named = set().union(*(_list_arguments(m) for m in model.modules())) if given else set()
     own = [p.name for p in inspect.signature(tool).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -91,7 +90,7 @@ def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Collectio
 
 
 def _list_arguments(module: nn.Module) -> Collection[str]:
-    """Return the names of a forward's arguments; () if they are unknown, as for code in C++."""
+    """Return () if they are unknown, as for code in C++."""
     try:
         return inspect.signature(module.forward).parameters
     except (TypeError, ValueError):
@@ -99,11 +98,7 @@ def _list_arguments(module: nn.Module) -> Collection[str]:
 
 
 def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any) -> Tensor:
-    """Return `loss_fn(program, batch)`.
-
-    Raises:
-        TypeError: `loss_fn` takes other arguments, or does not return a tensor of one element.
-    """
+    """Raises TypeError if `loss_fn` takes other arguments or does not return one number."""
     if not callable(loss_fn):
         raise TypeError(
             "loss_fn must be a function of the model and the batch, such as lambda m, b: "
@@ -128,14 +123,13 @@ def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether fp8pass compiles the model as a whole when it is called."""
+    """Whether fp8pass compiles the model as a whole."""
     return not compat.compiled_in_vain(model) and _read_configuration(model) is not None
 
 
 def find_compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost parts of a model that fp8pass compiles, by path.
-
-    The result is empty if the model is compiled as a whole, or not at all.
+    """Return the outermost compiled parts by path; {} if the whole model, or nothing, is
+    compiled.
     """
     parts: dict[str, nn.Module] = {}
     for name, part in model.named_modules():
@@ -150,9 +144,9 @@ def find_compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def compile_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
-    """Yield `model` compiled with `backend`: the parts that fp8pass compiles, or the whole model.
+    """Compile the parts that fp8pass compiles, or the whole model, with `backend`.
 
-    Inside the context, the caches of compiled code start empty, and gradients are enabled.
+    Caches of compiled code start empty, and gradients are enabled.
     """
     parts = find_compiled_parts(model)
     module = model if parts else compat.original_of(model)
@@ -163,7 +157,7 @@ def compile_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
 
 
 def find_owners(model: nn.Module) -> dict[int, str]:
-    """Return the path of each parameter's module, by the parameter's id."""
+    """Map the id of each parameter to its module's path."""
     return {
         id(p): graph.clean_path(name.rpartition(".")[0]) for name, p in model.named_parameters()
     }
@@ -171,10 +165,9 @@ def find_owners(model: nn.Module) -> dict[int, str]:
 
 @contextmanager
 def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Collect the paths of the `nn.Linear`s that run, by the ids of the parameters they run with.
+    """Map ids of parameters to the paths of the `nn.Linear`s that run with them.
 
-    With FSDP2, these are the gathered parameters. Layers that compute their weight, and so have no
-    parameter `weight`, are left out.
+    With FSDP2, these are gathered parameters. Layers that compute their weight are left out.
     """
     found: dict[int, str] = {}
 
@@ -196,7 +189,6 @@ def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
 
 
 def count_convolutions(model: nn.Module) -> tuple[int, float]:
-    """Return the number of convolution modules, and their share of all parameters."""
     layers = [m for m in model.modules() if isinstance(m, CONVOLUTIONS)]
     own = {p for layer in layers for p in layer.parameters()}
     total = sum(p.numel() for p in model.parameters())
@@ -204,10 +196,10 @@ def count_convolutions(model: nn.Module) -> tuple[int, float]:
 
 
 def name_projections(model: nn.Module, plan: Plan) -> None:
-    """Name the projections of each `nn.MultiheadAttention`, because they share a path in the plan.
+    """Name the projections of each `nn.MultiheadAttention`, which share a path in the plan.
 
-    In each run, one to three GEMMs project queries, keys and values. The next GEMM is the output
-    projection, which has a third as many output features as these GEMMs together.
+    Up to three GEMMs project queries, keys and values. The output projection, which follows, has a
+    third of their output features.
     """
     modules = [
         f".{graph.clean_path(path)}"
@@ -223,14 +215,10 @@ def name_projections(model: nn.Module, plan: Plan) -> None:
 
 
 def find_module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
-    """Return the path of the module that ran a graph; '' is the model itself.
+    """Return the path of the module that ran a graph, to which the graph's paths are relative.
 
-    Paths in the graph are relative to this module. For example, if a weight is in `layers.3.mlp` of
-    the model, and in `mlp` of the graph, the result is `layers.3`.
-
-    Args:
-        weights: parameters that the graph ran with, by the paths of their modules in the graph.
-        owners: paths of the parameters' modules in the model, by id (`find_owners`).
+    If a weight is in `layers.3.mlp` of the model (`owners`) and in `mlp` of the graph (`weights`),
+    the result is `layers.3`.
     """
     named_first = sorted(weights.items(), key=lambda item: not item[0])
     pairs = ((owners.get(id(w), ""), path) for path, w in named_first)
@@ -286,7 +274,7 @@ def restore_state(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _restore(values: Mapping[Tensor, Tensor]) -> None:
-    """Write values back to the tensors that they were copied from, if the tensors have changed."""
+    """Write changed tensors only."""
     for x, value in values.items():
         if local(x).shape != value.shape:
             x.resize_(value.shape)
@@ -299,11 +287,10 @@ def _restore(values: Mapping[Tensor, Tensor]) -> None:
 def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     """Yield the leaf tensors with `grad` set to None, and restore their gradients on exit.
 
-    The leaf tensors are the parameters, and the leaf tensors of the batch that require a gradient.
-    The values of the gradients are restored, too, because DistributedDataParallel writes to their
-    memory. Inside the context, FSDP2 reduces all gradients. Gradient sums of earlier micro-batches
-    that FSDP2 has not reduced yet are restored on exit. Hooks on accumulated gradients do not run,
-    because an optimizer in such a hook would train the model.
+    Leaves are parameters, and tensors of the batch that require a gradient. Values of gradients are
+    restored, too, because DistributedDataParallel writes to their memory. FSDP2 reduces all
+    gradients inside; sums that it has not reduced yet are restored. Hooks on accumulated gradients
+    do not run, because an optimizer in such a hook would train the model.
 
     Raises:
         ValueError: inference mode is on.
@@ -334,7 +321,6 @@ def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Check whether FSDP2 shards parameters of a module."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -343,6 +329,5 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def find_leaves(batch: Any) -> list[Tensor]:
-    """Return the leaf tensors of a batch that require a gradient."""
     tensors = compat.tree_leaves(batch)
     return [x for x in tensors if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]

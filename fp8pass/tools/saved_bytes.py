@@ -14,9 +14,8 @@ from fp8pass.tools.running import find_leaves, is_sharded
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Return the bytes that one forward of `model`, compiled or not, saves for its backward.
 
-    Parameters, buffers and leaves that require a gradient are not counted, because the caller holds
-    them anyway. Tensors that share a storage count once. Saved tensors are freed immediately. So
-    their total size may exceed the device's memory, but the backward of this forward cannot run.
+    Parameters, buffers and leaves do not count, and shared storages count once. Saved tensors are
+    freed immediately, so that they may exceed the device's memory; the backward cannot run.
 
     Raises:
         RuntimeError: the forward computes derivatives itself.
@@ -26,7 +25,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     saved: dict[Any, int] = {}
     sharded = is_sharded(model)
 
-    # FSDP2's hooks would otherwise trace `pack` with fake tensors, which have no storage.
+    # FSDP2's hooks would trace `pack` with fake tensors, which have no storage.
     @torch.compiler.disable
     def pack(tensor: Tensor) -> None:
         if sharded:  # while a module runs, FSDP2 replaces its parameters by gathered copies

@@ -114,11 +114,9 @@ class Landscape:
         self.logits: Tensor = self._current
 
     def loss(self, logits: Tensor) -> float:
-        """Return the loss at the given logits."""
         return self._compute(logits.detach()).item()
 
     def loss_and_gradient(self, logits: Tensor) -> tuple[float, Tensor]:
-        """Return the loss at the given logits, and the gradient of the loss."""
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
             loss = self._compute(logits)
@@ -144,7 +142,6 @@ class Landscape:
         return loss.squeeze()
 
     def _stand_in(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, with the logits replaced by the current last-token logits."""
         if self._current is None:
             with torch.no_grad():
                 self._output = self._model(*args, **kwargs)
@@ -156,7 +153,7 @@ class Landscape:
 
 def _search_box(landscape: Landscape, half_widths: Tensor) -> float:
     center = landscape.logits
-    # L-BFGS-B's tolerances are made for the loss of one sequence, so the mean is scaled to a sum.
+    # L-BFGS-B's tolerances suit the sum over sequences, not the mean.
     count = math.prod(center.shape[:-1])
 
     def descent(z: np.ndarray) -> tuple[float, np.ndarray]:
@@ -181,11 +178,7 @@ def _compute_corner(landscape: Landscape, half_widths: Tensor) -> float:
 
 
 def find_logits(output: Any) -> Tensor:
-    """Return the logits in a model's output.
-
-    Raises:
-        ConfigError: the output has no logits.
-    """
+    """Raises ConfigError if the output has no logits."""
     if isinstance(output, Mapping):
         found = output.get("logits")
     elif isinstance(output, (tuple, list)) and not hasattr(output, "logits"):
@@ -221,7 +214,6 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def _use_evaluation_mode(model: Any) -> Iterator[None]:
-    """Switch all modules to evaluation mode, and restore the mode of each module on exit."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     for module in modules:

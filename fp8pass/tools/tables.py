@@ -17,7 +17,6 @@ from fp8pass.tools.output import make_name, make_table
 
 
 def make_tables(title: str, plan: Plan) -> Iterator[Table]:
-    """Yield the tables of one graph."""
     if plan.linears:
         yield make_linears_table(title, plan)
     if plan.saved:
@@ -33,7 +32,6 @@ def make_tables(title: str, plan: Plan) -> Iterator[Table]:
 
 
 def make_linears_table(title: str, plan: Plan) -> Table:
-    """Make the table of linear layers, with the reasons for high precision."""
     gemms = f"simulated {plan.simulated}" if plan.simulated else "FP8"
     columns = "×", "rows", "in → out", f"{gemms} GEMMs"
     table = make_table(f"{title}: linear layers", "module", *columns)
@@ -48,7 +46,6 @@ def make_linears_table(title: str, plan: Plan) -> Table:
 
 
 def make_saved_table(title: str, plan: Plan) -> Table:
-    """Make the table of saved tensors and their formats, the largest first."""
     columns = "×", "saved as", "MiB exact", "MiB saved"
     table = make_table(f"{title}: saved for the backward", "module, tensor and reason", *columns)
     for path, count, s, _ in folding.fold_saved(plan.saved):
@@ -85,10 +82,8 @@ def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
 
 
 def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
-    """Make the table of error amplification by region.
-
-    The two columns are cases of the paper AGoQ. Case 1 stores the inputs of a region; case 2 also
-    stores its intermediate results.
+    """Show Case 1 (inputs of a region stored) and Case 2 (intermediate results, too) of the paper
+    AGoQ.
     """
     columns = "×", "inputs stored", "results, too"
     table = make_table(f"{title}: error rules", "module, operators, inputs", *columns)
@@ -101,10 +96,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Make the table of the plans for several memory budgets.
-
-    Saved bytes are rounded up, because a user may pass a number from the table as `memory_budget`.
-    """
+    """Make the table. Saved bytes are rounded up, so that they are valid memory budgets."""
     points = sort_points({*plan.frontier, *([plan.point] if plan.point else [])})
     host = ["MiB on host"] if any(p.host_bytes for p in points) else []
     columns = "saved", "of unlimited", *host, "peak MiB", "added ms", "grad error"
@@ -124,15 +116,12 @@ def _make_frontier_table(title: str, plan: Plan) -> Table:
 
 
 def sort_points(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
-    """Sort points of a frontier by saved bytes, the smallest first."""
+    """Sort by saved bytes, the smallest first."""
     return sorted(points, key=lambda p: (p.bytes, p.seconds))
 
 
-# --- sentences -----------------------------------------------------------------------------------
-
-
 def format_totals(explanation: ExplanationData) -> str:
-    """Return sentences with a model's totals over all runs of all graphs."""
+    """Sum over all runs of all graphs."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs]
     linears = [y for plan in plans for y in plan.linears]
     rewritten = [y for y in linears if y.fp8 or y.simulated]
@@ -166,7 +155,7 @@ def format_totals(explanation: ExplanationData) -> str:
 
 
 def format_remarks(explanation: ExplanationData) -> str:
-    """Return sentences about convolutions, uncompiled parts, checkpointing and slowdowns."""
+    """Describe convolutions, uncompiled parts, checkpointing and slowdowns."""
     text = ""
     if count := explanation.convolutions:
         text += (
@@ -214,7 +203,7 @@ def format_remarks(explanation: ExplanationData) -> str:
 
 
 def _describe_checkpointing(explanation: ExplanationData) -> str:
-    """Describe what `torch.utils.checkpoint` recomputes, and a memory budget as an alternative."""
+    """Compare `torch.utils.checkpoint` with a memory budget."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs if g.plan.checkpointing]
     inside = [p.checkpointing for p in plans if p.checkpointing]
     around = sum(run.checkpointed for g in explanation.graphs for run in g.runs)
@@ -268,7 +257,7 @@ def _sum(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def shorten_operator(operator: str) -> str:
-    """Return an operator's name without library and overload: `add` for `aten.add.Tensor`."""
+    """Shorten `aten.add.Tensor` to `add`."""
     if "_scaled_dot_product" in operator:
         return "attention"
     parts = operator.split(".")

@@ -16,14 +16,11 @@ from fp8pass.option_checks import ConfigError
 
 @dataclass
 class Choice:
-    """The layers to quantize, and why the remaining layers cannot be quantized.
+    """The layers to quantize, and why the others cannot be quantized."""
 
-    Attributes:
-        layers: for each weight to quantize, the layers that use the weight.
-        reasons: by path of a layer, why its weight cannot be quantized.
-    """
-
+    # By weight, the layers that use it.
     layers: dict[Tensor, list[nn.Linear]] = field(default_factory=dict)
+    # By path of a layer.
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -35,12 +32,8 @@ def choose_layers(
 ) -> Choice:
     """Choose the linear layers of a model that can have quantized weights.
 
-    Args:
-        model: the model.
-        skip: shell-style patterns of layer paths. Matching layers are not quantized.
-        why_not: returns why the caller cannot quantize a weight, or ''.
-        considers: returns whether a weight is a candidate. Layers whose weight is not a candidate
-            are left out of the result.
+    `skip` excludes layer paths. `why_not` returns why a weight cannot be quantized, or ''. Layers
+    without a candidate weight (`considers`) are left out.
 
     Raises:
         ConfigError: the model is not a module.

@@ -1,7 +1,6 @@
 """Quantize the rows of several matrices with one launch of a Triton kernel.
 
-Each Triton program quantizes one row of one matrix. If each matrix had its own launch, the launches
-would take more time on the CPU than the kernels on the GPU.
+Single launches would take more time on the CPU than the kernels on the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from fp8pass.dialect.triton_scaling import largest, scale_of
 from fp8pass.runtime.triton_launcher import Launcher
 
-# Maximum number of elements of a row that a Triton program loads at once.
+# Elements of a row that a Triton program loads at once.
 ROW_BLOCK = 2048
 TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -63,11 +62,9 @@ _launch = Launcher(_quantize_rows)
 def quantize_rows(
     matrices: Sequence[Tensor], dtype: torch.dtype, data: Tensor, scales: Tensor
 ) -> None:
-    """Round matrices [M, K] to `dtype`, quantize each row, and write E4M3 data and fp32 scales.
+    """Round contiguous matrices [M, K] of one dtype to `dtype`, and quantize each row.
 
-    All matrices must be contiguous and have the same dtype. Their results are concatenated: `data`
-    has as many elements as all matrices together, and `scales` has an element for each of their
-    rows.
+    `data` (E4M3) and `scales` (fp32) have the concatenated results.
     """
     first = matrices[0]
     addresses = tuple(x.data_ptr() for x in matrices)
@@ -87,15 +84,15 @@ def _arguments(
 ) -> tuple[int, Tensor, tuple[Any, ...]]:
     """Return the total number of rows, the kernel's table, and the kernel's constants.
 
-    The table, int64 [matrices, 4], contains four numbers for each matrix: the index in `scales` of
-    its first row, its row length, the index in `data` of its first element, and its address.
+    For each matrix, the table, int64 [matrices, 4], has the index of its first row in `scales`, its
+    row length, the index of its first element in `data`, and its address.
     """
     table, row, element = [], 0, 0
     for (rows, length), address in zip(shapes, addresses, strict=True):
         table.append((row, length, element, address))
         row, element = row + rows, element + rows * length
-    # The largest power of two, up to 16, that divides all row lengths, indices in `data`, and
-    # addresses, in elements. Triton can then load and store several elements at once.
+    # A power of two that divides all row lengths, indices and addresses, in elements. Triton can
+    # then load and store several elements at once.
     offsets = (n for _, k, e, x in table for n in (k, e, x // source_dtype.itemsize))
     aligned = math.gcd(16, *offsets)
     block = min(triton.next_power_of_2(max(k for _, k in shapes)), ROW_BLOCK)

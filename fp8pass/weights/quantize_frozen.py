@@ -2,11 +2,8 @@
 
     nn.Linear.weight    bf16 [M, K]  ->  QuantizedWeight: e4m3 [M, K], fp32 [M, 1]
 
-The forward's GEMM reads the FP8 data directly, so training steps do not quantize the weight. dgrad
-contracts the output features (the rows of the weight), so the scales of its operand must not vary
-from row to row. The backward therefore requantizes the data with one scale for the whole weight.
-This is cheap, because it reads and writes one byte per element. Storing the result instead would
-double the memory of the weight.
+The forward's GEMM reads the FP8 data. dgrad contracts the rows of the weight, so the backward
+requantizes the data with one scale, which reads and writes only one byte per element.
 """
 
 from __future__ import annotations
@@ -118,7 +115,7 @@ def _quantize(weight: Tensor) -> QuantizedWeight:
 
 
 def _save_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace a quantized weight in a state dict by its dequantized values, in host memory."""
+    """Save dequantized values in host memory."""
     weight = module.weight
     if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
         state[f"{prefix}weight"] = weight.dequantize().cpu()

@@ -1,16 +1,11 @@
 """Weights that are already quantized to E4M3, with a scale for each row, when a graph reads them.
 
-In compiled code, the forward's GEMM reads the FP8 data. They have the same bits as if the graph
-quantized a BF16 weight by row (section 3.2 of the LLMQ paper).
+The FP8 data have the same bits as if the graph quantized a BF16 weight by row (section 3.2 of the
+LLMQ paper). Quantized weights can be moved, converted, copied and pickled. There are three kinds:
 
-Quantized weights can be moved to another device, converted to another dtype, copied and pickled.
-There are three kinds:
-
-- A weight with a `source` is exact. The source contains the exact values, and the FP8 data are a
-  cache. Operators outside of compiled graphs read the source. Writing to the weight changes the
-  source, which is quantized again before the FP8 data are used.
-- If the FP8 data are the only copy of the values (`is_only_copy`), the weight can only be replaced
-  as a whole. The new values are quantized.
+- A weight with a `source` is exact, and the FP8 data are a cache. Other operators read and write
+  the source, which is quantized again before the FP8 data are used.
+- If the FP8 data are the only copy (`is_only_copy`), the weight can only be replaced as a whole.
 - A weight that FSDP2 gathered cannot be changed. Its shards can be changed instead.
 """
 
@@ -35,13 +30,10 @@ fp8 = torch.ops.fp8pass
 class QuantizedWeight(Tensor):
     """A matrix [M, K] as E4M3 data and a scale for each row.
 
-    Operators outside of compiled graphs read the source; without a source, the dequantized data.
-
-    Attributes:
-        source: the exact matrix [M, K] in host memory, or None. Optimizers may write to the source.
-        is_only_copy: whether the FP8 data are the only copy of the matrix.
+    Operators outside of compiled graphs read the source, or else the dequantized data.
     """
 
+    # Exact, [M, K], in host memory. Optimizers may write to it.
     source: Tensor | None = None
     is_only_copy: bool = False
 
@@ -54,39 +46,38 @@ class QuantizedWeight(Tensor):
         self._version_of_source = -1  # version of the source when it was last quantized
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return a text without values: compilers print fake weights, which have no values."""
+        """Return no values, because compilers print fake weights."""
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @property
     def fp8_data(self) -> Tensor:
-        """The quantized matrix, float8_e4m3fn [M, K]."""
+        """float8_e4m3fn [M, K]."""
         self._follow_source()
         return self._fp8_data
 
     @property
     def scales(self) -> Tensor:
-        """The scales of the matrix's rows, fp32 [M, 1]."""
+        """fp32 [M, 1]."""
         self._follow_source()
         return self._scales
 
     def _follow_source(self) -> None:
-        """Quantize the source again if it was written to since the last quantization."""
+        """Quantize the source again if it was written to."""
         if self.source is not None and self._version_of_source != compat.version_of(self.source):
             self.mark_quantized()
             self.requantize()
 
     def mark_quantized(self) -> None:
-        """Record that the FP8 data match the current version of the source."""
+        """Record that the FP8 data match the source."""
         assert self.source is not None
         self._version_of_source = compat.version_of(self.source)
 
     @property
     def data(self) -> Tensor:
-        """The detached weight. Assigning a tensor to `data` changes the weight.
+        """The detached weight. Assigning to it changes the weight.
 
         Raises:
-            RuntimeError: the assigned tensor has another shape than the weight, or the weight has a
-                source and the tensor has another dtype.
+            RuntimeError: the tensor has another shape, or the weight has a source of another dtype.
         """
         return self.detach()
 
@@ -107,17 +98,16 @@ class QuantizedWeight(Tensor):
         raise RuntimeError(_explain_refusal(aten.index_put_.default, self))
 
     def share_memory_(self) -> QuantizedWeight:
-        """Move FP8 data and scales to shared memory. The wrapper tensor itself has no memory."""
+        """Share data and scales, because the wrapper tensor itself has no memory."""
         self.fp8_data.share_memory_()
         self.scales.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether the FP8 data are in shared memory."""
         return self.fp8_data.is_shared()
 
     def exact(self) -> Tensor:
-        """Return a copy of the source on the weight's device. Without a source, dequantize."""
+        """Copy the source to the weight's device, or dequantize."""
         if self.source is None:
             return self.dequantize()
         self.wait_for_source()
@@ -129,23 +119,23 @@ class QuantizedWeight(Tensor):
             torch.cuda.synchronize(self.device)
 
     def dequantize(self) -> Tensor:
-        """Return the dequantized FP8 data, a plain tensor in the weight's dtype."""
+        """Return a plain tensor in the weight's dtype."""
         return fp8.dequantize.default([self.fp8_data], self.scales, BY_ROW, self.dtype)
 
     def copy_with(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-        """Return a weight with these data, scales and dtype, and the same source."""
+        """Keep the source."""
         found = QuantizedWeight(fp8_data, scales, dtype)
         found.source, found.is_only_copy = self.source, self.is_only_copy
         found._version_of_source = self._version_of_source
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Quantize a changed source first: a pickle does not record that the source changed."""
+        """Quantize a changed source first, because a pickle does not record the change."""
         self._follow_source()
         return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
-        """Copy the FP8 data and the source. The copy of a parameter is a parameter."""
+        """Copy data and source. The copy of a parameter is a parameter."""
         if id(self) not in memo:
             parts = copy.deepcopy((self.fp8_data, self.scales), memo)
             found = self.copy_with(*parts, self.dtype)
@@ -158,7 +148,7 @@ class QuantizedWeight(Tensor):
         return memo[id(self)]
 
     def change(self, values: Tensor) -> None:
-        """Replace the weight by `values`, which are broadcast and may have any dtype and device.
+        """Broadcast `values` of any dtype and device to the weight.
 
         Raises:
             RuntimeError: FSDP2 gathered the weight; only its shards can be changed.
@@ -174,12 +164,12 @@ class QuantizedWeight(Tensor):
             self.fp8_data.copy_(values.fp8_data)
             self.scales.copy_(values.scales)
         else:
-            # Values are rounded to BF16, like FP32 weights under autocast.
+            # As FP32 weights under autocast.
             rows = values.to(self.device, torch.bfloat16)
             self.requantize(0, rows.expand(self.shape))
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
-        """Quantize the source, or only `rows` [R, K]: the new values of the rows from `first`."""
+        """Quantize the source, or new `rows` [R, K] from `first`."""
         if rows is None:
             assert self.source is not None
             self.wait_for_source()
@@ -199,14 +189,14 @@ class QuantizedWeight(Tensor):
         return QuantizedWeight(inner["fp8_data"], inner["scales"], dtype)
 
     def _stable_hash_for_caching(self) -> str:
-        """Return the properties that compiled code depends on, as a part of its cache key."""
+        """Return the properties that compiled code depends on."""
         return f"QuantizedWeight {tuple(self.shape)} {self.dtype} {self.requires_grad}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # FSDP2 and nn.Parameter create views of a whole weight. Such a view shares the FP8 data.
+        # FSDP2 and nn.Parameter create views of a whole weight, which share the FP8 data.
         if func is aten.detach.default or (
             func is aten.as_strided.default and tuple(args[1]) == tuple(args[0].shape)
         ):
@@ -226,10 +216,7 @@ class QuantizedWeight(Tensor):
 
 
 class WeightView(Tensor):
-    """A read-only view of a `QuantizedWeight`, or of another `WeightView`.
-
-    A view contains a copy of the values. A write would not change the weight, so it is an error.
-    """
+    """A read-only view of a `QuantizedWeight`, with a copy of its values."""
 
     @staticmethod
     def __new__(cls, values: Tensor) -> WeightView:
@@ -242,7 +229,7 @@ class WeightView(Tensor):
         return repr(self.values_of_weight)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a plain tensor: scatter collectives read its memory without calling operators."""
+        """Return a plain tensor for collectives that read memory without calling operators."""
         return self.values_of_weight.contiguous(*args, **kwargs)
 
     @classmethod
@@ -263,16 +250,14 @@ class WeightView(Tensor):
 
 
 def _protect_views(func: Any, found: Any) -> Any:
-    """Return the result of an operator, as `WeightView` if the operator returns views."""
+    """Wrap views."""
     if not any(x.alias_info for x in compat.schema_of(func).returns):
         return found
     return compat.tree_map_only(Tensor, WeightView, found)
 
 
 def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]) -> Any:
-    """Run an operator that writes to weights.
-
-    The operator writes to copies of the exact values. Then the copies replace the weights.
+    """Write to copies of the exact values, which then replace the weights.
 
     Raises:
         RuntimeError: a weight cannot be changed, or this operator cannot change it.
@@ -307,7 +292,7 @@ def _move(
     non_blocking: bool = False,
     **_: Any,  # such as `memory_format`; the layout of FP8 matrices is fixed
 ) -> QuantizedWeight | None:
-    """Return a copy of a weight with this dtype and device, or None if the dtype is not a float."""
+    """Return None if the dtype is not a float."""
     dtype = dtype or weight.dtype
     if not dtype.is_floating_point:
         return None
@@ -324,7 +309,6 @@ def _move(
 
 
 def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> list[Any]:
-    """Return the tensors of class `kind` that an operator writes to."""
     schema = compat.schema_of(func)
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     written = [
@@ -355,28 +339,22 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
 
 @dataclass(frozen=True)
 class RowBuffers:
-    """Reusable memory for the FP8 data and scales of several matrices [M, K].
+    """Reusable memory for FP8 data and scales of several matrices [M, K], concatenated."""
 
-    Attributes:
-        data: the data of all matrices, concatenated: float8_e4m3fn [sum of M·K].
-        scales: the scales of all rows, concatenated: fp32 [sum of M].
-        parts: for each matrix, views of its data [M, K] and of its scales [M, 1].
-    """
-
-    data: Tensor
-    scales: Tensor
+    data: Tensor  # float8_e4m3fn [sum of M·K]
+    scales: Tensor  # fp32 [sum of M]
+    # Views of each matrix's data [M, K] and scales [M, 1].
     parts: Sequence[tuple[Tensor, Tensor]]
 
 
 def allocate_buffers(shapes: Sequence[torch.Size], device: torch.device) -> RowBuffers:
-    """Allocate memory for the FP8 data and scales of matrices with these shapes."""
     elements, rows = sum(m * k for m, k in shapes), sum(m for m, _ in shapes)
     data = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
     return split_buffers(data, torch.empty(rows, dtype=torch.float32, device=device), shapes)
 
 
 def split_buffers(data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> RowBuffers:
-    """Return buffers whose `parts` are views of `data` and `scales` in these shapes."""
+    """Return buffers whose `parts` are views of `data` and `scales`."""
     matrices = data.split([m * k for m, k in shapes])
     rows = scales.view(-1, 1).split([m for m, _ in shapes])
     views = (x.view(shape) for x, shape in zip(matrices, shapes, strict=True))
@@ -386,10 +364,10 @@ def split_buffers(data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) ->
 def quantize_rows(
     matrices: Sequence[Tensor], dtype: torch.dtype, buffers: RowBuffers | None = None
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Round matrices [M, K] to `dtype`, and quantize each row.
+    """Round matrices [M, K] to `dtype`, and quantize each row, to the bits of
+    `dialect.ops.quantize`.
 
-    Returns FP8 data [M, K] and scales [M, 1] for each matrix. The data have the same bits as the
-    result of `dialect.ops.quantize`. If `buffers` are given, the results are views of the buffers.
+    Returns FP8 data [M, K] and scales [M, 1] for each matrix, as views of `buffers`, if given.
     """
     device = matrices[0].device
     buffers = buffers or allocate_buffers([x.shape for x in matrices], device)

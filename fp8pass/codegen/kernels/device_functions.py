@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_MASK, MANTISSA_MASK, SMALLEST_SCALE
 
-# Triton's own reductions and comparisons drop NaN. `largest` and `smallest` propagate NaN.
-# `quotient_of`, `power_of_two` and `truncated` compute the same as `dialect/scaling.py`.
+# Triton's own reductions and comparisons drop NaN. `quotient_of`, `power_of_two` and `truncated`
+# compute the same as `dialect/scaling.py`.
 _PRELUDE = """
 import triton
 import triton.language as tl
@@ -95,29 +95,19 @@ _ASSEMBLY = """tl.inline_asm_elementwise(
 class Instructions:
     """An elementwise Triton function in inline assembly.
 
-    Triton's own functions handle denormals, call a library, or unpack registers twice, so they
-    execute two to twenty instructions instead of one. Then instructions, not memory, would limit
-    the speed of kernels. The hardware's approximations have a relative error of 2^-22.
-
-    Attributes:
-        instructions: the PTX code.
-        interpreted: equivalent Triton code, for Triton's interpreter, which has no inline assembly.
-        parameters: names of the function's parameters.
-        registers: register constraints of the results, then of the parameters.
-        dtype: dtype of the result.
-        pack: number of elements that one execution processes.
+    Triton's own functions take two to twenty instructions, which would limit the speed of kernels.
+    The hardware's approximations have a relative error of 2^-22.
     """
 
-    instructions: str
-    interpreted: str
+    instructions: str  # PTX
+    interpreted: str  # equivalent code for Triton's interpreter
     parameters: str = "x"
-    registers: str = "=f,f"
+    registers: str = "=f,f"  # register constraints of the results, then of the parameters
     dtype: str = "float32"
-    pack: int = 1
+    pack: int = 1  # elements per execution
 
 
 def write_functions(functions: dict[str, Instructions]) -> str:
-    """Return the Triton source of `functions`, a dict from names to instructions."""
     import triton
 
     found = []
@@ -132,8 +122,7 @@ def write_functions(functions: dict[str, Instructions]) -> str:
 _INSTRUCTIONS = {
     "exp2": Instructions("ex2.approx.ftz.f32 $0, $1;", "tl.exp2(x)"),
     "reciprocal": Instructions("rcp.approx.ftz.f32 $0, $1;", "1.0 / x"),
-    # Converts four values to E4M3 and packs them into a word of 32 bits. One hardware instruction
-    # converts two values.
+    # One hardware instruction converts two values.
     "word_of": Instructions(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
         " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
@@ -155,12 +144,10 @@ def sigmoid(x):
 
 
 def call_quotient_of(amax: str, format: str) -> str:
-    """Return the Triton call that computes `dialect.scaling.amax_quotient`."""
     return f"quotient_of({amax}, {1 / FORMATS[format].max!r})"
 
 
 def shared_source() -> str:
-    """Return the source of the functions that every kernel's module contains."""
     scaling = _PRELUDE.format(
         smallest_scale=SMALLEST_SCALE,
         bf16_bits=BF16_BITS,

@@ -3,9 +3,8 @@
     codes[k, place] = x[rows[token], k] / scale[e]
     token = start of e + (place - padded start of e)
 
-Here `place` is the index of a column of the result, and `e` is the expert of this column. A Triton
-program processes a tile of places and loops over the columns of `x`. The GPU computes the expert of
-each place from the offsets, because the CPU would have to wait for a copy of the offsets.
+`e` is the expert of the column `place`. The GPU computes it from the offsets, because the CPU would
+have to wait for a copy of the offsets.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from fp8pass.dialect.expert_groups import padded_length
 from fp8pass.dialect.formats import E4M3
 
 PLACES, COLUMNS = 128, 64
-# Number of columns of `x` that one Triton program loops over.
 SPAN = 1024
 TILE = tl.constexpr(CONTRACTION_MULTIPLE)
 
@@ -61,7 +59,7 @@ def _transpose_segments(
 def transpose_segments(
     x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
 ) -> Tensor:
-    """Compute `dialect.ops.transpose_segments` on a GPU. The only supported `format` is E4M3."""
+    """Compute `dialect.ops.transpose_segments` in E4M3 on a GPU."""
     if format != E4M3.name:
         raise ValueError(f"The kernel for tokens of experts quantizes to e4m3, not {format}. {BUG}")
     x, columns, experts = x.contiguous(), x.shape[1], len(offsets)

@@ -1,8 +1,7 @@
 """Operators that run kernels: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
 
-In eager mode, an operator runs Triton kernels on a GPU, and the reference implementation of its
-programs on a CPU. In compiled graphs, Inductor allocates the results and launches the kernels, as
-for its own kernels. Programs are a string, because graphs with string arguments can be cached.
+On a CPU they run the reference. In compiled graphs, Inductor allocates the results and launches the
+kernels. Programs are strings, because graphs with string arguments can be cached.
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ from fp8pass.codegen.kernels.launch import Launch, LaunchPart, plan_launches
 from fp8pass.codegen.program.ir import Program
 from fp8pass.codegen.program.program_batch import Batch
 
-# A function that prepares a program for a launch. Its arguments are the program, M and N. M may be
-# symbolic.
+# Prepares a program, given M, which may be symbolic, and N.
 Prepare = Callable[[Program, Any, int], LaunchPart]
 
-# The function that prepares the programs of each operator.
 KERNELS: dict[Any, Prepare] = {}
 
 
 def define_kernel(name: str, prepare: Prepare) -> Any:
-    """Define and return the operator `name`, whose programs `prepare` prepares for launches."""
 
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
         batch = Batch.parse(programs)
@@ -59,7 +55,6 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
 
 
 def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:
-    """Run the kernels of a batch, which write to the tensors `results`."""
     operands = [x.contiguous() for x in inputs]
     parts = prepare_batch(prepare, batch, [x.shape for x in operands])
     for launch in plan_launches(part for part in parts if part.grid):
@@ -69,7 +64,7 @@ def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[
 def prepare_batch(
     prepare: Prepare, batch: Batch, sizes: Sequence[Sequence[Any]]
 ) -> Iterator[LaunchPart]:
-    """Yield the prepared programs of a batch. `sizes` contains the shape of each input."""
+    """Prepare each program of a batch. `sizes` contains the shape of each input."""
     for program, read, numbers in batch.split(range(len(sizes))):
         rows, columns = program.sizes([sizes[i] for i in read])
         part = prepare(program, rows, int(columns))

@@ -1,7 +1,7 @@
 """Launch several programs as one Triton kernel, with concatenated grids.
 
-A launch takes ten to twenty microseconds on the CPU. The GPU quantizes a weight of hidden size 2048
-in five microseconds. With a separate launch for each program, the GPU would wait for the CPU.
+A launch takes 10 to 20 microseconds on the CPU. The GPU quantizes a weight of hidden size 2048 in
+5.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 from fp8pass import compat
 from fp8pass.codegen.kernels.device_functions import shared_source
 
-# Maximum number of programs in a launch. Each program makes the compiled kernel larger, even if the
-# launch contains an equal program.
+# Each program makes the compiled kernel larger, even if it equals another.
 MOST_PARTS = 8
 
 _FUNCTION = """
@@ -36,27 +35,15 @@ def {name}({parameters}):
 
 @dataclass(frozen=True)
 class Function:
-    """The Triton function that is generated for a `Program`.
+    """The Triton function of a `Program`. Its first parameter is the program id within its grid."""
 
-    Its first parameter, `index`, is the id of the Triton program within this function's part of the
-    grid.
-
-    Attributes:
-        name: the name that profilers show.
-        pointers: names of the tensor parameters: first inputs, then results.
-        sizes: names of the run-time parameters.
-        constants: names of the compile-time parameters.
-        body: source of the function's body.
-    """
-
-    name: str
-    pointers: tuple[str, ...]
-    sizes: tuple[str, ...]
-    constants: tuple[str, ...]
+    name: str  # the name that profilers show
+    pointers: tuple[str, ...]  # tensor parameters: first inputs, then results
+    sizes: tuple[str, ...]  # run-time parameters
+    constants: tuple[str, ...]  # compile-time parameters
     body: str
 
     def source(self, name: str) -> str:
-        """Return the source of the function under the name `name`."""
         constants = (f"{constant}: tl.constexpr" for constant in self.constants)
         parameters = ", ".join((*self.pointers, *self.sizes, *constants))
         body = textwrap.indent(self.body, " " * 4)
@@ -65,42 +52,22 @@ class Function:
 
 @dataclass(frozen=True)
 class LaunchPart:
-    """One program in a launch.
-
-    Attributes:
-        function: the Triton function that computes the program.
-        grid: number of Triton programs.
-        sizes: run-time arguments, by parameter name.
-        constants: compile-time arguments, by parameter name.
-        num_warps: number of warps of each Triton program.
-        inputs: indices of the operator's inputs that the kernel reads.
-        outputs: indices of the operator's results that the kernel writes.
-    """
+    """One program in a launch."""
 
     function: Function
-    grid: Any
-    sizes: dict[str, Any]
-    constants: dict[str, Any]
+    grid: Any  # number of Triton programs
+    sizes: dict[str, Any]  # run-time arguments, by parameter name
+    constants: dict[str, Any]  # compile-time arguments, by parameter name
     num_warps: int
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()  # indices of the operator's inputs that the kernel reads
+    outputs: tuple[int, ...] = ()  # indices of the operator's results that the kernel writes
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A Triton kernel and its arguments.
+    """A Triton kernel and its arguments."""
 
-    Attributes:
-        kernel: the Triton kernel. Its parameters are the inputs `in0`, `in1`, ..., the results
-            `out0`, `out1`, ..., and the names in `sizes`.
-        grid: number of Triton programs.
-        sizes: run-time arguments, by parameter name.
-        num_warps: number of warps of each Triton program.
-        inputs: indices of the operator's inputs that the kernel reads.
-        outputs: indices of the operator's results that the kernel writes.
-    """
-
-    kernel: Any
+    kernel: Any  # parameters: inputs `in0`, ..., results `out0`, ..., and the names in `sizes`
     grid: Any
     sizes: dict[str, Any]
     num_warps: int
@@ -108,21 +75,16 @@ class Launch:
     outputs: tuple[int, ...]
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Launch the kernel. `inputs` and `outputs` are all inputs and results of the operator."""
         tensors = [inputs[i] for i in self.inputs] + [outputs[i] for i in self.outputs]
         self.kernel[(self.grid,)](*tensors, **self.sizes, num_warps=self.num_warps)
 
 
 def plan_launches(parts: Iterable[LaunchPart]) -> list[Launch]:
-    """Group the parts into launches, and build the launches."""
     return [build_launch(group) for group in group_into_launches(parts)]
 
 
 def group_into_launches(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
-    """Group parts with the same number of warps into launches of at most `MOST_PARTS` parts.
-
-    Parts are sorted by function. Repeated layers then have equal launches, which share a kernel.
-    """
+    """Group parts by number of warps, sorted so that repeated layers have equal launches."""
     by_warps: dict[int, list[LaunchPart]] = {}
     for part in sorted(parts, key=lambda part: (part.function.name, part.function.body)):
         by_warps.setdefault(part.num_warps, []).append(part)
@@ -134,7 +96,6 @@ def group_into_launches(parts: Iterable[LaunchPart]) -> list[list[LaunchPart]]:
 
 
 def build_launch(parts: Sequence[LaunchPart]) -> Launch:
-    """Build the launch of parts that have the same number of warps."""
     inputs = tuple(i for part in parts for i in part.inputs)
     # Parts that write to different columns of one result share one parameter.
     outputs = tuple(dict.fromkeys(i for part in parts for i in part.outputs))
@@ -156,14 +117,12 @@ def build_launch(parts: Sequence[LaunchPart]) -> Launch:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a part's function in the source of a kernel."""
-
     function: Function
     pointers: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
 
     def source(self, name: str, number: int, index: str) -> str:
-        """Return the call for part `number`, whose function is called `name` in the source."""
+        """Call part `number`, whose function is called `name` in the source."""
         sizes = [f"{size}={size}_{number}" for size in self.function.sizes]
         constants = [f"{constant}={value!r}" for constant, value in self.constants]
         return f"{name}({', '.join((index, *self.pointers, *sizes, *constants))})"
@@ -176,7 +135,7 @@ def _load_kernel(calls: tuple[Call, ...], parameters: tuple[str, ...]) -> Any:
 
 
 def _name_kernel(calls: Sequence[Call]) -> str:
-    """Return a kernel's name: the names of its functions, and how often each is called."""
+    """Count the calls of each function, e.g. `norm_x3_and_silu`."""
     counts = Counter(call.function.name for call in calls)
     words = (name if count == 1 else f"{name}_x{count}" for name, count in counts.items())
     return "_and_".join(words)[:120]
@@ -201,7 +160,7 @@ def _write_kernel(name: str, calls: Sequence[Call], parameters: Sequence[str]) -
 
 
 def _write_condition(number: int, count: int) -> str:
-    """Return the `if` before a call: whether the program id lies in part `number` of `count`."""
+    """Test whether the program id lies in part `number` of `count`."""
     if count == 1:
         return ""
     if number == count - 1:

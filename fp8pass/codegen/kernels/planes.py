@@ -1,9 +1,8 @@
 """Write the Triton source that locates, decodes and encodes packed elements.
 
-The bits of an element are in one or two planes (`Format.planes`). In a plane with w bits of each
+An element's bits are in one or two planes (`Format.planes`). In a plane with w bits of each
 element, a group of G elements has S = G · w / 8 bytes. Byte i contains elements i, i + S, i + 2S,
-... of the group, with element i in the lowest bits. This layout (`ops.quantize`) lets neighboring
-threads read neighboring bytes.
+..., the first in the lowest bits, so that neighboring threads read neighboring bytes.
 """
 
 from __future__ import annotations
@@ -14,22 +13,18 @@ from fp8pass.dialect.formats import FORMATS
 
 
 def locate_byte(column: str, size: int, width: int) -> str:
-    """Return the expression for the position of an element's byte in a row of a plane.
+    """Return the position of the byte of the element at `column`, with `width` bits, in a plane.
 
-    Args:
-        column: expression for the column of the element.
-        size: number of elements in a group.
-        width: number of bits of each element that the plane contains.
+    `size` is the number of elements in a group.
     """
     count = size * width // 8
     return f"{column} // {size} * {count} + {column} % {count}"
 
 
 def extract_bits(planes: Sequence[str], column: str, size: int, format: str) -> str:
-    """Return the expression for the int32 bits of the element at `column`.
+    """Return the int32 bits of the element at `column`, given its byte in each plane.
 
-    `planes` contains the element's byte in each plane, and `size` is the number of elements of a
-    group. Bits above the format's width are undefined.
+    Bits above the format's width are undefined. `size` is the number of elements in a group.
     """
     fields, offset = [], 0
     for byte, width in zip(planes, FORMATS[format].planes, strict=True):
@@ -43,7 +38,6 @@ def extract_bits(planes: Sequence[str], column: str, size: int, format: str) -> 
 
 
 def decode_bits(elements: str, format: str) -> str:
-    """Return the expression that converts the bits of elements to fp32 values."""
     fmt = FORMATS[format]
     factor = 2.0 ** (14 + fmt.min_exponent)
     return f"minifloat({elements}, {fmt.bits}, {10 - fmt.mantissa}, {factor!r})"
@@ -61,7 +55,7 @@ def encode_values(values: str, format: str) -> str:
 
 
 def split_planes(elements: str, format: str) -> Iterator[tuple[str, int]]:
-    """Yield, for each plane, the expression for the bits that it stores, and their number."""
+    """Yield the bits that each plane stores, and their number."""
     offset = 0
     for width in FORMATS[format].planes:
         field = f"({elements} >> {offset})" if offset else elements

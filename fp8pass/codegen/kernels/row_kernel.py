@@ -1,10 +1,8 @@
 """The row kernel: computes programs with reductions along rows.
 
-In the forward, the operands of linear layers are outputs of norms, outputs of activation functions,
-and weights. Each row has a scale (section 5.2 of the COAT paper, section 3 of the LLMQ paper). The
-kernel reads a row once. From this row it computes the norm's statistics, the scale, the quantized
-row, and the quantized groups that are saved for the backward. Inductor's code reads the row again
-for each of these results, and needs a second kernel for the groups (`benchmarks/kernels.py`).
+It reads a row once, and computes the norm's statistics, the scale, the quantized row, and the
+groups saved for the backward (section 5.2 of the COAT paper, section 3 of the LLMQ paper).
+Inductor's code reads the row again for each of these results (`benchmarks/kernels.py`).
 """
 
 from __future__ import annotations
@@ -18,21 +16,19 @@ from fp8pass.codegen.kernels.supported import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS, TRITON_TYPES
 from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
 
-# Maximum length of a row that is held in registers. Longer rows are read in a loop.
+# Longer rows are read in a loop.
 LONGEST_HELD = 16384
-# Maximum row length for which passes fuse sums over rows. The sums need registers, too.
+# For passes that fuse sums over rows. The sums need registers, too.
 LONGEST_SUMMED = 8192
-# Maximum number of elements that a thread holds: `HELD_SUMMED` if the program sums over rows, else
-# `HELD`. If threads held more, too few threads would run at once to hide the latency of memory
-# (`benchmarks/results/sweeps.json`).
+# Elements that a thread holds at most. More would leave too few threads to hide the latency of
+# memory (`benchmarks/results/sweeps.json`).
 HELD = 44
 HELD_SUMMED = 32
-# Number of elements in a chunk if the row is read in a loop.
+# Elements of a chunk, if the row is read in a loop.
 ROW_CHUNK = 4096
 SMALLEST_CHUNK = 128
 
 
-# The formats that this kernel can store in each layout.
 FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
     "rows": frozenset(TRITON_TYPES),
     "groups": GROUP_FORMATS,
@@ -43,7 +39,7 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
 
 
 def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
-    """Prepare a program for a launch, with the chunk size and warps that are fastest on an H200.
+    """Choose the chunk size and warps that are fastest on an H200.
 
     Raises UnsupportedProgram if this kernel does not support a store.
     """
@@ -69,7 +65,7 @@ def _check(program: Program, columns: int) -> None:
 
 
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
-    """Return how a row is cut into chunks, and the number of warps. Chunks contain whole groups."""
+    """Return the chunks, which contain whole groups, and the number of warps."""
     if columns > LONGEST_HELD:
         return Shape(columns, ROW_CHUNK, held=False), 4
     held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)

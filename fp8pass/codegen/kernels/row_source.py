@@ -1,8 +1,7 @@
 """The Triton source of row kernels.
 
-A row is cut into chunks. If all chunks of a row fit into registers, the kernel reads the row once.
-Otherwise the kernel reads the row in a loop over chunks, and repeats the loop for every stage of
-reductions. After the first loop, the row is in the cache.
+A row is cut into chunks. If registers do not hold all chunks, the kernel loops over them for every
+stage of reductions. After the first loop, the row is in the cache.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from fp8pass.codegen.kernels.triton_ops import (
 from fp8pass.codegen.program.ir import REDUCTION_STEPS, Load, Program, Step, Store
 from fp8pass.dialect.formats import FORMATS
 
-# Elements that a thread reads in one instruction: 16 bytes of BF16.
+# One load instruction: 16 bytes of BF16.
 VECTOR = 8
 
 _BODY = """
@@ -42,7 +41,7 @@ row = index.to(tl.int64)
 {body}
 """
 
-# If the kernel sums over rows, a Triton program loops over rows and holds the sums in registers.
+# Sums over rows stay in registers.
 _SUMMING_BODY = """
 {before}
 for row in range(index.to(tl.int64), M, PROGRAMS):
@@ -56,7 +55,6 @@ _LOADS = {
     "row": "tl.load({0} + row)",
     "scalar": "tl.load({0})",
 }
-# A thread loads a scale once for `few` neighboring elements of a group, not once for each element.
 _GROUP_SCALES = [
     "{v}_few = {start} + tl.arange(0, {chunk} // {few}) * {few}",
     "{v}_scales = tl.load({scales} + row * ({width} // {size}) + ({offset} + {v}_few) // {size}"
@@ -86,25 +84,18 @@ _STORE_PLANE = [
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel processes a row.
-
-    Attributes:
-        columns: number of elements in the row.
-        chunk: number of elements in a chunk.
-        held: whether registers hold the whole row; otherwise the kernel reads it in a loop.
-    """
+    """How a kernel processes a row."""
 
     columns: int
-    chunk: int
-    held: bool
+    chunk: int  # number of elements
+    held: bool  # in registers; otherwise the kernel reads the row in a loop
 
     @property
     def chunks(self) -> range:
-        """Indices of the chunks that have their own code. A loop has code for only one chunk."""
+        """A loop has code for only one chunk."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     def is_full(self, i: int) -> bool:
-        """Whether all elements of chunk `i` lie within the row."""
         if self.held:
             return (i + 1) * self.chunk <= self.columns
         return self.columns % self.chunk == 0
@@ -113,10 +104,9 @@ class Shape:
 class RowWriter:
     """Writes the body of a Triton function.
 
-    The body has stages. A reduction or store belongs to the first stage after all reductions that
-    it depends on. A value that varies along a row has a separate name in each chunk. If registers
-    hold the row, such a value is computed once. If the row is read in a loop, the value is
-    recomputed in every stage that needs the value.
+    A reduction or store belongs to the first stage after all reductions that it depends on. A value
+    that varies along a row has a name for each chunk, and is recomputed in each stage if the row is
+    not held.
     """
 
     def __init__(self, program: Program, shape: Shape) -> None:
@@ -134,7 +124,6 @@ class RowWriter:
         self.known: set[str] = set()
 
     def _name_results(self) -> dict[tuple[int, str], list[str]]:
-        """Return the names of the pointer parameters of every store, by store number and layout."""
         found: dict[tuple[int, str], list[str]] = {}
         count = 0
         for i, store in enumerate(self.program.stores):
@@ -145,15 +134,11 @@ class RowWriter:
         return found
 
     def parameters(self) -> list[str]:
-        """Return the names of the function's pointer parameters."""
         inputs = [f"in{i}" for i in range(self.program.input_count)]
         return inputs + [name for names in self.results.values() for name in names]
 
     def _place(self, definition: Load | Step) -> None:
-        """Record whether a value varies along a row, and the first stage that can use the value.
-
-        The result of a reduction can be used in the stage after the reduction.
-        """
+        """Record whether a value varies along a row, and the first stage that can use it."""
         name = definition.name
         if isinstance(definition, Load):
             self.stages[name] = 0
@@ -164,8 +149,6 @@ class RowWriter:
         self.stages[name] = max((self.stages[x] for x in needs), default=0) + reduces
         if not reduces and not self.varying.isdisjoint(needs):
             self.varying.add(name)
-
-    # --- the parts of a kernel ------------------------------------------------------------------
 
     def before(self) -> list[str]:
         """Return the lines that run once, before the first row."""
@@ -180,7 +163,6 @@ class RowWriter:
         return self.lines
 
     def body(self) -> list[str]:
-        """Return the lines that run for each row."""
         self.lines = [f"first = row * {self.shape.columns}"]
         if self.shape.held:  # all loads are issued before the kernel waits for the first load
             self._read("full", "groups")
@@ -195,7 +177,7 @@ class RowWriter:
         return self.lines
 
     def after(self) -> list[str]:
-        """Return the lines that run once, after the last row. They store sums over rows."""
+        """Return the lines after the last row, which store sums over rows."""
         self.lines = []
         for number, pointer in self._sums():
             for i in self.shape.chunks:
@@ -204,11 +186,9 @@ class RowWriter:
         return self.lines
 
     def _sums(self) -> list[tuple[int, str]]:
-        """Return, for each store of sums over rows, its number and its pointer parameter."""
+        """Return the number and the pointer of each store of sums over rows."""
         found = self.results.items()
         return [(number, pointers_[0]) for (number, layout), pointers_ in found if layout == "sums"]
-
-    # --- stages ---------------------------------------------------------------------------------
 
     def _stage_of_store(self, number: int) -> int:
         store = self.program.stores[number]
@@ -238,7 +218,6 @@ class RowWriter:
                 self.lines.append(f"tl.store({pointer} + row, {value}.to(tl.{store.dtype}))")
 
     def _row_values(self, names: list[str]) -> list[str]:
-        """Return the values that `names` depend on and that are the same for the whole row."""
         found: list[str] = []
         seen, pending = set(self.known), list(reversed(names))
         while pending:
@@ -278,8 +257,6 @@ class RowWriter:
                 value = f"{so_far} + {value}" if sums else f"largest({so_far}, {value})"
             self.lines.append(f"{so_far} = {value}")
 
-    # --- chunks ---------------------------------------------------------------------------------
-
     def _start(self, i: int) -> str:
         return str(i * self.shape.chunk) if self.shape.held else "start"
 
@@ -290,24 +267,23 @@ class RowWriter:
             self.lines.append(f"there_{i} = column_{i} < {self.shape.columns}")
 
     def _if_there(self, i: int, condition: str = "") -> str:
-        """Return the mask argument of a load or store in chunk `i`, or '' if the chunk is full."""
+        """Mask a load or store, unless the chunk is full."""
         return "" if self.shape.is_full(i) else f", {condition or f'there_{i}'}"
 
     def _only_there(self, value: str, i: int) -> str:
         return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
 
     def name(self, value: str, i: int) -> str:
-        """Return a value's name in chunk `i`. Values that vary along a row have several."""
         return f"{value}_{i}" if value in self.varying else value
 
     def _along(self, value: str, i: int) -> str:
-        """Return the expression for a value, broadcast to the elements of chunk `i`."""
+        """Broadcast a value to the elements of chunk `i`."""
         name = self.define(value, i)
         varies = value in self.varying
         return name if varies else f"tl.full(({self.shape.chunk},), {name}, tl.float32)"
 
     def define(self, value: str, i: int) -> str:
-        """Write the lines that compute a value in chunk `i`, unless present. Return its name."""
+        """Write the lines that compute a value in chunk `i`, once. Return its name."""
         name = self.name(value, i)
         if name in self.known:
             return name
@@ -325,7 +301,6 @@ class RowWriter:
         return name
 
     def _read(self, *kinds: str) -> None:
-        """Write, for all chunks, the loads of operands of these kinds (`OPERANDS`)."""
         for i in self.shape.chunks:
             for load in self.program.loads:
                 if load.operand in kinds:
@@ -350,7 +325,7 @@ class RowWriter:
             self.lines += [line.format(scales=where[-1], **names) for line in _GROUP_SCALES]
 
     def _read_planes(self, load: Load, name: str, i: int) -> None:
-        """Write, for each plane, the load of the bytes that contain the elements of chunk `i`."""
+        """Load the bytes that contain the elements of chunk `i`."""
         for plane, width in enumerate(FORMATS[load.format].planes):
             byte = locate_byte(f"column_{i}", load.group_size, width)
             place = f"row * {self.shape.columns * width // 8} + {byte}"
@@ -420,7 +395,6 @@ class RowWriter:
             self.lines.append(_STORE_ELEMENTS.format(data=planes[0], type=type, **names))
 
     def _store_planes(self, i: int, store: Store, planes: list[str], names: dict[str, Any]) -> None:
-        """Write the lines that pack the elements of groups into bytes and store each plane."""
         bits = f"{store.name}_{i}_bits"
         self.lines.append(f"{bits} = {encode_values(f'{store.name}_{i}_groups', store.format)}")
         fields = split_planes(bits, store.format)
@@ -431,7 +405,6 @@ class RowWriter:
             self.lines += [line.format(**names) for line in _STORE_PLANE]
 
 
-# For each layout, the method that writes the store of a chunk. `_write_stage` handles layout `row`.
 ROW_STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
     "rows": RowWriter._store_rows,
     "groups": RowWriter._store_groups,
@@ -441,7 +414,6 @@ ROW_STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
 
 
 def _first(load: Load) -> str:
-    """Return the expression for the index of the row's first element in the loaded tensor."""
     return f"row * {load.width} + {load.offset}" if load.width else "first"
 
 
@@ -455,13 +427,11 @@ def _operands(step: Step) -> list[str]:
 
 
 def sums_rows(program: Program) -> bool:
-    """Whether a program stores sums over rows."""
     return any("sums" in store.layouts for store in program.stores)
 
 
 @cache
 def write(program: Program, shape: Shape) -> Function:
-    """Return the Triton function that computes a program."""
     writer = RowWriter(program, shape)
     before, body, after = ("\n".join(x) for x in (writer.before(), writer.body(), writer.after()))
     sizes: tuple[str, ...] = ()

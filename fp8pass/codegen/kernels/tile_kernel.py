@@ -1,13 +1,9 @@
 """The tile kernel: computes programs without reductions, and can store the result in two layouts.
 
-A linear layer has GEMMs that contract an operand over its rows, and GEMMs that contract the same
-operand over its columns. FP8 tensor cores contract only the last dimension, so the kernel stores
-the operand a second time, transposed (section G.3 of the COAT paper). Inductor's generated code for
-a transposed store reaches 50 to 70% of the bandwidth of a copy (`benchmarks/kernels.py`), and this
-kernel reaches 85%. Neighboring Triton programs read neighboring tiles of the same rows. Each thread
-packs elements of four rows into a 32-bit word, because a transposition in shared memory moves words
-faster than bytes. The pointwise code is generated from the graph, so the kernel supports any
-activation function.
+FP8 tensor cores contract only the last dimension. The kernel stores operands that GEMMs contract
+over rows and over columns in both layouts (section G.3 of the COAT paper). It reaches 85% of the
+bandwidth of a copy; Inductor reaches 50 to 70% (`benchmarks/kernels.py`). A thread packs elements
+of four rows into a 32-bit word, because shared memory transposes words faster than bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTION_STEPS, Program
 from fp8pass.dialect.encoding import padded_size
 from fp8pass.graph.nodes import tensor
 
-# The formats that this kernel can store in each layout. Transposed stores support E4M3 only.
+# Transposed stores support E4M3 only.
 FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
     "rows": frozenset(TRITON_TYPES),
     "columns": frozenset({"e4m3"}),
@@ -36,10 +32,10 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
 
 
 def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
-    """Prepare a program for a launch, with the tile size that was fastest in `sweeps.json`.
+    """Choose the tile size that was fastest in `sweeps.json`.
 
-    A program with a store in layout `rows` has smaller tiles, because a thread holds the data of
-    all stores at once. Raises UnsupportedProgram if this kernel does not support a store or step.
+    Tiles are smaller for layout `rows`, because a thread holds the data of all stores at once.
+    Raises UnsupportedProgram if this kernel does not support a store or step.
     """
     check_stores("tile", program, FORMATS_BY_LAYOUT)
     for step in program.steps:
@@ -61,7 +57,6 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
 
 @cache
 def write(program: Program) -> Function:
-    """Return the Triton function that computes a program."""
     return TileWriter(program).write()
 
 

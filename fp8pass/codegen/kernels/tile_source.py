@@ -1,8 +1,7 @@
 """The Triton source of tile kernels.
 
-A tile is cut into n slices. Slice i consists of the rows i, i + n, i + 2n, ... of the tile. A word
-of the transposed result contains elements of n consecutive rows, one from each slice. One thread
-has all these elements in its registers, so that it can pack them into the word.
+Slice i of a tile has the rows i, i + n, i + 2n, ... A thread holds elements of n consecutive rows,
+one of each slice, and packs them into a word of the transposed result.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from fp8pass.codegen.kernels.triton_ops import (
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.dialect.formats import FORMATS
 
-# Number of FP8 elements in a 32-bit word.
 WORD = 4
 
-# Names of the kernel's parameters: run-time sizes and compile-time constants.
 SIZE_NAMES = "M", "M_PADDED", "N"
 CONSTANT_NAMES = "M_TILE", "N_TILE", "FULL"
 
@@ -40,7 +37,7 @@ in_row = tl.arange(0, N_TILE)
 column = first_column + in_row
 column_there = FULL | (column < N)
 """
-# The offset of a tile in the matrix may need 64 bits. Offsets within a tile fit into 32 bits.
+# Offsets within a tile fit into 32 bits.
 _FIRST = "first = (row_tile * M_TILE).to(tl.int64) * N + first_column"
 _SLICE = """
 in_tile_{i} = {slices} * in_tile + {i}
@@ -70,12 +67,10 @@ class TileWriter:
 
     @cached_property
     def slices(self) -> int:
-        """Number of slices: `WORD` if the program stores columns, otherwise 1."""
         transposes = any("columns" in store.layouts for store in self.program.stores)
         return WORD if transposes else 1
 
     def write(self) -> Function:
-        """Return the Triton function that computes the program."""
         program = self.program
         results = [f"out{i}" for i in range(sum(len(s.layouts) for s in program.stores))]
         body = [*self._places()]
@@ -94,7 +89,6 @@ class TileWriter:
         )
 
     def _places(self) -> Iterator[str]:
-        """Write the lines that compute the tile's rows and columns, and which are in the matrix."""
         yield _TILE.format(slices=self.slices)
         yield _FIRST
         for i in range(self.slices):
@@ -129,7 +123,6 @@ class TileWriter:
         ]
 
     def _elements(self, load: Load, planes: list[str], i: int) -> str:
-        """Return the expression for quantized elements, not yet multiplied by their scales."""
         if not load.packed:
             return f"tl.load({planes[0]} + {_place(load, i)}, there_{i}, other=0.0).to(tl.float32)"
         row, size, bytes_ = f"row_{i}.to(tl.int64)[:, None]", load.group_size, []
@@ -163,7 +156,7 @@ class TileWriter:
             yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
-        """Write the store of the tile's amax. A program with this store has only slice 0."""
+        """A program with this store has only slice 0."""
         magnitude = f"tl.where(there_0, tl.abs({store.name}_0), 0.0)"
         amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
         yield f"tl.store({pointer} + index, {amax})"

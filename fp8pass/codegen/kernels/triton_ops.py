@@ -10,12 +10,10 @@ from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
 
 TRITON_TYPES = {"e4m3": "tl.float8e4nv"}
-# Formats in which kernels can store groups.
 GROUP_FORMATS = frozenset({*TRITON_TYPES, *(f.name for f in FORMATS.values() if f.packed)})
 
 
 def write_expression(step: Step) -> str | None:
-    """Return the Triton expression of a step, or None for a reduction or unsupported operator."""
     if step.target == "scale":
         amax, format = step.args
         return f"power_of_two({call_quotient_of(amax, format)})"
@@ -24,14 +22,13 @@ def write_expression(step: Step) -> str | None:
 
 
 def _write_argument(argument: str | float) -> str:
-    """Return the source of an argument: the name itself, or the number in parentheses."""
     if isinstance(argument, str):
         return argument
     return f"({argument!r})" if math.isfinite(argument) else f"float('{argument}')"
 
 
 def name_kernel(kind: str, program: Program) -> str:
-    """Return the name that profilers show: the kind of kernel and the program's operators."""
+    """Return the name that profilers show, e.g. `rows_mul_sigmoid`."""
     targets = [step.target.split(".")[1] for step in program.steps if "." in step.target]
     words = [kind, *dict.fromkeys(targets)]
     if program.takes_amaxes:
@@ -42,12 +39,11 @@ def name_kernel(kind: str, program: Program) -> str:
 
 
 def divide_by_scale(value: str, scale: str) -> str:
-    """Return the expression for `value / scale`. The caller casts the quotient to the format."""
+    """Return the quotient, which the caller casts to the format."""
     return f"({value} * tl.div_rn(1.0, {scale}))"
 
 
 def name_pointers(program: Program) -> dict[Load, list[str]]:
-    """Return the names of the pointer parameters of each load."""
     found, number = {}, 0
     for load in program.loads:
         found[load] = [f"in{number + i}" for i in range(load.tensor_count)]

@@ -18,15 +18,13 @@ from fp8pass.codegen.program.verify import verify
 from fp8pass.dialect.encoding import is_fp8
 from fp8pass.graph.nodes import aten, tensor
 
-# The parts of a program: the readers that collected its loads and steps, and its stores.
 Draft = tuple[Iterable[Reader], Iterable[Store]]
 
 
 def emit_kernel(target: Any, drafts: Iterable[Draft], *, like: fx.Node) -> list[fx.Node]:
-    """Build a program for each draft, and add an operator that runs the programs.
+    """Insert an operator that runs a program for each draft. Return the results of the stores.
 
-    The operator `target` is inserted before the node `like`. Returns the results of the stores, in
-    order. If several stores write parts of one matrix, each of them returns this matrix.
+    Stores that write parts of one matrix return this matrix.
     """
     programs, inputs = zip(
         *(_build_program(readers, stores) for readers, stores in drafts), strict=True
@@ -39,10 +37,7 @@ def emit_kernel(target: Any, drafts: Iterable[Draft], *, like: fx.Node) -> list[
 def emit_batch(
     target: Any, batch: Batch, inputs: Sequence[fx.Node], *, like: fx.Node
 ) -> list[fx.Node]:
-    """Insert the operator `target`, which runs a batch, before `like`. Return its results.
-
-    Raises MalformedProgram if a program is not well formed.
-    """
+    """Raises MalformedProgram if a program is not well formed."""
     for program, operands, _ in batch.split(inputs):
         verify(program, [tensor(x) for x in operands])
     with like.graph.inserting_before(like):
@@ -75,7 +70,7 @@ def _build_program(
 def _merge_steps(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """Return the steps of each node in `others`, after those that `steps` has for the same node."""
+    """Append the new steps of `others` to those of the same node in `steps`."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])
@@ -84,10 +79,9 @@ def _merge_steps(
 
 
 def _store_contiguous(node: fx.Node) -> fx.Node:
-    """Return a node with the same value in contiguous memory.
+    """Return a node with the same value in contiguous memory, if necessary in a buffer.
 
-    Graph inputs, scalars and FP8 data are already contiguous. Any other value is stored in a
-    buffer. All users of `node` then read the buffer, so that the value is computed only once.
+    All users then read the buffer, so that the value is computed once.
     """
     val = tensor(node)
     if node.op != "call_function" or val.ndim == 0 or is_fp8(val.dtype):
@@ -101,12 +95,11 @@ def _store_contiguous(node: fx.Node) -> fx.Node:
 
 
 def has_shape(node: fx.Node) -> bool:
-    """Whether `replace` can restore the shape of `node`. At most one size may be symbolic."""
+    """Whether `replace` can restore the shape: at most one size may be symbolic."""
     return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
 
 
 def replace(node: fx.Node, result: fx.Node) -> None:
-    """Replace all uses of `node` by the matrix `result`, reshaped to the shape of `node`."""
     val = tensor(node)
     if val.ndim != tensor(result).ndim:
         shape = [size if isinstance(size, int) else -1 for size in val.shape]

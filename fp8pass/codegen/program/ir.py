@@ -1,9 +1,7 @@
 """Programs: descriptions of fused kernels that compute an [M, N] matrix.
 
-A `Program` lists what a kernel reads (loads), computes (steps) and writes (stores). It is plain
-data, so that graphs and caches can contain it as a string. `reader.py` converts FX nodes to loads
-and steps, `reference.py` runs programs in PyTorch, and `codegen/kernels` generates Triton kernels.
-All values are fp32. As in Inductor's kernels, a value is rounded only if it is stored.
+A `Program` lists what a kernel reads (loads), computes (steps) and writes (stores), as plain data
+that graphs and caches can contain. All values are fp32, and rounded only if they are stored.
 """
 
 from __future__ import annotations
@@ -23,15 +21,14 @@ from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 
-# How an operand is broadcast to the matrix: from shape [], [N], [M, 1] or [M, N]. A `groups`
-# operand is quantized, with a scale for each group of G elements in a row. It has several tensors:
-# data [M, N], or packed planes [M, N w / 8] with w bits of each element, then scales [M, N / G].
+# Broadcast from shape [], [N], [M, 1] or [M, N]. `groups` have several tensors: quantized data [M,
+# N], or packed planes [M, N w / 8] with w bits of each element, then scales [M, N / G].
 OPERAND_KINDS = ("scalar", "column", "row", "full", "groups")
-# The first stage of an amax reduces tiles with this many rows and columns.
+# Rows and columns of a tile.
 AMAX_TILE = 64, 128
-# Number of partial sums over rows. Partial sum i adds rows i, i + 1024, ... in a fixed order.
+# Partial sum i adds rows i, i + 1024, ...
 PARTIAL_SUMS = 1024
-# Steps that reduce each row to one number. Their results are [M, 1].
+# Their results are [M, 1].
 REDUCTION_STEPS = ("row_sum", "row_amax")
 
 
@@ -43,9 +40,8 @@ class NotAMatrix(Exception):
 class Load:
     """Reads the value `name` from memory. `operand` is one of `OPERAND_KINDS`.
 
-    Only `groups` have a `group_size` (in elements) and a `format`. A matrix may be a *part* of a
-    wider matrix in memory. The wider matrix has `width` columns, and the part consists of `columns`
-    columns, starting at column `offset`.
+    Only `groups` have a `group_size` (in elements) and a `format`. A *part* has `columns` columns,
+    from `offset`, of a matrix with `width` columns.
     """
 
     name: str
@@ -58,21 +54,18 @@ class Load:
 
     @property
     def packed(self) -> bool:
-        """Whether several elements share a byte."""
         return bool(self.format) and FORMATS[self.format].packed
 
     @property
     def tensor_count(self) -> int:
-        """Number of tensors that the load reads."""
         return len(FORMATS[self.format].planes) + 1 if self.format else 1
 
 
 @dataclass(frozen=True)
 class Step:
-    """`name = target(*args)`: an operator. Its arguments are names of values, or constants.
+    """`name = target(*args)`. Arguments are names of values, or constants.
 
-    The target is a pointwise aten operator, one of `REDUCTION_STEPS`, or `scale`, whose arguments
-    are an amax and a format.
+    The target is a pointwise aten operator, one of `REDUCTION_STEPS`, or `scale` (amax, format).
     """
 
     name: str
@@ -94,9 +87,7 @@ class Store:
     `row`      a value for each row, [M, 1] in `dtype`
     `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
 
-    A matrix in layout `rows` or `columns` may be stored as a part of a wider matrix, which has
-    `width` columns. The part starts at column `offset`. Other programs store the remaining columns
-    (`program_batch.py`).
+    `rows` and `columns` may be a part, at column `offset`, of a matrix with `width` columns.
     """
 
     name: str
@@ -109,12 +100,10 @@ class Store:
     offset: int = 0
 
     def tensor_count(self, layout: str) -> int:
-        """Return the number of tensors that the store writes for one of its layouts."""
         return len(FORMATS[self.format].planes) + 1 if layout == "groups" else 1
 
     @property
     def result_count(self) -> int:
-        """Number of tensors that the store writes for all its layouts."""
         return sum(map(self.tensor_count, self.layouts))
 
 
@@ -127,13 +116,11 @@ class Program:
     stores: tuple[Store, ...]
 
     def dumps(self) -> str:
-        """Return the program as a string, which `parse` reads."""
         return json.dumps(asdict(self))
 
     @staticmethod
     @cache
     def parse(text: str) -> Program:
-        """Parse a program from the text of `dumps`."""
         data = json.loads(text)
         return Program(
             tuple(Load(**x) for x in data["loads"]),
@@ -153,21 +140,19 @@ class Program:
 
     @property
     def finishes_amax(self) -> bool:
-        """Whether all stores have the layout `row`, as in the second stage of an amax."""
+        """Whether this program is the second stage of an amax."""
         return all(store.layouts == ("row",) for store in self.stores)
 
     @property
     def takes_amaxes(self) -> bool:
-        """Whether the program stores amaxes of tiles; such a program stores nothing else."""
+        """Such a program stores nothing else."""
         return any("amax" in store.layouts for store in self.stores)
 
     @property
     def input_count(self) -> int:
-        """Number of tensors that the program reads."""
         return sum(load.tensor_count for load in self.loads)
 
     def sizes(self, shapes: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-        """Return the matrix's size (M, N), given the shapes of the program's inputs."""
         matrices = ((i, x) for i, x in enumerate(self.loads) if x.operand in ("full", "groups"))
         i, load = next(matrices)  # load i reads input i, because each earlier load reads one tensor
         *leading, columns = shapes[i]
@@ -175,7 +160,6 @@ class Program:
         return math.prod(leading), load.columns or columns * 8 // width
 
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return uninitialized tensors for the program's results."""
         rows, columns = self.sizes([x.shape for x in inputs])
         outputs = []
         for store in self.stores:
@@ -200,7 +184,6 @@ class Program:
 
 
 def count_tiles(rows: Any, columns: int) -> tuple[Any, int]:
-    """Return the number of tiles of `AMAX_TILE` in a matrix, in both dimensions."""
     return compat.ceil_div(rows, AMAX_TILE[0]), compat.ceil_div(columns, AMAX_TILE[1])
 
 

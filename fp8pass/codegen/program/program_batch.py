@@ -1,8 +1,7 @@
 """Batches: independent programs that one operator runs.
 
-Several programs may store their data in different columns of one matrix, so that no copy is needed
-to concatenate the data. Such a matrix is the operator's first result. The remaining results follow
-in the order of the programs and their stores.
+If programs store data in different columns of one matrix, this is the operator's first result. The
+remaining results follow in the order of the programs and their stores.
 """
 
 from __future__ import annotations
@@ -29,18 +28,15 @@ class Batch:
     programs: tuple[Program, ...]
 
     def dumps(self) -> str:
-        """Return the batch as a string, which `parse` reads."""
         return json.dumps([program.dumps() for program in self.programs])
 
     @staticmethod
     @cache
     def parse(text: str) -> Batch:
-        """Parse a batch from the text of `dumps`."""
         return Batch(tuple(map(Program.parse, json.loads(text))))
 
     @property
     def joins(self) -> bool:
-        """Whether programs store data in different columns of one matrix."""
         return any(store.width for program in self.programs for store in program.stores)
 
     def split(self, inputs: Sequence[T]) -> Iterator[tuple[Program, list[T], list[int]]]:
@@ -56,7 +52,6 @@ class Batch:
             first += program.input_count
 
     def empty_outputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return uninitialized tensors for the operator's results."""
         found: dict[int, Tensor] = {}
         for program, operands, numbers in self.split(inputs):
             for number, x in zip(numbers, program.empty_outputs(operands), strict=True):
@@ -64,7 +59,6 @@ class Batch:
         return [found[number] for number in range(len(found))]
 
     def reference(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the operator's results in plain PyTorch."""
         results = self.empty_outputs(inputs)
         for program, operands, numbers in self.split(inputs):
             stores = [store for store in program.stores for _ in range(store.result_count)]

@@ -31,11 +31,10 @@ from fp8pass.graph.pointwise import triton_template
 
 fp8 = torch.ops.fp8pass
 
-# A part of a wider matrix is loaded only if its offset and the matrix's width are multiples of this
-# many elements, so that threads can load 16 bytes at once in any dtype.
+# Threads can then load 16 bytes at once in any dtype.
 ALIGNED = 16
 
-# Operators that change the layout, shape or dtype of a tensor, but not its values.
+# These do not change values.
 TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
 
 Snapshot = tuple[dict[fx.Node, Load], dict[fx.Node, list[Step]], dict[fx.Node, str], fx.Node | None]
@@ -43,41 +42,34 @@ Snapshot = tuple[dict[fx.Node, Load], dict[fx.Node, list[Step]], dict[fx.Node, s
 
 @dataclass
 class Reader:
-    """Collects the operators that compute one matrix, and the tensors that the operators read.
+    """Collects the operators that compute one matrix, and the tensors that they read.
 
-    `read` adds a node and its operands, recursively. Nodes that no kernel can compute are loaded
-    from memory. `read` raises NotAMatrix for a node that cannot be broadcast to the matrix.
-
-    Attributes:
-        matrix: the matrix that the kernel computes, [M, N].
-        by_row: whether the kernel processes whole rows. Such a kernel can reduce along rows. It can
-            also compute one residual sum, and store the sum for other kernels.
-        loads: for each loaded node, its load.
-        steps: for each computed node, the steps that compute the node.
-        names: for each node, the name of its value; a cast or view has the name of its operand.
-        sum: the residual sum that the kernel computes, or None. Other residual sums are loaded from
-            memory. Otherwise each kernel would recompute the residual stream from its beginning.
+    `read` loads nodes that no kernel can compute, and raises NotAMatrix for a node that cannot be
+    broadcast to the matrix.
     """
 
-    matrix: fx.Node
+    matrix: fx.Node  # [M, N]
+    # The kernel processes whole rows, so it can reduce along rows and compute one residual sum.
     by_row: bool = False
     loads: dict[fx.Node, Load] = field(default_factory=dict)
     steps: dict[fx.Node, list[Step]] = field(default_factory=dict)
+    # A cast or view has the name of its operand.
     names: dict[fx.Node, str] = field(default_factory=dict)
+    # Other residual sums are loaded, so that kernels do not recompute the whole residual stream.
     sum: fx.Node | None = None
 
     @property
     def large_loads(self) -> set[fx.Node]:
-        """The loaded nodes that have as many elements as the matrix."""
+        """The loads that have as many elements as the matrix."""
         return {n for n, load in self.loads.items() if load.operand in ("full", "groups")}
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that the kernel reads for `large_loads`, without the scales of groups."""
+        """Bytes of the loads, without the scales of groups."""
         return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
-        """Add `node` and its operands, recursively. Raises NotAMatrix, as `load` does."""
+        """Raises NotAMatrix, as `load` does."""
         if node not in self.names and not self._compute(node):
             self.load(node)
 
@@ -97,7 +89,7 @@ class Reader:
         self.names[node] = node.name
 
     def operand(self, node: fx.Node) -> str:
-        """Return how `node` is broadcast to the matrix, one of `OPERANDS`, or raise NotAMatrix."""
+        """Return one of `OPERAND_KINDS`, or raise NotAMatrix."""
         val, matrix = graph.value(node), tensor(self.matrix)
         if val is None:
             raise NotAMatrix
@@ -115,7 +107,7 @@ class Reader:
         raise NotAMatrix
 
     def _compute(self, node: fx.Node) -> bool:
-        """Add `node` and return True. If no kernel supports it, add nothing and return False."""
+        """Add `node` and return True, or add nothing and return False."""
         if node.op != "call_function":
             return False
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
@@ -129,7 +121,7 @@ class Reader:
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Add a node and its operands. Return whether this succeeded; if not, nothing is added."""
+        """Add a node and its operands, or nothing. Return whether this succeeded."""
         before = self.snapshot()
         if is_residual_sum(node):
             self.sum = node
@@ -143,15 +135,12 @@ class Reader:
         return False
 
     def snapshot(self) -> Snapshot:
-        """Copy the state of the reader."""
         return dict(self.loads), dict(self.steps), dict(self.names), self.sum
 
     def restore(self, before: Snapshot) -> None:
-        """Reset the reader to the state that `snapshot` returned."""
         self.loads, self.steps, self.names, self.sum = before
 
     def agrees(self, other: Reader) -> bool:
-        """Whether both readers load their common nodes in the same way."""
         return all(self.loads.get(n, load) == load for n, load in other.loads.items())
 
     def _load_groups(self, node: fx.Node, groups: fx.Node, part: ColumnSlice | None = None) -> bool:
@@ -194,7 +183,7 @@ class Reader:
         return True
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
-        """Return the step of a pointwise operator, or an empty list if no kernel supports it."""
+        """Return [] if no kernel supports the operator."""
         if node.target is fp8.dequantize.default:
             planes, scale_node = node.args[:2]
             data, scale = self._name(planes[0]), self._name(scale_node)  # type: ignore[index]
@@ -208,7 +197,7 @@ class Reader:
         return [Step(node.name, str(node.target), args)]
 
     def _row_steps(self, node: fx.Node) -> list[Step] | None:
-        """Return the steps of a scale or of a reduction along rows, or None for other operators."""
+        """Return None for operators that are not scales or reductions along rows."""
         columns, name, args = tensor(self.matrix).shape[-1], node.name, node.args
         if node.target is fp8.amax.default and args[1] == "row":
             return [Step(name, "row_amax", (self._name(args[0]),))]
@@ -264,14 +253,13 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _preserves_operand(node: fx.Node, source: str, result: str) -> bool:
-    """Whether a view or cast preserves how a value is broadcast to the matrix."""
     if node.target is aten.expand.default:
         return source == result or source == "scalar" or result == "full"
     return source == result
 
 
 def _over_rows(node: fx.Node, columns: int) -> bool:
-    """Whether a reduction is over the last dimension, of size `columns`, and has `keepdim`."""
+    """Whether a reduction is over the last dimension, with `keepdim`."""
     if len(node.args) < 2 or tensor(node.args[0]).shape[-1] != columns:  # type: ignore[arg-type]
         return False
     x, dims = node.args[:2]
@@ -281,14 +269,13 @@ def _over_rows(node: fx.Node, columns: int) -> bool:
 
 
 def is_in_memory(x: fx.Node) -> bool:
-    """Whether a matrix is in memory: a graph input, or the result of a library's kernel."""
+    """Whether `x` is in memory: a graph input, or a result of a library kernel."""
     while kind(x) is Kind.VIEW or graph.is_call(x, buffer):
         x = x.args[0]  # type: ignore[assignment]
     return kind(graph.operator_of(x)) in (Kind.INPUT, Kind.GEMM, Kind.ATTENTION)
 
 
 def _is_readable(part: ColumnSlice) -> bool:
-    """Whether a part of a wider matrix is in memory, and is aligned for vectorized loads."""
     return part.offset % ALIGNED == part.width % ALIGNED == 0 and is_in_memory(part.whole)
 
 
@@ -297,7 +284,7 @@ def _select_columns(load: Load, part: ColumnSlice) -> Load:
 
 
 def _find_groups(x: fx.Node) -> fx.Node | None:
-    """Return the `dequantize` node that `x` reshapes, or None if the reshape changes the rows."""
+    """Return the `dequantize` node that `x` reshapes, or None if the rows change."""
     source = graph.skip_reshapes(x)
     if not is_dequantized_saved_value(source):
         return None
@@ -305,14 +292,13 @@ def _find_groups(x: fx.Node) -> fx.Node | None:
 
 
 def _bytes_of(node: fx.Node, load: Load) -> Any:
-    """Return the number of bytes that a load of a matrix reads, without the scales of groups."""
+    """Return the bytes of a load, without the scales of groups."""
     *data, last = tensors_of(node, load)
     whole = sum(map(graph.nbytes, data or [last]))
     return whole * load.columns // load.width if load.width else whole
 
 
 def tensors_of(node: fx.Node, load: Load) -> Iterator[fx.Node]:
-    """Yield the nodes of the tensors that the load of `node` reads."""
     whole = node
     if load.width:
         whole = graph.match_column_slice(node).whole  # type: ignore[union-attr]

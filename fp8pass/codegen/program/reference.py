@@ -22,7 +22,7 @@ from fp8pass.dialect.ops import dequantize, quantize, transpose
 from fp8pass.dialect.quantization import Quantization, group
 from fp8pass.dialect.scaling import operand_scale
 
-# Functions for the steps that are not aten operators, and for `aten.where`, which rejects numbers.
+# `aten.where` rejects numbers.
 _OPERATORS: dict[str, Callable[..., Tensor]] = {
     "row_sum": lambda x: x.sum(-1, keepdim=True),
     "row_amax": lambda x: x.abs().amax(-1, keepdim=True),
@@ -32,7 +32,6 @@ _OPERATORS: dict[str, Callable[..., Tensor]] = {
 
 
 def find_operator(target: str) -> Any:
-    """Return the PyTorch operator with the name `target`, such as `aten.mul.Tensor`."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part)
@@ -40,7 +39,6 @@ def find_operator(target: str) -> Any:
 
 
 def compute_program(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the results of a program, in the order of its stores and their layouts."""
     rows, columns = program.sizes([x.shape for x in inputs])
     values = _load(program, inputs, columns)
     rounded = {s.name: getattr(torch, s.dtype) for s in program.stores if "full" in s.layouts}

@@ -3,9 +3,7 @@
     before   e = exp(-g);  a = g / (e + 1);  p = sigmoid(g);  x = pow(y, 1.0);  b = a * x
     after    p = sigmoid(g);  a = g * p;  b = a * y
 
-The speed of kernels for activations is limited by instructions rather than memory, so fewer steps
-make these kernels faster. PyTorch decomposes silu into a quotient in the forward, but uses a
-sigmoid in the backward.
+Instructions rather than memory limit the speed of these kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _SUMS = "aten.add.Tensor", "aten.add.Scalar"
 
 
 def simplify(program: Program) -> Program:
-    """Return an equivalent program with at most as many steps. Its rounding errors may differ."""
+    """Shorten a program. Rounding errors may differ."""
     stored = {name for store in program.stores for name in (store.name, store.scale)}
     rounded = {store.name for store in program.stores if "full" in store.layouts}
     steps: dict[str, Step] = {}
@@ -40,7 +38,7 @@ def simplify(program: Program) -> Program:
 
 
 def _shorten(step: Step, steps: dict[str, Step]) -> list[Step]:
-    """Replace y / (1 + exp(-x)) by y · sigmoid(x), and 1 / (1 + exp(-x)) by sigmoid(x)."""
+    """Replace y / (1 + exp(-x)) by y · sigmoid(x)."""
     if step.target == "aten.reciprocal.default" and (x := _match_logistic(step.args[0], steps)):
         return [Step(step.name, "aten.sigmoid.default", (x,))]
     if step.target == "aten.div.Tensor" and (x := _match_logistic(step.args[1], steps)):
@@ -50,7 +48,7 @@ def _shorten(step: Step, steps: dict[str, Step]) -> list[Step]:
 
 
 def _match_logistic(name: object, steps: dict[str, Step]) -> str | None:
-    """Return the name of x if the value `name` is 1 + exp(-x), else None."""
+    """Return x if the value `name` is 1 + exp(-x)."""
     sum_ = steps.get(str(name))
     if sum_ is None or sum_.target not in _SUMS or 1 not in sum_.args or len(sum_.args) != 2:
         return None
@@ -63,7 +61,7 @@ def _match_logistic(name: object, steps: dict[str, Step]) -> str | None:
 
 
 def _find_unchanged(step: Step) -> str | None:
-    """If a step only returns its operand, as x ** 1 does, return the operand; otherwise None."""
+    """Return the operand x of x ** 1."""
     is_first_power = step.target == "aten.pow.Tensor_Scalar" and step.args[1] == 1
     return step.args[0] if is_first_power else None
 

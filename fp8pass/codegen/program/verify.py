@@ -1,7 +1,6 @@
-"""Check that programs are well formed, before the operator that runs them is added to a graph.
+"""Check that programs are well formed.
 
-The code that writes kernels does not check programs. Kernels of malformed programs would compute
-wrong results.
+Kernels of malformed programs would compute wrong results.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
 
-# The fields that each layout requires. `width` and `offset` are checked separately.
+# Except `width` and `offset`.
 _FIELDS: dict[str, frozenset[str]] = {
     "rows": frozenset({"scale", "format"}),
     "columns": frozenset({"format"}),
@@ -28,14 +27,13 @@ _FIELDS: dict[str, frozenset[str]] = {
     "sums": frozenset(),
     "amax": frozenset(),
 }
-# Optional fields. A store in `columns` has no scale if the values are already divided by it.
+# The values of `columns` may already be divided by their scale.
 _OPTIONAL: dict[str, frozenset[str]] = {"columns": frozenset({"scale"})}
-# Layouts of quantized matrices. One store may have both of these layouts.
 _QUANTIZED = frozenset({"rows", "columns"})
 
 
 class MalformedProgram(AssertionError):
-    """A program violates a rule. The message names the load, step or store that violates it."""
+    """The message names the load, step or store that violates a rule."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. {BUG}")
@@ -44,17 +42,13 @@ class MalformedProgram(AssertionError):
 def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     """Raise MalformedProgram unless a program is well formed.
 
-    - Every value is defined once, before its uses.
-    - The program reads a matrix. Every operand is one of `OPERAND_KINDS`.
-    - If a load reads a part of a wider matrix, the part lies within this matrix.
-    - Kernels support every step. Reductions have one operand.
-    - The program stores a value. Stores have known layouts, and the fields that these require.
-    - Values stored as `row`, and the scales of quantized matrices, do not vary along a row.
-    - A program that stores amaxes of tiles stores nothing else.
-    - A value that is stored as `full` several times has the same dtype each time.
-
-    If `inputs` are given, their number and sizes are checked, too: group sizes must divide the row
-    length, and data that are stored in a wider matrix must fit into this matrix.
+    - Every value is defined once, before its uses. - The program reads a matrix. Every operand is
+    one of `OPERAND_KINDS`. Parts lie within matrices. - Kernels support every step. Reductions have
+    one operand. - The program stores a value. Stores have known layouts, and the fields that these
+    require. - Values stored as `row`, and the scales of quantized matrices, do not vary along a
+    row. - A program that stores amaxes of tiles stores nothing else. - A value that is stored as
+    `full` several times has the same dtype each time. - The sizes of `inputs`, if given: group
+    sizes divide rows, and parts fit into wider matrices.
     """
     defined: set[str] = set()
     varying: set[str] = set()
@@ -108,7 +102,7 @@ def _verify_part(load: Load) -> None:
 
 
 def _verify_step(step: Step, defined: set[str]) -> list[str]:
-    """Check a step, and return the names of its operands."""
+    """Return the names of the operands."""
     arguments = step.args
     if step.target == "scale":
         _require(len(arguments) == 2, step, "needs an amax and a format")
@@ -174,7 +168,6 @@ def _verify_fields(store: Store) -> None:
 
 
 def _verify_together(program: Program) -> None:
-    """Check the rules that involve several stores of one program."""
     rounded: dict[str, str] = {}
     for store in program.stores:
         if program.takes_amaxes:
@@ -206,7 +199,7 @@ def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
 
 
 def _verify_width(load: Load, x: Tensor, width: int) -> None:
-    """If the load reads a part of tensor `x`, check that `x` has `width` columns."""
+    """Check the width of a matrix of which the load reads a part."""
     if load.width:
         found = x.shape[-1]
         _require(found == width, load, f"is a part of {width} columns, but its tensor has {found}")

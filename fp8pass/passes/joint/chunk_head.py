@@ -6,13 +6,9 @@
     after    nll, dx', dW' = in_chunks(body, [x, y, 1 / n], [W])
              loss = sum(nll) / n;  dx = dx' * tangent;  dW = dW' * tangent
 
-`logits` and `dlogits` have tokens × vocabulary elements. After the pass, only one chunk of them
-exists at once. See "Chunking" in section 3 of the paper LLMQ. The forward computes the gradients,
-too, as if the tangent (the gradient of the loss) were 1. The backward multiplies them by the
-tangent. Operators between the GEMM and the loss must not combine the values of several tokens
-(`graph/row_writer.py`). Casts, a softcap, label smoothing, a z-loss and a shift by one token are
-supported. The arithmetic of each token does not change. Only the weight's gradient changes: it is
-accumulated over chunks in the weight's dtype, as over micro-batches.
+Only one chunk of `logits` and `dlogits`, [tokens, vocabulary], exists at once. See "Chunking" in
+section 3 of the paper LLMQ. The forward computes the gradients for a tangent (gradient of the loss)
+of 1. The weight's gradient is accumulated over chunks in the weight's dtype.
 
 The head is not chunked if the model returns the logits, if operators outside of the loss read them,
 or if gradients are not multiples of one tangent. The plan reports the reason.
@@ -50,7 +46,6 @@ FEWEST, MOST = 4, 8
 
 
 def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace each output head and its loss by a call of `in_chunks`."""
     found = find_logit_gemms(gm.graph) if ctx.config.head_chunks != 1 else []
     heads = sorted(head for head in found if head.target in (aten.mm.default, aten.addmm.default))
     while heads:
@@ -62,12 +57,7 @@ def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
 def _chunk_first(
     gm: fx.GraphModule, heads: Sequence[fx.Node], head_chunks: int | None
 ) -> dict[fx.Node, Head]:
-    """Rewrite the first head if that is possible and saves enough memory.
-
-    Return the plan's entry for this head, and for each head that was rewritten together with it.
-    Heads are rewritten together if their losses share a tensor of the size of the logits, such as a
-    mask of labels.
-    """
+    """Rewrite the first head if that saves enough memory, with heads that share masks with it."""
     head = heads[0]
     rows, hidden = tensor(head.args[-2]).shape  # type: ignore[arg-type]
     if compat.has_unbacked(rows):
@@ -106,9 +96,8 @@ def choose_chunks(rows: int, hidden: int) -> int:
 
 
 def find_part(head: fx.Node) -> list[fx.Node]:
-    """Return the nodes to run in chunks, in graph order.
-
-    These are the tensors of the size of the logits, their users, and the nodes between them.
+    """Return the nodes of the size of the logits, their users, and the nodes between them, in
+    order.
 
     Raises:
         NotRowwise: the graph returns logits.
@@ -138,7 +127,6 @@ def _wide_operands(node: fx.Node, most: int) -> Iterator[fx.Node]:
 
 
 def _holds_logits(node: fx.Node, most: int) -> bool:
-    """Whether a node has an element for each logit, and is not a weight's gradient."""
     return _is_wide(node, most) and kind(node) not in (Kind.CREATION, Kind.GEMM)
 
 
@@ -148,7 +136,6 @@ def _is_wide(node: fx.Node, most: int) -> bool:
 
 
 def _between(g: fx.Graph, part: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes on paths from one node of the part to another."""
     after: set[fx.Node] = set()
     for node in g.nodes:
         is_computed = any(n in after for n in node.all_input_nodes)
@@ -158,8 +145,6 @@ def _between(g: fx.Graph, part: set[fx.Node]) -> set[fx.Node]:
 
 
 class Chunking:
-    """Replaces a part of a graph by a call of `in_chunks`."""
-
     def __init__(self, gm: fx.GraphModule, head: fx.Node, part: list[fx.Node], count: int) -> None:
         self.gm, self.head, self.part, self.count = gm, head, part, count
         self.backward = graph.tangent_dependent(gm.graph)
@@ -175,8 +160,7 @@ class Chunking:
         """Rewrite the graph.
 
         Raises:
-            NotRowwise: the part cannot be chunked. The graph then still computes the same, because
-                nothing uses the added nodes.
+            NotRowwise: the part cannot be chunked. The graph then only has additional unused nodes.
         """
         part = set(self.part)
         for node in self.part:
@@ -203,7 +187,6 @@ class Chunking:
             node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in part)
 
     def _emit_call(self, rows: list[fx.Node], sums: list[fx.Node]) -> fx.Node:
-        """Emit a call of `in_chunks`, which concatenates `rows` and adds up `sums`."""
         row_inputs, shared_inputs = self.writer.finish([*rows, *sums])
         name = _add_submodule(self.gm, fx.GraphModule({}, self.writer.body))
         of_chunk = [tensor(self.writer[n]) for n in rows]
@@ -218,7 +201,6 @@ class Chunking:
         return call
 
     def _with_unit_tangent(self, node: fx.Node) -> fx.Node:
-        """Return a node with the value that `node` would have if the tangent were 1."""
         pending = [node] if node in self.backward else []
         while pending:
             current = pending[-1]
@@ -234,7 +216,6 @@ class Chunking:
         return self._units.get(node, node)
 
     def _require_multiple(self, node: fx.Node) -> None:
-        """Raise NotRowwise if a gradient is not a multiple of the tangent, or is in float16."""
         if node not in self.backward or compat.is_tangent(node):
             return
         if not is_multiple_of_gradient(node, self.backward.__contains__):
@@ -272,14 +253,12 @@ class Chunking:
         return node
 
     def _replace_sizes(self) -> None:
-        """Read symbolic sizes from nodes outside of the part, so that the part can be removed."""
         for node in self.part:
             for user in list(node.users):
                 if kind(user) is Kind.SYMBOL:
                     user.replace_all_uses_with(self._to_args([user.meta["val"]])[0])
 
     def _to_args(self, shape: Sequence[Any]) -> list[Any]:
-        """Return a shape as arguments for an operator. Symbolic sizes become nodes."""
         arguments: list[Any] = []
         for size in shape:
             if not isinstance(size, int):
@@ -292,10 +271,7 @@ class Chunking:
 
 
 def _find_sizes(g: fx.Graph, part: set[fx.Node]) -> dict[str, tuple[Any, ...]]:
-    """Map symbolic sizes to nodes that have them and do not depend on a part of the graph.
-
-    A value is `(node,)` if the node is the size, or `(node, dim)` if the node is a tensor.
-    """
+    """Map symbolic sizes outside of `part` to `(node,)`, or to `(node, dim)` of a tensor."""
     found: dict[str, tuple[Any, ...]] = {}
     after: set[fx.Node] = set()
     for node in g.nodes:
@@ -311,7 +287,6 @@ def _find_sizes(g: fx.Graph, part: set[fx.Node]) -> dict[str, tuple[Any, ...]]:
 
 
 def _reads_elements(user: fx.Node, part: set[fx.Node]) -> bool:
-    """Whether `user` is outside of a part and reads elements of a node, not only sizes."""
     return user not in part and kind(user) is not Kind.SYMBOL
 
 

@@ -19,8 +19,7 @@ from fp8pass.plan import Collective
 
 fp8 = torch.ops.fp8pass
 
-# Operators that only prepare operands of FP8 GEMMs. `amax` and `quantize` also serve saved tensors,
-# so `_is_cast` checks their arguments.
+# `amax` and `quantize` also serve saved tensors, so `_is_cast` checks their arguments.
 GEMM_CASTS = (
     fp8.segment_amax.default,
     fp8.transpose.default,
@@ -30,7 +29,6 @@ GEMM_CASTS = (
 
 
 def describe_graph(gm: fx.GraphModule, ctx: Context) -> None:
-    """Add all collectives, in graph order, to the plan. In training, add the work of FP8 GEMMs."""
     backward = graph.tangent_dependent(gm.graph)
     ctx.plan.collectives += [
         _describe(node, backward) for node in gm.graph.nodes if starts_communication(node)
@@ -57,7 +55,7 @@ def _describe(collective: fx.Node, backward: set[fx.Node]) -> Collective:
 
 
 def fp8_work(g: fx.Graph) -> Work:
-    """Return the FLOPs of FP8 GEMMs, and the bytes that the casts of operands read and write.
+    """Return the FLOPs of FP8 GEMMs, and the bytes of casts.
 
     Each cast counts as a separate kernel.
     """
@@ -73,7 +71,6 @@ def fp8_work(g: fx.Graph) -> Work:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether an operator prepares an operand of FP8 GEMMs, and serves nothing else."""
     if graph.is_call(node, fp8.amax.default):
         return not parse_block(str(node.args[1]))[1]
     return node.target in GEMM_CASTS or is_quantized_operand(node)

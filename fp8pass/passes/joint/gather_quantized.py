@@ -14,19 +14,11 @@ With one scale for the tensor:
     after    s  = scale(amax(all_gather(amax(shard))));  p = quantize(shard, s)
              q  = as_codes(all_gather(as_bytes(p)))
 
-`q` is bit-identical before and after. For row scales, each row must lie on one rank; the amax of
-each row is gathered together with the data. A tensor scale is computed from the amaxes of all
-ranks, one number per rank. These amaxes are gathered instead of reduced, because gloo's maximum
-drops NaN.
+`q` is bit-identical before and after. For row scales, each row must lie on one rank. Amaxes are
+gathered instead of reduced, because gloo's maximum drops NaN.
 
-The pass covers activations of sequence parallel models, the gradients of these activations, and
-weights in SimpleFSDP. If views and permutations lie between the gather and the matrix, they are
-applied to the gathered bytes. Casts are applied to the shard, before it is quantized.
-
-A gather stays in high precision if another operator, such as the sum for a bias's gradient, reads
-the gathered tensor: gathering the tensor and its FP8 data would send more bytes. `explain` reports
-the reason. No decision depends on values that differ between ranks, so that all ranks run the same
-collectives.
+A gather stays in high precision if another operator reads its result. No decision depends on values
+that differ between ranks, so that all ranks run the same collectives.
 """
 
 from __future__ import annotations
@@ -50,37 +42,26 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# Operators that only move elements, and so can be applied to bytes.
 MOVES = RESHAPES | {aten.permute.default, aten.clone.default}
 
 
 @dataclass
 class GatheredMatrix:
-    """A matrix that is a view of a gathered tensor, and the operators that quantize the matrix.
-
-    Attributes:
-        node: the matrix.
-        path: the views, permutations and casts from the gathered tensor to the matrix, in order.
-        readers: the `amax` and `quantize` operators that read the matrix.
-    """
-
     node: fx.Node
+    # The views, permutations and casts from the gathered tensor to the matrix, in order.
     path: Sequence[fx.Node]
     readers: list[fx.Node] = field(default_factory=list)
 
     @property
     def quantizing(self) -> list[fx.Node]:
-        """The `quantize` operators."""
         return [n for n in self.readers if n.target is fp8.quantize.default]
 
     @property
     def moves(self) -> list[fx.Node]:
-        """The views and permutations of the path."""
         return [n for n in self.path if n.target in MOVES]
 
 
 def gather_quantized(gm: fx.GraphModule, ctx: Context) -> None:
-    """Gather FP8 data instead of each tensor that is only quantized after its gather."""
     changed = False
     for gather in list(find_gathers(gm.graph)):
         matrices, others = find_readers(gather.whole)
@@ -113,7 +94,6 @@ def find_readers(whole: fx.Node) -> tuple[list[GatheredMatrix], list[fx.Node]]:
 
 
 def why_not(gather: Gather, matrices: list[GatheredMatrix], others: list[fx.Node]) -> str:
-    """Return why a tensor is gathered in high precision; '' if its FP8 data can be gathered."""
     quantizations = [quantization_of(n) for matrix in matrices for n in matrix.quantizing]
     if not quantizations:
         return "no linear layer in FP8 reads this tensor"
@@ -155,7 +135,6 @@ def _is_scaled_by(quantize: fx.Node, matrix: fx.Node) -> bool:
 
 
 def _keeps_rows(gather: Gather, matrix: GatheredMatrix) -> bool:
-    """Whether each row of a matrix is a row of one rank's shard."""
     is_last = gather.dim == tensor(gather.whole).ndim - 1
     return not is_last and all(map(_keeps_last_dimension, matrix.moves))
 
@@ -194,7 +173,6 @@ class Sender:
         self._row_amax: fx.Node | None = None
 
     def rewrite(self) -> None:
-        """Replace all readers of the matrix."""
         for reader in sorted(self.matrix.readers):
             self.reader = reader
             with self.graph.inserting_before(reader):
@@ -224,7 +202,6 @@ class Sender:
         return self._emit(fp8.amax.default, x, block_text(block))
 
     def _shard_as_matrix(self) -> fx.Node:
-        """Return this rank's shard as a matrix, in the dtype of the matrix to quantize."""
         if self._shard is None:
             shard = self.gather.shard
             for cast in (n for n in self.matrix.path if n.target in CASTS):
@@ -235,7 +212,6 @@ class Sender:
         return self._shard
 
     def _gather(self, shard: fx.Node) -> fx.Node:
-        """Gather a matrix from its shards, and apply the views and permutations of the path."""
         if self.is_stacked:
             return self._stack_ranks(shard)
         width = tensor(shard).shape[-1]
@@ -254,7 +230,6 @@ class Sender:
         return [*leading, width if self._row_amax is not None and width == 1 else last]
 
     def _concatenate(self, shards: fx.Node) -> fx.Node:
-        """Concatenate the stacked shards of all ranks along the dimension of the gather."""
         if self.gather.whole is self.gather.wait:
             return shards
         rows = tensor(self.gather.shard).shape[0]
@@ -263,7 +238,6 @@ class Sender:
         return self._emit(aten.cat.default, parts, self.gather.dim)
 
     def _stack_ranks(self, shard: fx.Node) -> fx.Node:
-        """Gather the shards of all ranks, stacked along the first dimension."""
         return self._emit(WAIT_TENSOR, self._emit(ALL_GATHER, shard, *self.gather.group))
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -1,12 +1,11 @@
 """Carry out the plan: quantize saved values, and recompute other values in the backward.
 
-Afterwards the only forward nodes that the backward reads are the nodes in `ctx.saved`:
-
     before   h = silu(g) * u           dg = mul(dh, u) ...   (the backward reads g and u)
     after    s = scale(amax(g)); q = quantize(g, s)   forward, q and s are saved
              g' = dequantize([q], s)                  backward, used instead of g
 
-The forward itself uses `g`, which is not rounded. So low-bit formats change only gradients.
+The forward itself uses `g`, so low-bit formats change only gradients. Afterwards the backward reads
+only the forward nodes in `ctx.saved`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ cast = prims.convert_element_type.default
 
 IN_BACKWARD = {"partitioner_tag": "is_backward"}
 
-# The decision about every value if `plan_saved_values` is disabled.
+# If `plan_saved_values` is disabled.
 NOT_PLANNED = Decision(EXACT, 0, "not planned")
 
 
 def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
-    """Rewrite the joint graph so that the backward reads only forward nodes in `ctx.saved`."""
     backward = graph.tangent_dependent(gm.graph)
     carrier = Carrier(gm.graph, ctx)
     for node in list(gm.graph.nodes):
@@ -69,13 +67,7 @@ def _carry_gradients(
 
 
 class Carrier:
-    """Makes forward values available in the backward, each value once.
-
-    Attributes:
-        crossing: the forward nodes whose results the backward reads, in order.
-        at: the backward node that needs the next value. Recomputation is placed right before it,
-            as late as possible.
-    """
+    """Makes forward values available in the backward, each value once."""
 
     def __init__(self, g: fx.Graph, ctx: Context) -> None:
         self.graph = g
@@ -86,7 +78,6 @@ class Carrier:
         self._names, self._places = graph.value_names(g), count_layers_before(g)
 
     def in_backward(self, node: fx.Node) -> fx.Node:
-        """Return the node that replaces the forward value `node` in the backward."""
         pending = [node]
         while pending:
             current = pending[-1]
@@ -137,7 +128,6 @@ class Carrier:
         return copy
 
     def _quantize_difference(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """Save two tensors: the exact mean over tokens, and the quantized difference from it."""
         dtype = tensor(node).dtype
         with self.graph.inserting_before(graph.insertion_point_after(node)):
             mean = emit(self.graph, aten.mean.dim, node, [-2], True, like=node)
@@ -172,7 +162,6 @@ class Carrier:
             return self._restore_layout(node, back) if decision.format.packed else back
 
     def _restore_layout(self, node: fx.Node, back: fx.Node) -> fx.Node:
-        """Give `back`, which is contiguous, the strides that views of `node` require."""
         order = graph.stride_order(tensor(node))
         if order == sorted(order):
             return back
@@ -226,7 +215,7 @@ class Carrier:
 
 
 def _is_expanded(node: fx.Node) -> bool:
-    """Whether elements of a tensor share memory, as the rows of an expanded tensor do."""
+    """Whether elements share memory, as the rows of an expanded tensor do."""
     return any(isinstance(stride, int) and stride == 0 for stride in tensor(node).stride())
 
 

@@ -6,14 +6,10 @@
     after    c  = max(s₁·t₁, s₂·t₂)
              dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
 
-The merged GEMM adds the terms in FP32, so no term is written to memory and read again. It has one
-scale `c` for all terms, so gradient scale times weight scale must be `c` in each term. The
-gradients keep their scales and FP8 data, because gradients have a wide range. Instead, each weight
-is requantized with the scale that makes the product `c`, which is large if the gradient is small.
-The added error is small compared with the largest entries of the sum, which are as exact as before.
+The merged GEMM adds the terms in FP32, and has one scale `c`. Weights are requantized rather than
+gradients, because gradients have a wide range. The error is small relative to the largest entries.
 
-The pass runs after `materialize_plan`. `diagnose`, which compares single layers, uses the graph
-before GEMMs are merged.
+The pass runs after `materialize_plan`, because `diagnose` needs single layers.
 """
 
 from __future__ import annotations
@@ -45,36 +41,26 @@ LONGEST_CONTRACTION = 16384
 
 @dataclass
 class Term:
-    """A GEMM whose result is a term of a sum.
-
-    Attributes:
-        gemm: the GEMM.
-        top: the operand of the sum, which is the GEMM or a view of its result.
-        total: the node that computes the sum of all terms.
-    """
+    """A GEMM whose result is a term of a sum."""
 
     gemm: fx.Node
-    top: fx.Node
-    total: fx.Node
+    top: fx.Node  # the operand of the sum, which is the GEMM or a view of its result
+    total: fx.Node  # the node that computes the sum of all terms
 
     @property
     def length(self) -> int:
-        """The length of the GEMM's contraction."""
         return int(tensor(self.gemm.args[0]).shape[-1])  # type: ignore[arg-type]
 
     @property
     def operand(self) -> fx.Node:
-        """The operand that contains the weight: its FP8 data, or the transpose of the data."""
         return self.gemm.args[2]  # type: ignore[return-value]
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the quantized weight is transposed for the GEMM."""
         return graph.is_call(self.operand, fp8.transpose.default)
 
     @property
     def weight(self) -> fx.Node:
-        """The `quantize` node of the weight."""
         return self.operand.args[0] if self.is_transposed else self.operand  # type: ignore
 
     def remove(self) -> None:
@@ -85,10 +71,9 @@ class Term:
 
 
 def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
-    """Merge FP8 dgrad GEMMs whose results are only added to one another.
+    """Merge FP8 dgrad GEMMs whose results are only added.
 
-    A GEMM is not merged if the backward uses the FP8 weight that the forward saved, since merging
-    requantizes the weight.
+    FP8 weights that the forward saved stay.
     """
     sums: dict[fx.Node, list[Term]] = {}
     for node in gm.graph.nodes:
@@ -108,11 +93,11 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _find_term(gemm: fx.Node) -> Term | None:
-    """Return a GEMM as a term of a sum; None if the GEMM cannot be merged.
+    """Return an FP8 dgrad GEMM that is only added to other tensors, and whose weight has no other
+    user.
 
-    The GEMM must be an FP8 dgrad, its result must only be added to other tensors, and its FP8
-    weight must have no other user. Gathered weights are excluded: all ranks gather the same FP8
-    data, whereas a requantized weight's scale depends on the gradients of one rank.
+    Gathered weights are excluded: a requantized weight's scale depends on the gradients of one
+    rank.
     """
     if gemm.target is not fp8.scaled_mm.default or not is_fp8_gemm(gemm):
         return None
@@ -140,7 +125,6 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _is_sum_of_two(node: fx.Node) -> bool:
-    """Whether a node adds two different tensors, which have the shape and dtype of the sum."""
     if not graph.is_call(node, aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     return all(
@@ -149,7 +133,7 @@ def _is_sum_of_two(node: fx.Node) -> bool:
 
 
 def _same_shape_and_dtype(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes have the same shape and dtype, without a guard on symbolic sizes."""
+    """Compare without a guard on symbolic sizes."""
     x, y = tensor(a), tensor(b)
     if x.dtype != y.dtype or x.ndim != y.ndim:
         return False
@@ -157,7 +141,7 @@ def _same_shape_and_dtype(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _group_terms(terms: Iterable[Term]) -> list[list[Term]]:
-    """Group terms that follow one another and fit in one GEMM. Terms without a partner drop out."""
+    """Group adjacent terms that fit in one GEMM. Terms without a partner drop out."""
     groups: list[list[Term]] = []
     for term in terms:
         if groups and _fits(groups[-1], term):
@@ -179,7 +163,6 @@ def _fits(group: list[Term], term: Term) -> bool:
 
 
 def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
-    """Replace the GEMM of the last term by the merged GEMM, and remove the other terms."""
     *others, last = terms
     gemm = last.gemm
     with g.inserting_before(gemm):
@@ -211,7 +194,6 @@ def _multiply_scales(add: Any, term: Term) -> fx.Node:
 
 
 def _requantize_weight(add: Any, term: Term, scale: fx.Node) -> fx.Node:
-    """Emit a term's weight, requantized with the scale `scale / gradient_scale`."""
     _, gradient_scale, _, weight_scale = term.gemm.args[:4]
     wanted = add(aten.div.Tensor, scale, gradient_scale)
     # Rounding, or a gradient of zeros, must not make the weight's scale smaller: a smaller scale

@@ -7,13 +7,12 @@
              ...                      q' = settled(c, h')
              h' = settled(h, q)       y = dequantize([q'], s)            saves h'
 
-A copy to the host begins when its tensor is computed. `settled` waits for a copy. The pass places
-`settled` where a roofline of all operators expects the copy to be done, so that the wait takes no
-time. A copy back begins as late as possible. It has the result of a GEMM (`g`) as an operand, so
-that compilers do not move it before the GEMM.
+`settled` waits for a copy, at the place where a roofline expects the copy to be done. A copy back
+begins as late as possible. The result of a GEMM `g` is an operand, so that compilers do not move
+the copy before the GEMM.
 
-A tensor takes GPU memory while it is copied, so the bytes of copies in flight are limited to what
-the link carries in `IN_FLIGHT_SECONDS`, or to the two largest copies if these have more bytes.
+The bytes of copies in flight, which also take GPU memory, are limited to what the link carries in
+`IN_FLIGHT_SECONDS`, or to the two largest copies.
 """
 
 from __future__ import annotations
@@ -91,10 +90,7 @@ def _warn_about_exposed_copies(offload: Offload) -> None:
 
 
 def _move_to_host(saved: SavedTensor, names: dict[str, str]) -> SavedTensor:
-    """Return a saved value's entry in the plan, with some of its tensors in host memory.
-
-    `names` maps the names of these tensors to the names of their copies.
-    """
+    """Return a value's entry with the tensors `names` (device name -> host name) in host memory."""
     moved = sum(t.bytes for t in saved.tensors if t.name in names)
     tensors = tuple(
         replace(t, name=names[t.name], on_host=True) if t.name in names else t
@@ -105,27 +101,18 @@ def _move_to_host(saved: SavedTensor, names: dict[str, str]) -> SavedTensor:
 
 @dataclass(eq=False)
 class _Copy:
-    """A tensor that is offloaded.
-
-    Attributes:
-        node: the tensor.
-        bytes, seconds: size and duration of one copy.
-        first: the first node of the backward that uses the tensor.
-        on_host: the node whose value is the copy in host memory: first `to_host`, later `settled`;
-            None before `emit_sends`.
-        made, sent: when the tensor is computed, and when its copy to the host ends, in seconds from
-            the beginning of the forward.
-        fetched, used: when the copy back begins, and when it is first used, in seconds from the
-            beginning of the backward.
-    """
+    """A tensor that is offloaded."""
 
     node: fx.Node
     bytes: int
     seconds: float
-    first: fx.Node
+    first: fx.Node  # the first node of the backward that uses the tensor
+    # `to_host`, later `settled`; None before `emit_sends`.
     on_host: fx.Node | None = None
+    # Seconds from the beginning of the forward: computed, and copy to the host done.
     made: float = 0.0
     sent: float = 0.0
+    # Seconds from the beginning of the backward: copy back begins, and first use.
     fetched: float = 0.0
     used: float = 0.0
 
@@ -142,8 +129,6 @@ class _Copy:
 
 
 class _Schedule:
-    """Places copies, and the waits for them, in a joint graph."""
-
     def __init__(self, gm: fx.GraphModule, ctx: Context, offloaded: Sequence[fx.Node]) -> None:
         self.graph = gm.graph
         self.bandwidth = rate = find_bandwidth(ctx.config, graph.tensor(offloaded[0]).device)
@@ -164,11 +149,7 @@ class _Schedule:
         self.in_flight = 0
 
     def _move_forward_up(self) -> None:
-        """Move forward nodes that stand between backward nodes to right after their operands.
-
-        For example, FP8 data is then transposed right after it is quantized, and does not stay in
-        memory until the forward ends.
-        """
+        """Move forward nodes between backward nodes up to their operands, to free memory early."""
         begun = False
         for node in list(self.graph.nodes):
             begun = begun or node is self.backward_begin
@@ -185,9 +166,8 @@ class _Schedule:
         return min(users, key=self.order.__getitem__)
 
     def emit_sends(self) -> None:
-        """Emit copies to the host, and waits where the roofline expects the copies to be done.
-
-        A wait is placed earlier if the copies in flight would exceed the limit.
+        """Emit copies to the host, and waits for them, earlier if the copies in flight exceed the
+        limit.
         """
         times = running_times(self.graph, self.forward)
         copies = {copy.node: copy for copy in self.copies}
@@ -217,10 +197,8 @@ class _Schedule:
             copy.on_host = graph.emit(self.graph, settled, copy.on_host, copy.node, like=copy.node)
 
     def emit_fetches(self) -> None:
-        """Emit copies back as late as possible, and the wait for each copy before its first use.
-
-        A copy back begins after the last GEMM that ends early enough. If the copies in flight would
-        then exceed the limit, the copy begins only after enough earlier copies have been used.
+        """Emit each copy back after the last GEMM that ends early enough, within the limit in
+        flight.
         """
         times = running_times(self.graph, self.backward)
         copies = sorted(self.copies, key=lambda copy: self.order[copy.first])
@@ -249,7 +227,6 @@ class _Schedule:
         return found
 
     def _fetch(self, copy: _Copy, anchor: fx.Node | None, places: dict[fx.Node, fx.Node]) -> None:
-        """Emit a copy back after the GEMM `anchor`, or before the first use if there is no GEMM."""
         node, on_host = copy.node, copy.on_host
         place = (
             copy.first

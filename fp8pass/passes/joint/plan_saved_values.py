@@ -1,26 +1,19 @@
 """Decide how forward values reach the backward: exact, in a low-bit format, or recomputed.
 
-The backward needs some forward values *exactly*, for attention and for operators that amplify
-errors, and others in *any* form, exact or rounded. Two minimum cuts, modelled on PyTorch's
-partitioner, choose the values to save:
+The backward needs some forward values *exactly*, e.g. for attention, and others in *any* form. Two
+minimum cuts, modelled on PyTorch's partitioner, choose the values to save:
 
     source --price--> v_in --bytes--> v_out --∞--> u_in   for every user u of v
                                       v_out --∞--> sink   if the backward uses v
 
-Cutting the middle arc saves v, at the cost of its bytes. Cutting the first arc recomputes v, at a
-price that is infinite if recomputation is impossible or too expensive. The first cut covers exact
-needs, and every saved value costs its exact bytes. The second cut covers all needs: values that the
-first cut saves cost nothing, and other values cost the bytes of the cheapest format that the error
-rules allow. A single cut is not possible: each value would have three states (exact, low-bit,
-absent), with costs that are not submodular.
+Cutting the middle arc saves v. Cutting the first arc recomputes v, at a price that may be infinite.
+The first cut covers exact needs, in exact bytes. The second cut covers all needs: values of the
+first cut cost nothing, other values the bytes of the cheapest format that the error rules allow.
+One cut with three states (exact, low-bit, absent) would have costs that are not submodular.
 
-Several first cuts may have the same cost. The cut closest to the backward recomputes least, and the
-cut closest to the inputs lets the second cut recompute the most values. Both are tried, also with
-more values that are needed exactly, such as masks (`cuts.py`). The cheapest plan is used.
-
-Results of GEMMs and attention are never recomputed here, so it does not matter how their inputs are
-saved. These results therefore split the graph into regions, whose cuts are computed separately
-(with networkx).
+Several first cuts may have the same cost, so `cuts.py` tries several and takes the cheapest plan.
+Results of GEMMs and attention are never recomputed here, so they split the graph into regions that
+are cut separately (with networkx).
 """
 
 from __future__ import annotations
@@ -86,9 +79,9 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
 def _within_budget(
     ctx: Context, cuts: Decisions, choices: FormatChoices, planner: Callable[[], Planner]
 ) -> Decisions:
-    """Return the plan for the configured budget, or `cuts` if there is no budget.
+    """Return the plan for the budget.
 
-    If `cuts` saves less than the budget allows, formats with more bits fill the rest.
+    If `cuts` saves less, formats with more bits fill the rest.
     """
     most, is_share = saved_bytes(cuts, ctx.facts), isinstance(ctx.config.memory_budget, float)
     if most < NEGLIGIBLE_BYTES and is_share:
@@ -104,9 +97,8 @@ def _within_budget(
 def _plan_nearest(ctx: Context, budget: float, planner: Planner) -> Decisions:
     """Return the plan whose bytes are nearest to the budget, for a graph without linear layers.
 
-    Graph breaks leave graphs without linear layers, for example the loss. Often such a graph cannot
-    meet a share that other graphs of the model can meet. No error is raised, because small graphs
-    must not stop the training.
+    Graph breaks leave such graphs, e.g. the loss. They often cannot meet a share, but must not stop
+    the training.
     """
     least = min(planner.problem.least(), planner.most)
     if least > budget:

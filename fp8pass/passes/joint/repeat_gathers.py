@@ -4,17 +4,11 @@
     after    w = wait_tensor(all_gather(W))        saved: the shard W
              w' = wait_tensor(all_gather(W))       in the backward
 
-This pass only marks gathers for recomputation; `materialize_plan` emits the recomputation. The pass
-marks
+This pass marks gathers of tensors that are computed from parameters alone (SimpleFSDP), and gathers
+of FP8 data (`gather_quantized`). `materialize_plan` emits the recomputation.
 
-- gathers of tensors that are computed from parameters alone (SimpleFSDP), in any precision;
-- gathers of FP8 data (`gather_quantized`). If the data is an activation (sequence parallel), each
-  rank saves only the part that it sends.
-
-Other collectives run once, as in PyTorch's own partitioner. All ranks must run the same
-collectives. So the choice of the repeated gathers does not depend on anything that may differ
-between ranks, such as sizes or free memory. Copies of a gathered tensor, in any layout, are never
-saved, because a rank that saved a copy would not repeat the gather.
+The choice does not depend on anything that may differ between ranks, such as sizes or free memory,
+because all ranks must run the same collectives. So no copy of a gathered tensor is ever saved.
 """
 
 from __future__ import annotations
@@ -40,7 +34,6 @@ CARRIERS = {
 
 
 def repeat_gathers(gm: fx.GraphModule, ctx: Context) -> None:
-    """Mark the gathers that the backward repeats."""
     found = list(find_gathers(gm.graph))
     if not found:
         return  # graphs without gathers skip the slow analysis below
@@ -57,7 +50,6 @@ def repeat_gathers(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _recompute_copies(gather: fx.Node, backward: set[fx.Node]) -> None:
-    """Mark a gather, and all copies of its result, for recomputation in the backward."""
     pending = [gather]
     while pending:
         node = pending.pop()
@@ -67,6 +59,6 @@ def _recompute_copies(gather: fx.Node, backward: set[fx.Node]) -> None:
 
 
 def _save_sent(data: fx.Node) -> None:
-    """Save the FP8 data that this rank sends. A checkpointed region recomputes it instead."""
+    """Save FP8 data, except in a checkpointed region, which recomputes it."""
     if not compat.must_recompute(graph.skip_views_and_casts(data.args[0])):  # type: ignore[arg-type]
         compat.save_always(data)

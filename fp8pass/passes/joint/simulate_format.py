@@ -1,16 +1,13 @@
 """Simulate GEMMs in another format: mask the operands and results of linear layers.
 
-See section 3.2 of the paper "FP8 and back". `q` masks a tensor: it rounds the tensor to the format,
-but does not change the tensor's dtype (`dialect/masking.py`). For `y = x Wᵀ`
+See section 3.2 of the paper "FP8 and back". `q` rounds a tensor to the format without changing its
+dtype (`dialect/masking.py`). For `y = x Wᵀ`
 
     before   y  = mm(x, t(W))              after    y  = q(mm(q(x), t(q(W))))
              dx = mm(dY, W)                         dx = q(mm(q(dY), q(W)))
              dW = mm(t(dY), x)                      dW = q(mm(t(q(dY)), q(x)))
 
-The GEMMs run in the model's own precision, so the simulated GEMM accumulates in high precision. A
-bias is added before the result is masked, and is not masked itself. Weights and activations are
-saved unmasked, so the backward masks them again. A tensor that several GEMMs read is masked once.
-A tensor is not masked if the format represents all numbers of its dtype, as E8M7 does for bfloat16.
+A bias is added before the result is masked. Weights and activations are saved unmasked.
 """
 
 from __future__ import annotations
@@ -81,15 +78,12 @@ def why_not(layer: Layer, config: Config) -> Reason:
 
 
 class Masker:
-    """Masks the GEMMs of one graph. A tensor that several GEMMs read is masked once."""
-
     def __init__(self, simulation: Simulation) -> None:
         self.format = simulated_format(simulation.format)
         self._options = self.format.name, simulation.inner_clamp, simulation.outer_clamp
         self._masked: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def mask_gemm(self, gemm: fx.Node) -> None:
-        """Mask the operands of a GEMM, and its result."""
         first = first_factor_index(gemm)
         with gemm.graph.inserting_before(gemm):
             for position in (first, first + 1):
@@ -108,7 +102,6 @@ class Masker:
             del gemm.meta["recompute"]
 
     def _mask_operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
-        """Return the masked operand. If the operand is a transpose, its base is masked."""
         batch = tensor(matrix).ndim == 3
         base, flipped = (graph.skip_batched_transposes if batch else graph.skip_transposes)(matrix)
         if self._is_unmasked(base):
@@ -124,6 +117,6 @@ class Masker:
         return emit_operand(aten.permute.default, masked, order, like=gemm)
 
     def _is_unmasked(self, node: fx.Node) -> bool:
-        """Whether masks do not support a tensor's dtype, or would not change the tensor."""
+        """Whether masks would not change a tensor, like E8M7 in bfloat16."""
         dtype = tensor(node).dtype
         return dtype not in MASKED_DTYPES or is_identity(self.format, dtype)

@@ -3,10 +3,8 @@
     before   s = add(x, y);  n = norm(s);  t = add(s, z)
     after    s = buffer(add(x, y));  n = norm(s);  t = add(s, z)
 
-Inductor inlines short expressions of pointwise operators, such as sums of a residual stream, into
-all kernels that use them. Without buffers, each kernel would recompute a sum from the terms that
-all earlier blocks added, so all these terms would stay in memory. Terms of gradients would even
-stay in FP32, because their casts to 16 bits would be inlined, too.
+Otherwise Inductor inlines these sums into all kernels that use them. Each kernel would then read
+the terms of all earlier blocks, and the terms of gradients would stay in FP32.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from fp8pass.passes.context import Context
 
 
 def buffer_residual_sums(gm: fx.GraphModule, ctx: Context) -> None:
-    """Emit a buffer for each floating-point residual sum."""
     for node in list(gm.graph.nodes):
         if graph.is_float(node) and graph.is_residual_sum(node):
             store_in_buffer(node)

@@ -1,7 +1,4 @@
-"""Add to the plan which kernels quantize matrices, and why generated code quantizes the rest.
-
-The graph does not change.
-"""
+"""Add to the plan which kernels quantize matrices, and why generated code quantizes the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from fp8pass.plan import KernelUse
 
 
 def describe_kernels(gm: fx.GraphModule, ctx: Context) -> None:
-    """Add the kernels of one graph to the plan."""
     if not ctx.config.quantizes_linears:
         return
     programs: Counter[str] = Counter()
@@ -39,7 +35,6 @@ def describe_kernels(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _why_generated(quantize: fx.Node) -> str:
-    """Return why generated code, instead of a hand-written kernel, quantizes an operand."""
     is_tensor = quantization_of(quantize).block == TENSOR
     why_not = why_no_tiles if is_tensor else why_no_rows
     return why_not(quantize) or "its inputs are parts of several matrices in memory"

@@ -3,9 +3,7 @@
     before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
-A kernel can join earlier kernels if its inputs, such as weights, exist when the first of them runs.
-Only a small kernel joins: its results are computed earlier and so take memory for longer, and
-saving a launch matters little for a large kernel.
+Only small kernels join an earlier launch: their results take memory for longer.
 """
 
 from __future__ import annotations
@@ -20,16 +18,13 @@ from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.passes.context import Context
 
-# The most bytes that a joining kernel may read and write. Moving this many bytes takes as long as a
-# launch.
+# Moving this many bytes takes as long as a launch.
 MOST_MOVED = 64 * 2**20
-# The most bytes of results that the joining kernels of a launch may compute, because these results
-# take memory before they are needed.
+# The most bytes of results that one launch computes early.
 MOST_EARLY = 32 * 2**20
 
 
 def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace kernels that can run together by one operator."""
     groups = [group for op in (rows, tiles) for group in _groups(gm.graph, op) if len(group) > 1]
     for group in groups:
         _fuse(group)
@@ -38,7 +33,7 @@ def fuse_launches(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
-    """Split the kernels `op` into groups. A group can run together where its first kernel runs."""
+    """Split the kernels `op` into groups that can run where their first kernel runs."""
     position = {node: i for i, node in enumerate(g.nodes)}
     groups: list[list[fx.Node]] = []
     for node in g.nodes:
@@ -52,7 +47,6 @@ def _groups(g: fx.Graph, op: object) -> list[list[fx.Node]]:
 
 
 def _joins(node: fx.Node, group: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """Whether a kernel can run together with a group of kernels, and is small enough."""
     first, *early = *group, node
     results = [x for member in early for x in member.meta["val"]]
     return (
@@ -75,7 +69,6 @@ def _batch(node: fx.Node) -> Batch:
 
 
 def _fuse(group: list[fx.Node]) -> None:
-    """Emit one operator before the first kernel of a group, and use its results for all kernels."""
     batch = Batch(tuple(program for node in group for program in _batch(node).programs))
     inputs = [x for node in group for x in node.args[0]]  # type: ignore[union-attr]
     results = iter(emit_batch(group[0].target, batch, inputs, like=group[0]))  # type: ignore[arg-type]

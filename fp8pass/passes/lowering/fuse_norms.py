@@ -33,7 +33,6 @@ fp8 = torch.ops.fp8pass
 
 
 def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace the backward of norms, with the residual sums that follow, by row kernels."""
     if not ctx.config.quantizes_linears:  # kernels round less often than recipe `exact` must
         return
     candidates = [n for n in gm.graph.nodes if n.op == "call_function"]
@@ -43,11 +42,7 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _fuse(total: fx.Node) -> bool:
-    """Replace a residual sum by a kernel if possible, and return whether it was replaced.
-
-    The operators that compute the sum must include the backward of a norm. They stay in the graph
-    if nodes outside of the kernel use their results.
-    """
+    """Replace a residual sum that contains the backward of a norm by a kernel, if possible."""
     if why_not_a_matrix(total) or tensor(total).shape[-1] > LONGEST_SUMMED:
         return False
     reader = Reader(total, by_row=True)
@@ -100,7 +95,6 @@ def _find_column_sums(reader: Reader) -> list[fx.Node]:
 
 
 def _users_within(load: fx.Node) -> set[fx.Node]:
-    """Return the nodes that depend on a value through at most 8 operators."""
     found: set[fx.Node] = set()
     layer = {load}
     for _ in range(8):
@@ -118,7 +112,6 @@ def _sums_columns(node: fx.Node) -> bool:
 
 
 def _find_amaxes(node: fx.Node) -> list[fx.Node]:
-    """Return the `amax` operators that read a value or a view of it."""
     found = []
     for user in node.users:
         if user.target is fp8.amax.default and user.args[1] == "tensor":
@@ -129,7 +122,6 @@ def _find_amaxes(node: fx.Node) -> list[fx.Node]:
 
 
 def _replace_sum(column_sum: fx.Node, partial_sums: fx.Node) -> None:
-    """Replace a sum over rows by the sum of partial sums, in the same shape and dtype."""
     val, add = tensor(column_sum), partial(graph.emit, column_sum.graph, like=column_sum)
     with column_sum.graph.inserting_before(column_sum):
         total = add(aten.sum.dim_IntList, partial_sums, [0])

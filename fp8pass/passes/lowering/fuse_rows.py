@@ -6,10 +6,8 @@
              c  = scale(amax(s));  d = quantize(s, c)
     after    s, d, c, a, b = rows([w, x, mm], program)
 
-If nodes outside of the kernel use an intermediate value, the kernel stores this value, too. If a
-value is saved for the backward with a scale for each group, the kernel also quantizes it in groups.
-
-`lower_dialect` lowers the dialect operators that do not fit in a kernel.
+The kernel also stores intermediate values that other nodes use, and quantizes saved values in
+groups. `lower_dialect` lowers the dialect operators that do not fit in a kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ fp8 = torch.ops.fp8pass
 
 
 def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace quantization by row, and the operators that compute its input, by row kernels."""
     candidates = [n for n in gm.graph.nodes if is_quantized_operand(n)]
     fused = [_fuse(node) for node in candidates if node.users]
     if any(fused):
@@ -44,7 +41,6 @@ def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _fuse(quantize: fx.Node) -> bool:
-    """Replace a `quantize` by a kernel; return False if no kernel can compute it."""
     if why_no_rows(quantize):
         return False
     kernel = _plan_kernel(quantize, compute=True) or _plan_kernel(quantize, compute=False)
@@ -59,23 +55,19 @@ def _fuse(quantize: fx.Node) -> bool:
 
 @dataclass
 class RowKernel:
-    """A row kernel: its loads and steps, its stores, and the node that each result replaces."""
+    """A row kernel. `replaced` has the node that each result replaces."""
 
     reader: Reader
     stores: list[Store]
     replaced: list[fx.Node]
 
     def add_store(self, node: fx.Node, store: Store) -> None:
-        """Store a result that replaces a node."""
         self.stores.append(store)
         self.replaced.append(node)
 
 
 def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
-    """Return a kernel for a `quantize` node; None if no kernel is possible.
-
-    With `compute` the kernel also computes the value to quantize; otherwise it loads the value.
-    """
+    """Return a kernel that computes (or else loads) the value to quantize; None if impossible."""
     x, scale = quantize.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
@@ -112,10 +104,9 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
 
 
 def _used_outside(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the nodes of the kernel whose values it must store, because other nodes use them.
+    """Return the nodes whose values other nodes use, also through views and casts.
 
-    A use through views and casts counts. A use by `absorbed` does not, because the kernel replaces
-    these nodes, too. Conditions (booleans) are left out, because their users recompute them.
+    The users of conditions (booleans) recompute them.
     """
     inside = set(reader.names) | set(absorbed)
 
@@ -130,7 +121,6 @@ def _used_outside(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _find_groups(reader: Reader) -> list[tuple[fx.Node, list[fx.Node]]]:
-    """Return the scales and data planes of each value of the kernel that is quantized in groups."""
     found = []
     for value in reader.names:
         for amax in (user for user in value.users if user.target is fp8.amax.default):
@@ -143,7 +133,7 @@ def _find_groups(reader: Reader) -> list[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _can_store_groups(planes: list[fx.Node]) -> bool:
-    """Whether the kernel supports the groups of `planes`, whose size must be a power of two."""
+    """Whether the kernel supports the groups of `planes`."""
     how = quantization_of(planes[0])
     rows, size = how.block
     fits = rows == 1 and 0 < size <= ROW_CHUNK and size & (size - 1) == 0

@@ -4,10 +4,9 @@
              b = amax(q);  t = scale(b)
     after    s, t = rows([p, q], [program, program])
 
-An amax has two stages: a kernel stores an amax for each row or tile, and the second stage reduces
-these amaxes to one number. `p` and `q` are results of first stages, or inputs of the graph, such as
-the row scales of a weight. A second stage reads a few kilobytes, which takes less time than a
-launch. A layer has a dozen or more second stages, and most of their results are needed much later.
+`p` and `q` are amaxes of rows or tiles that a kernel has stored (first stages), or inputs of the
+graph. A second stage reads a few kilobytes, which takes less time than a launch. A layer has a
+dozen or more of them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ fp8 = torch.ops.fp8pass
 
 
 def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace second stages of amaxes, and their scales, by row kernels."""
     _move_input_amaxes_up(gm.graph)
     groups = [group for group in _group_amaxes(gm.graph) if len(group) > 1]
     for group in groups:
@@ -49,10 +47,7 @@ def _move_input_amaxes_up(g: fx.Graph) -> None:
 
 
 def _group_amaxes(g: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Yield groups of amaxes that are all computed before any of their results is used.
-
-    Scales do not count as uses, since the kernel computes them with the amaxes.
-    """
+    """Yield groups of amaxes that are all computed before any result except scales is used."""
     group: list[fx.Node] = []
     results: set[fx.Node] = set()
     for node in g.nodes:
@@ -71,7 +66,6 @@ def _group_amaxes(g: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _finishes_amax(node: fx.Node) -> bool:
-    """Whether a node is the second stage of an amax, and its input fits in one kernel."""
     if not graph.is_call(node, fp8.amax.default) or node.args[1] != "tensor":
         return False
     source = node.args[0]
@@ -102,7 +96,6 @@ def _fuse(amaxes: list[fx.Node]) -> None:
 
 
 def _make_program(amax: fx.Node, scales: list[fx.Node], stored: list[fx.Node]) -> Program:
-    """Return the program of one amax. The program reads the stored numbers as one row."""
     steps = [Step(amax.name, "row_amax", ("partial",))]
     steps += [Step(s.name, "scale", (amax.name, parse(str(s.args[1])).format.name)) for s in scales]
     stores = (Store(node.name, ("row",), dtype="float32") for node in stored)

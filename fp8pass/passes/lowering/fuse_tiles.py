@@ -6,11 +6,9 @@
              b  = quantize(d, t);  c = transpose(b)
     after    a, b, c = tiles([s, t, dy, g, u], program)
 
-The program of a kernel stores a quantized matrix, transposed or in both layouts. It contains the
-pointwise operators that compute the matrix from tensors in memory. Matrices that are computed from
-the same tensors share a program, so that each tensor is read once. If nodes outside of the kernel
-use a result of an operator, the operator also stays in the graph: computing it twice costs less
-than writing its result and reading it again.
+Matrices that are computed from the same tensors share a program, so that each tensor is read once.
+An operator also stays in the graph if other nodes use its result, because computing it twice costs
+less than writing and reading it.
 
 The same kernel transposes FP8 data from other ranks:
 
@@ -21,8 +19,6 @@ If `joined` concatenates FP8 data, each kernel stores its columns of the result:
 
     before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
     after    c = tiles([s, x, t, y], [program, program])
-
-`lower_dialect` lowers the dialect operators that do not fit in a kernel.
 """
 
 from __future__ import annotations
@@ -50,27 +46,20 @@ fp8 = torch.ops.fp8pass
 
 @dataclass(eq=False)
 class TiledMatrix:
-    """A matrix that a kernel may store.
+    """A matrix that a kernel may store."""
 
-    Attributes:
-        reader: the loads and steps that compute the matrix.
-        store: the store of the matrix, with its layouts still empty.
-        replaced: the nodes that the stored result replaces, by layout.
-        amaxes: the `amax` operators that will read the amaxes of tiles instead of the matrix.
-    """
-
-    reader: Reader
-    store: Store
+    reader: Reader  # the loads and steps that compute the matrix
+    store: Store  # the store of the matrix, with its layouts still empty
+    # The nodes that the stored result replaces, by layout.
     replaced: dict[str, list[fx.Node]] = field(default_factory=dict)
+    # The `amax` operators that will read the amaxes of tiles instead of the matrix.
     amaxes: list[fx.Node] = field(default_factory=list)
 
     @property
     def results(self) -> list[fx.Node]:
-        """The nodes that the kernel computes."""
         return [*(n for nodes in self.replaced.values() for n in nodes), *self.amaxes]
 
     def stores(self, whole: Concatenation | None) -> Iterator[Store]:
-        """Yield the stores of the matrix. A layout that is a part of `whole` has its own store."""
         parts = {x for x, nodes in self.replaced.items() if whole and whole.offset_of(nodes) >= 0}
         alone = tuple(x for x in self.replaced if x not in parts)
         if alone or self.amaxes:
@@ -89,12 +78,10 @@ class Concatenation:
 
     @property
     def parts(self) -> list[fx.Node]:
-        """The concatenated matrices, from left to right."""
         return list(self.node.args[0])  # type: ignore[arg-type]
 
     @property
     def width(self) -> int:
-        """The number of columns of all parts together."""
         return int(tensor(self.node).shape[1])
 
     def offset_of(self, nodes: Iterable[fx.Node]) -> int:
@@ -105,7 +92,6 @@ class Concatenation:
 
 
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
-    """Emit tile kernels for matrices that are quantized and transposed, or that need an amax."""
     if not ctx.config.quantizes_linears:  # recipe `exact` has amaxes, but must not change
         return
     changed = False
@@ -129,7 +115,6 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
-    """Return the matrix that a node quantizes; None if the tile kernel cannot store it."""
     if not is_quantized_operand(quantize) or why_no_tiles(quantize):
         return None
     x, scale = quantize.args[:2]
@@ -154,7 +139,7 @@ def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
 
 
 def _find_received(data: fx.Node) -> TiledMatrix | None:
-    """Return FP8 data from other ranks as a matrix, if it must be transposed and is in memory."""
+    """Return FP8 data from other ranks that must be transposed, and is in memory."""
     if not graph.is_call(data, fp8.as_codes.default) or not transposes(data):
         return None
     format = str(data.args[1])
@@ -170,10 +155,10 @@ def _find_received(data: fx.Node) -> TiledMatrix | None:
 
 
 def _find_measured(x: fx.Node) -> TiledMatrix | None:
-    """Return the matrix `x` if a kernel should compute its amax without storing the matrix.
+    """Return `x` if a kernel should compute its amax without storing `x`.
 
-    The matrix must be in memory, or computed by dequantizing groups. For any other matrix, the
-    generated kernel that computes the matrix can compute the amax as well.
+    Such an `x` is in memory or dequantized from groups. Generated code that computes any other
+    matrix can also compute its amax.
     """
     amaxes = [u for u in x.users if u.target is fp8.amax.default and u.args[1] == "tensor"]
     if not amaxes or tensor(x).ndim != 2 or why_not_a_matrix(x):
@@ -190,9 +175,9 @@ def _find_measured(x: fx.Node) -> TiledMatrix | None:
 
 
 def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
-    """Return a list of matrices for each kernel.
+    """Return the matrices of each kernel.
 
-    The first matrix of a list is computed from all large tensors that the kernel reads.
+    The first matrix reads all large tensors of its kernel.
     """
     groups: list[list[TiledMatrix]] = []
     groups_by_load: dict[fx.Node, list[list[TiledMatrix]]] = {}
@@ -212,10 +197,7 @@ def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]
 
 
 def _can_store_parts(whole: Concatenation, groups: list[list[TiledMatrix]]) -> bool:
-    """Whether the kernels of `groups` can store all parts of a concatenation in its memory.
-
-    Each part must occur once, and only the concatenation and transposes may use it.
-    """
+    """Whether the kernels of `groups` can store all parts, each once, in place."""
     if len(set(whole.parts)) < len(whole.parts):
         return False
     if any(set(part.users) - {whole.node, *transposes(part)} for part in whole.parts):
@@ -226,13 +208,11 @@ def _can_store_parts(whole: Concatenation, groups: list[list[TiledMatrix]]) -> b
 
 
 def _depend_on_each_other(matrices: list[TiledMatrix]) -> bool:
-    """Whether computing one of the matrices requires the result of another one."""
     reads = {n for m in matrices for n in m.reader.loads}
     return len(matrices) > 1 and depends_on(reads, [n for m in matrices for n in m.results])
 
 
 def _fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -> None:
-    """Replace groups of matrices by one operator, with a program for each group."""
     matrices = [matrix for group in groups for matrix in group]
     # An earlier call may have emitted a kernel that reads one matrix and computes another.
     if _depend_on_each_other(matrices):

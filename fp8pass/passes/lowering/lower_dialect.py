@@ -1,11 +1,8 @@
 """Replace operators of the dialect by aten operators, right before Inductor compiles a graph.
 
-    before   s = scale(amax(x));  q = quantize(x, s)
-    after    a = amax(amax(abs(x), -1));  s = power_of_two(clamp(a / 448))
-             q = buffer(convert(clamp(x * reciprocal(s))))
-
-`codegen/lowering.py` traces the tuned lowering of each operator. If an operator has none, its
-reference implementation is traced.
+before   s = scale(amax(x));  q = quantize(x, s)
+after    a = amax(amax(abs(x), -1));  s = power_of_two(clamp(a / 448))
+         q = buffer(convert(clamp(x * reciprocal(s))))
 """
 
 from __future__ import annotations
@@ -17,5 +14,4 @@ from fp8pass.passes.context import Context
 
 
 def lower_dialect(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace every fp8pass:: operator of a graph."""
     lower_graph(gm.graph)

@@ -3,10 +3,8 @@
     before   h = mul(gate, up);  w = grouped_mm(permute(h, [1, 0]), dy, offsets)
     after    h = buffer(mul(gate, up));  w = grouped_mm(permute(h, [1, 0]), dy, offsets)
 
-Grouped GEMMs raise an error if groups follow one another in the contiguous dimension, unless each
-group has a multiple of 16 bytes. If the transposed tensor is not in memory, for example if it is
-recomputed or dequantized, Inductor would store the transpose in a row-major copy. In such a copy
-each row is a feature, and contains the tokens of all experts one after another.
+Without the buffer, Inductor may store the transpose row-major. Grouped GEMMs then raise an error
+unless each group has a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from fp8pass.passes.context import Context
 
 
 def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
-    """Emit a buffer for each operand of grouped GEMMs that would not be in memory."""
     grouped = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in GROUPED_GEMMS]
     bases = dict.fromkeys(_base(operand) for n in grouped for operand in n.args[:2])
     for node in [n for n in bases if n is not None and _is_fused(n)]:
@@ -28,7 +25,6 @@ def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _base(operand: object) -> fx.Node | None:
-    """Return the value that an operand views, or the operand if it is not a view."""
     while isinstance(operand, fx.Node) and kind(operand) is Kind.VIEW:
         operand = operand.args[0]
     return operand if isinstance(operand, fx.Node) else None

@@ -3,14 +3,11 @@
     before   d = cat([mul(g, silu_backward), mul(g, silu)], 1);  q = rows([d])
     after    d = side_by_side([mul(g, silu_backward), mul(g, silu)], 1);  q = rows([d])
 
-Inductor's kernel for a concatenation computes the values of all parts for each element, and selects
-one of them. On an H100, the gradient of a SwiGLU with gate and up in one GEMM took 2.6 times as
-long as reading and writing its bytes. Parts that are stored separately share a kernel if they read
-the same tensors.
+Inductor's kernel for a concatenation computes the values of all parts for each element. On an H100,
+the gradient of a SwiGLU took 2.6 times as long as reading and writing its bytes.
 
-A concatenation is left unchanged if only generated code reads it or its views, because Inductor
-then inlines the parts and stores nothing. It is also left unchanged if all computed parts are views
-of one value, as in a shift.
+A concatenation stays if only generated code reads it, because Inductor then inlines it, or if its
+parts are views of one value, as in a shift.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from fp8pass.passes.context import Context
 
 
 def split_cats(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace concatenations of computed parts by `side_by_side`."""
     if not ctx.config.quantizes_linears:  # recipe `exact` must round as PyTorch does
         return
     for cat in gm.graph.find_nodes(op="call_function", target=aten.cat.default):
@@ -43,14 +39,13 @@ def split_cats(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _inlined_value(part: fx.Node) -> fx.Node | None:
-    """Return the value that Inductor would inline where a part is read; None if it is in memory."""
+    """Return the value that Inductor would inline where a part is read, or None."""
     while kind(part) is Kind.VIEW:
         part = part.args[0]  # type: ignore[assignment]
     return part if kind(part) is Kind.POINTWISE else None
 
 
 def _is_fused_into(user: fx.Node) -> bool:
-    """Whether generated code can inline the values that `user` reads."""
     if kind(user) is Kind.VIEW:
         return all(map(_is_fused_into, user.users))
     return kind(user) in (Kind.POINTWISE, Kind.REDUCTION)

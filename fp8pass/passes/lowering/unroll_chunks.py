@@ -24,7 +24,6 @@ from fp8pass.passes.context import Context
 
 
 def unroll_chunks(gm: fx.GraphModule, ctx: Context) -> None:
-    """Replace every call of `in_chunks`."""
     calls = chunks_of(gm.graph)
     for chunks in calls:
         with gm.graph.inserting_before(chunks.node):
@@ -40,8 +39,6 @@ def unroll_chunks(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 class Unroller:
-    """Emits the chunks of one call at the insertion point of a graph."""
-
     def __init__(self, g: fx.Graph, chunks: Chunks) -> None:
         self.graph, self.chunks = g, chunks
         self.body = chunks.body.graph
@@ -57,7 +54,6 @@ class Unroller:
         self.products = {n for n in self.sums if n.target is aten.mm.default and len(n.users) == 1}
 
     def emit_results(self) -> list[fx.Node]:
-        """Emit all chunks, and return the nodes that replace the results of the call."""
         parts: list[list[fx.Node]] = [[] for _ in self.row_results]
         totals: dict[fx.Node, fx.Node] = {}
         done: list[fx.Node] = []
@@ -72,10 +68,10 @@ class Unroller:
         return [*whole, *(totals[n] for n in self.sums)]
 
     def _emit_chunk(self, start: Any, end: Any, done: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Emit a chunk; return a dict from nodes of the body to new nodes.
+        """Emit a chunk after `done`, the results of the previous chunk; return the new nodes.
 
-        The chunk depends on `done`, the results of the previous chunk. Otherwise Inductor would
-        compute the losses where they are concatenated, and keep all logits until then.
+        Without this order, Inductor would compute all losses at the end and keep all logits until
+        then.
         """
         env = dict(self.once)
         for placeholder, rows in self.row_inputs:
@@ -97,7 +93,6 @@ class Unroller:
         return self._emit(node.target, *args, like=node, fake=fake, **kwargs)
 
     def _add_to(self, total: fx.Node | None, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Add `node` of the current chunk to the sum over earlier chunks, and return the sum."""
         if total is None:
             return self._copy(node, env) if node in self.products else env[node]
         if node not in self.products:

@@ -1,14 +1,11 @@
 """Warnings about tensors with a problem, and advice.
 
-FP8 data cannot overflow, because scales are computed from the current amax. Therefore a saturated
-element is not a problem. But the 16-bit tensor before quantization can overflow. A tensor is *near
-overflow* if its amax is within a factor of `HEADROOM` of the largest number of its dtype. This
-happens in fp16, or in a training that diverges.
+FP8 data cannot overflow, because scales follow the current amax, so saturation is no problem. The
+16-bit tensor before quantization can: it is *near overflow* if its amax is within a factor of
+`HEADROOM` of the largest number of its dtype, in fp16 or in a training that diverges.
 
-No warning reports a low SQNR, because finite tensors cannot have a low SQNR. In a format's normal
-range the error is at most half the distance between adjacent numbers, which gives an SQNR of 24 dB
-in E4M3. Smaller elements may become zero, but these errors are so small relative to amax that they
-hardly lower the SQNR. A separate warning reports the share of elements that become zero.
+No warning reports a low SQNR, because the error in a format's normal range gives 24 dB in E4M3, and
+elements that become zero hardly lower it. A separate warning reports their share.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ from fp8pass.dialect.formats import E4M3
 from fp8pass.stability.monitor.statistics import TensorName, TensorStatistics
 
 HEADROOM = 8
-MOSTLY = 0.5  # a warning is given if a larger share of nonzero elements becomes zero
+MOSTLY = 0.5  # share of nonzero elements that become zero
 SENT = "gradient sent"  # `TensorStatistics.tensor` of gradients sent to other ranks
-MOST_NAMED = 5  # maximum number of tensors that one warning names
+MOST_NAMED = 5  # tensors in one warning
 NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
     "not finite",
     "near overflow",
@@ -34,13 +31,13 @@ NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and the tensor's name in its graph. Patterns of `skip` match the path in this name."""
+    """A row, and the tensor's name in its graph, which `skip` patterns match."""
 
     row: TensorStatistics
     name: TensorName
 
     def find_symptoms(self) -> Iterator[tuple[str, str]]:
-        """Yield each symptom, and the number that indicates it."""
+        """Yield each symptom with its number."""
         row = self.row
         if row.nonfinite > 0:
             yield NOT_FINITE, f"{row.nonfinite} of {row.elements}"
@@ -75,13 +72,13 @@ def _advise_on_zeros(found: Sequence[Measured]) -> Iterator[str]:
 
 
 class Findings:
-    """Finds tensors with symptoms. Reports each symptom of a tensor only once."""
+    """Reports each symptom of a tensor only once."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str, str]] = set()
 
     def find_new(self, rows: Sequence[Measured]) -> list[str]:
-        """Return one message for each symptom, about the tensors that did not have it before."""
+        """Return one message for each symptom."""
         found: dict[str, list[tuple[Measured, str]]] = {symptom: [] for symptom in SYMPTOMS}
         for measured in rows:
             for symptom, figure in measured.find_symptoms():

@@ -29,10 +29,9 @@ from fp8pass.stability.monitor.writers import CsvWriter, TensorBoardWriter
 
 log = logging.getLogger("fp8pass")
 
-MOST_PRINTED = 40  # maximum number of rows that `print(monitor)` shows
+MOST_PRINTED = 40  # rows of `print(monitor)`
 
-# A weight may change this often within one step, because some optimizers run a forward with
-# perturbed weights.
+# Some optimizers run a forward with perturbed weights.
 MOST_CHANGES = 1
 
 
@@ -107,7 +106,7 @@ class Monitor(StepObserver):
         self._findings = Findings()
         self._totals: dict[tuple[str, TensorName], Tensor] = {}
         self._modules: dict[int, str] | None = None
-        # For each weight, by address: number of changes in this sample, and last seen version.
+        # By address: number of changes in this sample, and last seen version.
         self._changes: dict[int, tuple[int, int]] = {}
         self._warned = False
 
@@ -145,7 +144,7 @@ class Monitor(StepObserver):
         self.step()
 
     def module_of(self, weight: Tensor) -> str | None:
-        """Return the path of the module that owns a weight, or None if the path is unknown."""
+        """Return the path of the module that owns a weight, if known."""
         if self._modules is None:
             named = self.model.named_parameters() if self.model is not None else ()
             self._modules = {
@@ -154,10 +153,7 @@ class Monitor(StepObserver):
         return self._modules.get(weight.data_ptr())
 
     def saw(self, weight: Tensor) -> None:
-        """Record that a sampled forward reads a weight.
-
-        If the weight changes several times within a sample, warn that `step()` was not called.
-        """
+        """Warn that `step()` was not called if a weight changes several times within a sample."""
         version = compat.version_of(weight)
         changes, before = self._changes.get(weight.data_ptr(), (0, version))
         changes += version != before
@@ -173,7 +169,7 @@ class Monitor(StepObserver):
             )
 
     def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
-        """Add the totals of one tensor. `prefix` is the path of the compiled part of the model."""
+        """Add totals of a tensor in the compiled part of the model at path `prefix`."""
         before = self._totals.get((prefix, name))
         self._totals[prefix, name] = totals if before is None else merge(before, totals)
 

@@ -1,9 +1,8 @@
 """The sampled version of a compiled graph: runs op by op and measures every quantized tensor.
 
-A Dynamo graph is compiled twice: normally, and with `Sampler` as its inner compiler. Each step runs
-one of the two versions. The passes produce the same graphs for both versions. Therefore both
-versions compute the same numbers, except that fused code does not round intermediate values.
-Each version has its own backward graph, so the forward and the backward of a step always match.
+A Dynamo graph is compiled normally, and with `Sampler` as its inner compiler. Both versions compute
+the same numbers, except that fused code does not round intermediate values. Each has its own
+backward graph, so the forward and the backward of a step always match.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
 
-# Maximum number of recorded forwards. It limits the number of blocks times the number of
-# micro-batches in flight.
+# Limits the number of blocks times the number of micro-batches in flight.
 MOST_FORWARDS = 4096
-# The number of forwards after which references to freed memory are dropped.
+# Forwards after which references to freed memory are dropped.
 COMPACT_EVERY = 64
 
 
@@ -49,12 +47,11 @@ class Sampler:
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
         self.trains = False
-        # Separately compiled blocks may share a graph, which then runs one forward for each block.
+        # Blocks may share a graph, which then runs one forward for each block.
         self._forwards: deque[SampledForward] = deque(maxlen=MOST_FORWARDS)
         self._count = 0
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Return a function that runs the graph op by op, with a list of inputs."""
         kind = compat.half_of(kwargs)
         if kind == "inference":
             return compat.interpret(gm)
@@ -79,7 +76,7 @@ class Sampler:
         return compat.interpret(gm, run)
 
     def _add(self, forward: SampledForward) -> None:
-        """Record a forward with weak references, because many forwards never have a backward."""
+        """Use weak references, because many forwards never have a backward."""
         self._forwards.append(forward)
         self._count += 1
         if self._count % COMPACT_EVERY == 0:
@@ -88,10 +85,8 @@ class Sampler:
             self._forwards = deque(compacted, maxlen=MOST_FORWARDS)
 
     def _find_forward_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the forward to which a backward with these arguments belongs.
-
-        This is the forward that shares most memory with the backward, or the last forward if no
-        forward shares memory with the backward.
+        """Return the path of the forward that shares most memory with a backward, or of the last
+        forward.
         """
         memory = _collect_memory(arguments)
         found = max(
@@ -106,22 +101,17 @@ class Sampler:
 
 @dataclass(frozen=True)
 class SampledForward:
-    """A forward whose backward may still run. Backwards may run in any order and more than once.
+    """A forward whose backwards may still run, in any order and more than once."""
 
-    Attributes:
-        prefix: path of the part of the model that ran.
-        arguments: storages of the forward's inputs.
-        results: storages that the forward allocated for outputs and saved tensors.
-    """
-
-    prefix: str
+    prefix: str  # path of the part of the model that ran
     arguments: frozenset[compat.StorageWeakRef]
+    # Allocated for outputs and saved tensors.
     results: frozenset[compat.StorageWeakRef]
 
     def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
     ) -> SampledForward:
-        """Return the forward without freed storages. `shared` has one object for equal sets."""
+        """Drop freed storages. `shared` has one object for equal sets."""
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
             for memory in (self.arguments, self.results)
@@ -134,8 +124,6 @@ def _collect_memory(values: Sequence[Any]) -> frozenset[compat.StorageWeakRef]:
 
 
 class MeasuringInterpreter(fx.Interpreter):
-    """Runs one graph and measures the tensors that it quantizes."""
-
     def __init__(self, gm: fx.GraphModule, monitor: Monitor) -> None:
         super().__init__(gm)
         self.monitor = monitor
@@ -144,7 +132,7 @@ class MeasuringInterpreter(fx.Interpreter):
         self.weights = _find_weights(gm.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node. Measure the operand of a quantize node."""
+        """Measure the operand of a quantize node."""
         names = self.names.get(n, ())
         if names:
             x, scale = (self.env[operand] for operand in n.all_input_nodes)
@@ -154,10 +142,8 @@ class MeasuringInterpreter(fx.Interpreter):
         return super().run_node(n)
 
     def find_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the part of the model that runs with these arguments.
-
-        Paths in the graph are relative to this part. For example, if a weight is in `layers.3.mlp`
-        of the model, and in `mlp` of the graph, the result is `layers.3`.
+        """Return the path of the part of the model that runs, to which the graph's paths are
+        relative.
         """
         for index, module in self.weights:
             path = self.monitor.module_of(arguments[index])
@@ -167,10 +153,10 @@ class MeasuringInterpreter(fx.Interpreter):
 
 
 def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
-    """Return for each quantize node of a graph the names of the tensor that it quantizes.
+    """Name the tensors of each quantize node.
 
-    An operand of several layers has several names. If a module saves several results of the same
-    operator, a number is appended to all names but the first.
+    An operand of several layers has several names. Further results of an operator that a module
+    saves get a number.
     """
     found: dict[fx.Node, list[TensorName]] = {}
     counts: dict[tuple[str, str], int] = {}
@@ -178,7 +164,7 @@ def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
         if is_quantized_operand(node):
             names: list[tuple[str, str]] = list(node.meta.get(OPERAND_OF, ()))
         elif is_quantized_saved_value(node) and node.args[3:] in ((), (0,)):
-            # A tensor packed into several planes has several quantize nodes. Measure the first.
+            # A tensor packed into several planes has several quantize nodes.
             module, tensor = graph.module_path(node), f"saved {operator_name(_operand(node))}"
             number = counts[module, tensor] = counts.get((module, tensor), 0) + 1
             names = [(module, tensor if number == 1 else f"{tensor} {number}")]
@@ -201,7 +187,7 @@ def _group_size(node: fx.Node, x: Tensor) -> int:
 
 
 def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
-    """Return the index of each input that is a linear layer's weight, and the layer's path."""
+    """Return input indices of linear weights, and the layers' paths."""
     placeholders = [n for n in g.nodes if n.op == "placeholder"]
     return [
         (placeholders.index(weight), module)

@@ -12,8 +12,8 @@ from fp8pass import graph
 from fp8pass.dialect.encoding import decode, encode
 from fp8pass.dialect.formats import Format
 
-# Number of elements that are measured at once. On a GPU the temporaries take about ten bytes for
-# each of these elements. On a CPU they fit into the caches.
+# Elements at once. On a GPU the temporaries take about ten bytes for each. On a CPU they fit into
+# the caches.
 GPU_CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
@@ -22,22 +22,15 @@ LANDSCAPE = "loss landscape"  # `TensorStatistics.tensor` in the row about the w
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """The name of a tensor that a graph quantizes, and its quantization.
+    """The name of a tensor that a graph quantizes, and its quantization."""
 
-    Attributes:
-        module: path of the module in the graph.
-        tensor: `input`, `weight` or `gradient` of a linear layer; or `saved`, followed by the name
-            of the operator whose result is saved for the backward.
-        scales: which elements share a scale: `tensor`, `row`, or a group in a row (`1×128`).
-        format: name of the format.
-        dtype: dtype of the values before quantization.
-    """
-
-    module: str
+    module: str  # path of the module in the graph
+    # `input`, `weight` or `gradient` of a linear layer; or `saved`, followed by the name of the
+    # operator whose result is saved for the backward.
     tensor: str
-    scales: str
-    format: str
-    dtype: torch.dtype
+    scales: str  # which elements share a scale: `tensor`, `row`, or a group in a row (`1×128`)
+    format: str  # name of the format
+    dtype: torch.dtype  # dtype of the values before quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +97,7 @@ def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
 
 def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     finite = x.isfinite()
-    # Divide by the scale, so that fp32 can represent the squares of all values that matter.
+    # fp32 can then represent the squares of all values that matter.
     scaled = (x.float() * scale.reciprocal()).where(finite, 0.0)
     rounded = decode(encode(scaled, fmt), fmt)
     nonzero = finite & (x != 0)
@@ -119,12 +112,11 @@ def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 
 
 def merge(a: Tensor, b: Tensor) -> Tensor:
-    """Return the totals of two tensors together: the larger amax, and sums of the other numbers."""
+    """Take the larger amax, and sums of the other numbers."""
     return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
 
 
 def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> TensorStatistics:
-    """Return the row of a tensor, with shares and decibels computed from its totals."""
     amax, elements, nonzero, saturated, flushed, nonfinite, signal, noise = totals
     return TensorStatistics(
         step=step,
@@ -143,7 +135,6 @@ def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> T
 
 
 def make_landscape_row(step: int, sharpness: float) -> TensorStatistics:
-    """Return the row about the whole model, which only has a sharpness."""
     return TensorStatistics(
         *(step, "", LANDSCAPE, "", "", ""),
         elements=0,

@@ -16,14 +16,14 @@ from fp8pass.stability.monitor.sampler import Sampler
 
 @dataclass(frozen=True)
 class Versions(Hooks):
-    """Compiles the versions of each graph that has a backward, for one monitor."""
+    """Compiles the versions of each graph that has a backward."""
 
     monitor: Monitor
 
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap | None:
-        """Compile the sampled version, and the careful version if the monitor has a fallback."""
+        """Compile the sampled version, and with a fallback the careful version."""
         if not torch.is_grad_enabled():
             return None
         monitor, sampler = self.monitor, Sampler(self.monitor)
@@ -43,7 +43,7 @@ class Versions(Hooks):
 
 
 def dispatch(monitor: Monitor, sampled: Program, careful: Program, normal: Program) -> Program:
-    """Return a program that runs the version of a graph that the monitor selects for each step."""
+    """Run the version that the monitor selects for each step."""
 
     def run(*args: object) -> object:
         if monitor.falls_back:

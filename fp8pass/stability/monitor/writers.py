@@ -41,7 +41,7 @@ class CsvWriter:
             return file.readline().rstrip("\r\n")
 
     def write(self, rows: Sequence[TensorStatistics]) -> None:
-        """Append rows, after a header if the file is empty."""
+        """Write a header if the file is empty."""
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             if file.tell() == 0:
@@ -49,7 +49,7 @@ class CsvWriter:
             writer.writerows(asdict(row) for row in rows)
 
     def close(self) -> None:
-        """Do nothing, because the file is closed after each sample."""
+        """Do nothing: the file is closed after each sample."""
 
 
 class TensorBoardWriter:
@@ -73,7 +73,6 @@ class TensorBoardWriter:
             raise ConfigError(f"tensorboard must be a folder or a SummaryWriter, got {kind}.")
 
     def write(self, rows: Sequence[TensorStatistics]) -> None:
-        """Write a sample and flush it."""
         for row in rows:
             if row.tensor == LANDSCAPE:
                 self._add("fp8pass/sharpness", row.sharpness, row.step)
@@ -88,7 +87,7 @@ class TensorBoardWriter:
             self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Close the writer, unless the caller created it."""
+        """Close the writer, unless it is the caller's."""
         if self._owned:
             self._writer.close()
 

@@ -70,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_warning(message: Warning | str, *where: object) -> None:
-    """Print a warning without its source line."""
     print(f"fp8pass: warning: {str(message).removeprefix('fp8pass: ')}", file=sys.stderr)
 
 

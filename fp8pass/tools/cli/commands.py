@@ -29,7 +29,6 @@ REPORT_FIT = (
 
 
 def _add_options(parser: argparse.ArgumentParser, plot: str = "", runs: bool = True) -> None:
-    """Add TARGET with its options, `--json`, and `--plot` if `plot` names something to draw."""
     target.add_options(parser, runs=runs)
     if plot:
         help = f"also draw {plot}, as PNG, SVG or PDF"
@@ -137,7 +136,6 @@ def _call_fit(options: argparse.Namespace, config: Config | None, found: target.
 
 
 def _run_tool(name: str, options: argparse.Namespace) -> None:
-    """Run `fp8pass.<name>(model, loss_fn, batch, config=...)` on TARGET."""
     check_plot(options)
     config = target.parse_config(options)
     found = target.load(options)

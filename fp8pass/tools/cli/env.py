@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 VARIABLES = ("FP8PASS_", "TORCHINDUCTOR_", "TORCH_LOGS", "TORCH_TRACE")
 
 NO_DRIVER = "none found"
-# A product with a larger relative error is reported as wrong. Rounding both operands to E4M3 causes
-# an error of about 4%.
+# Rounding both operands to E4M3 causes an error of about 4%.
 LARGEST_ERROR = 0.1
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Collect versions, the capabilities of each device, and environment variables, as text."""
-    # Read the variables first, because importing Inductor sets some of them.
+    # Importing Inductor sets some of the variables.
     variables = {
         name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)
     }
@@ -56,7 +54,6 @@ def _list_versions() -> dict[str, str]:
 
 
 def _list_devices() -> dict[str, dict[str, str]]:
-    """List the CPU and each GPU, with the code paths of fp8pass that each of them supports."""
     try:
         import torch
     except Exception as error:
@@ -90,7 +87,6 @@ def _find_driver() -> str:
 
 
 def _try(find: Callable[..., str], *about: Any) -> str:
-    """Return the result of `find(*about)`, or a description of the error that it raises."""
     try:
         return find(*about)
     except Exception as error:
@@ -105,10 +101,7 @@ def _find_version(package: str) -> str:
 
 
 def _list_paths(device: torch.device) -> dict[str, str]:
-    """For each code path of fp8pass, return whether the device supports it, and if not, why.
-
-    The result also contains the outcome of one FP8 product on the device.
-    """
+    """Return `yes` or the reason for each code path, and the outcome of one FP8 product."""
     from fp8pass import hardware
 
     no_casts = "no: uses integer arithmetic, which is slower"
@@ -121,7 +114,6 @@ def _list_paths(device: torch.device) -> dict[str, str]:
 
 
 def _check_product(device: torch.device) -> str:
-    """Compute an FP8 product as compiled graphs do. Return `ok`, or what is wrong."""
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -161,12 +153,10 @@ def _format(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `fp8pass env`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the environment."""
     found = collect()
     print(json.dumps(found, indent=1) if options.json else _format(found))
 

@@ -9,12 +9,11 @@ import torch
 from fp8pass.tools.cli.parsing import Failure, UsageError
 
 BATCH, SEQUENCE = 2, 128
-# Sizes of the inputs that the note about made-up inputs suggests.
 USUAL_BATCH, USUAL_SEQUENCE = 4, 2048
 
 
 def read(path: str) -> Any:
-    """Read a config.json for training, given its path or the path of its folder.
+    """Read a config.json or the config.json of a folder.
 
     Raises:
         Failure: transformers is not installed.
@@ -34,20 +33,15 @@ def read(path: str) -> Any:
 
 
 def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Build the model of a configuration, in training mode.
-
-    Args:
-        config: a configuration of transformers.
-        device: device of the model.
-        dtype: dtype of the parameters. Default: the dtype in the configuration, else FP32.
+    """Build the model of a configuration, in training mode, by default in the config's dtype or
+    FP32.
 
     Raises:
         UsageError: transformers has no model for the configuration.
     """
     make = _find_class(config)
     before = torch.get_default_dtype()
-    # Set the default dtype instead of casting the model, because a cast would also convert buffers
-    # that the model deliberately creates in FP32.
+    # A cast would also convert buffers that the model deliberately creates in FP32.
     torch.set_default_dtype(dtype or _find_dtype(config) or torch.float32)
     try:
         with torch.device(device):
@@ -57,14 +51,12 @@ def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 def note_dtype(config: Any, dtype: torch.dtype | None) -> str:
-    """Return a note if neither the user nor the config names a dtype; else ''."""
     if dtype or _find_dtype(config):
         return ""
     return "Weights are in float32, because the config names no dtype: pass --dtype to change it."
 
 
 def _find_class(config: Any) -> Any:
-    """Return the class that a config names, or else its causal language model or base model."""
     import transformers
 
     for name in config.architectures or ():
@@ -104,7 +96,6 @@ def make_inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def note_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> str:
-    """Return a note that the inputs are random, with `--input` arguments for realistic sizes."""
     x = next(iter(inputs.values()))
     made = f"{' x '.join(map(str, x.shape))} {'values' if x.is_floating_point() else 'tokens'}"
     usual = " ".join(f"--input {name}={_describe_usual(model, x)}" for name, x in inputs.items())
@@ -112,7 +103,7 @@ def note_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> str:
 
 
 def _describe_usual(model: Any, x: torch.Tensor) -> str:
-    """Describe an input like `x`, but with a realistic size, in the syntax of `--input`."""
+    """Describe an input like `x` of realistic size, in the syntax of `--input`."""
     if x.is_floating_point():
         return "x".join(map(str, (USUAL_BATCH, *x.shape[1:])))
     if x.ndim == 1:
@@ -141,7 +132,7 @@ def _make_labels(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _find_dtype(config: Any) -> torch.dtype | None:
-    """Return the dtype that a config names: `dtype` in transformers 5, `torch_dtype` in 4."""
+    """Read `dtype` in transformers 5, `torch_dtype` in 4."""
     named = config.to_dict()
     name = named.get("dtype") or named.get("torch_dtype")
     return getattr(torch, name) if name else None

@@ -59,7 +59,6 @@ def make_loss_fn(found: Target) -> Callable[[Any, Any], Any]:
 
 
 def _describe(value: Any) -> str:
-    """Return the name (of a keyword argument), dtype and shape of an input, for a message."""
     import torch
 
     from fp8pass import graph

@@ -28,22 +28,12 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """One command of `fp8pass`.
-
-    Attributes:
-        name: name on the command line.
-        summary: one line for `fp8pass --help`.
-        description, examples: a paragraph and command lines for the help of the command.
-        add_options: adds the arguments of the command to a parser.
-        run: runs the command, and prints the result to stdout.
-    """
-
     name: str
-    summary: str
-    description: str
+    summary: str  # one line for `fp8pass --help`
+    description: str  # for the help of the command
     examples: tuple[str, ...]
     add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], Any]
+    run: Callable[[argparse.Namespace], Any]  # prints the result to stdout
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,11 +45,11 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and a message, without printing the usage."""
+        """Exit with code 2, without printing the usage."""
         self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments. Unknown arguments are an error, so the returned list is empty."""
+        """Treat unknown arguments as errors."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             kind = "option" if rest[0].startswith("-") else "argument"
@@ -68,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_device(text: str) -> str:
-    """Check that `text` names a CPU or CUDA device. The device need not exist on this machine.
+    """Check the name of a device, which need not exist on this machine.
 
     Raises:
         argparse.ArgumentTypeError: the name is invalid.
@@ -135,13 +125,10 @@ def check_plot(options: argparse.Namespace) -> None:
 
 @contextmanager
 def task(doing: str, fix: str) -> Iterator[None]:
-    """Show a task as running on stderr if stderr is a terminal, and turn its errors into messages.
+    """Show a task on stderr if it is a terminal, and turn its errors into messages that end in
+    `fix`.
 
-    The task's output to stdout goes to stderr, because stdout is for the command's result.
-
-    Args:
-        doing: the task, such as "building models:build".
-        fix: a sentence on how to fix a failure. The error message ends with this sentence.
+    The task's stdout goes to stderr, because stdout is for the command's result.
 
     Raises:
         UsageError: the task raised a ConfigError.
@@ -165,7 +152,7 @@ def task(doing: str, fix: str) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message, as a sentence."""
+    """Return the type of an error and the first line of its message."""
     error = getattr(error, "inner_exception", error)
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]]).rstrip(".") + "."

@@ -50,31 +50,26 @@ _INPUT = re.compile(
 
 @dataclass(frozen=True)
 class Target:
-    """A model, the arguments to call it with, and its loss function.
-
-    Attributes:
-        loss_fn: returns the loss, given model and batch; None if the model returns its own loss.
-        batch: the arguments as TARGET returned them: a tensor, a tuple, a dict, or a tuple and a
-            dict.
-        notes: remarks about the model and its inputs, as sentences.
-    """
+    """A model, the arguments to call it with, and its loss function."""
 
     model: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    # Takes model and batch; None if the model returns its own loss.
     loss_fn: Callable[[Any, Any], Any] | None = None
+    # As TARGET returned it: a tensor, a tuple, a dict, or a tuple and a dict.
     batch: Any = None
     notes: tuple[str, ...] = ()
 
     @property
     def module(self) -> Any:
-        """The model without `torch.compile` around it."""
+        """The model inside `torch.compile`."""
         from fp8pass import compat
 
         return compat.original_of(self.model)
 
     def call(self, model: Any, batch: Any) -> Any:
-        """Call `model` with a batch. The batch has the same structure as TARGET's own batch."""
+        """Call `model` with a batch that has the structure of TARGET's own batch."""
         from torch import Tensor
 
         if self.args and self.kwargs:
@@ -84,16 +79,8 @@ class Target:
         return model(*((args,) if isinstance(args, Tensor) else args), **kwargs)
 
 
-# --- options -------------------------------------------------------------------------------------
-
-
 def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
-    """Add TARGET and the options for its inputs and configuration.
-
-    Args:
-        parser: parser of a command.
-        runs: whether the command runs the model, and so needs `--device`.
-    """
+    """Add TARGET and its options, with `--device` if the command runs the model."""
     add = parser.add_argument
     repeatable = partial(add, action="append", default=[])
     add("target", metavar="TARGET", help="the model, see above")
@@ -119,7 +106,7 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
 
 
 def parse_config(options: argparse.Namespace) -> Config | None:
-    """Return the configuration of `--recipe` and `--option`, or None if neither is given.
+    """Return the configuration of `--recipe` and `--option`, if given.
 
     Raises:
         UsageError: the recipe, an option or a value is invalid.
@@ -131,10 +118,9 @@ def parse_config(options: argparse.Namespace) -> Config | None:
 
 
 def parse_beside(options: argparse.Namespace, config: Config) -> Config | None:
-    """Return `config` with the options of `--beside`, or None if `--beside` is not given.
+    """Return `config` with the options of `--beside`, if given.
 
-    If `--beside` names a recipe, this recipe replaces the recipe of `config`, but the options of
-    `--option` stay in effect.
+    A recipe of `--beside` replaces the recipe of `config`, but not the options of `--option`.
     """
     given = dict(options.beside)
     if not given:
@@ -173,27 +159,17 @@ def option(text: str) -> tuple[str, Any]:
         return key, math.inf if value == "inf" else value
 
 
-# --- inputs --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Input:
-    """A random tensor to create.
+    """A random tensor."""
 
-    Attributes:
-        name: name of a keyword argument; empty for a positional argument.
-        shape: sizes of the tensor.
-        dtype: name of a dtype; empty for the dtype of the model's parameters.
-        below: exclusive upper bound of integers.
-    """
-
-    name: str
+    name: str  # of a keyword argument; empty for a positional argument
     shape: tuple[int, ...]
-    dtype: str
-    below: int
+    dtype: str  # empty for the dtype of the model's parameters
+    below: int  # exclusive upper bound of integers
 
     def tensor(self, device: torch.device, default_dtype: torch.dtype) -> torch.Tensor:
-        """Create the tensor: normal floats, or uniform integers or booleans."""
+        """Draw normal floats, or uniform integers or booleans."""
         import torch
 
         dtype = getattr(torch, self.dtype) if self.dtype else default_dtype
@@ -227,25 +203,17 @@ def parse_input(text: str) -> Input:
 
 
 def check_dtype(text: str, among: tuple[str, ...] = DTYPE_NAMES) -> str:
-    """Check the name of a dtype.
-
-    Raises:
-        argparse.ArgumentTypeError: the name is not in `among`.
-    """
+    """Raises argparse.ArgumentTypeError if the name is not in `among`."""
     if text not in among:
         message = f"{unknown('dtype', text, among)} dtype is one of {', '.join(among)}"
         raise argparse.ArgumentTypeError(message)
     return text
 
 
-# --- the model -----------------------------------------------------------------------------------
-
-
 def load(options: argparse.Namespace) -> Target:
     """Build the model and its inputs, and check that the model accepts them.
 
-    Commands without `--device` do not run the model, so a Hugging Face model is built on the meta
-    device.
+    A Hugging Face model is on the meta device for commands that do not run it (without `--device`).
 
     Raises:
         UsageError: TARGET or its inputs have the wrong form.
@@ -277,7 +245,7 @@ def load(options: argparse.Namespace) -> Target:
 
 
 def build(text: str) -> Any:
-    """Call the function that `text` names. If `text` names an `nn.Module`, return this module.
+    """Call the function that `text` names, or return the `nn.Module`.
 
     Raises:
         UsageError: the function does not exist, or needs arguments.
@@ -333,7 +301,6 @@ def _unpack(made: Any) -> Target:
 
 
 def _move(target: Target, device: Any, dtype: Any) -> Target:
-    """Move a target to `device`, and convert floats to `dtype`. Skip an argument that is None."""
     import torch
 
     from fp8pass import compat
@@ -375,7 +342,7 @@ def _check_arguments(target: Target) -> None:
 
 
 def _is_config(text: str) -> bool:
-    """Check whether TARGET is a Hugging Face config, rather than Python code."""
+    """Whether TARGET is a Hugging Face config rather than Python code."""
     path = Path(text)
     if path.suffix == ".py":
         raise UsageError(f"{text} has no function name: write {text}:NAME.")

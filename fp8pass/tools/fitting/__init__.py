@@ -1,16 +1,13 @@
 """`fit`: find how a model can train on a GPU and its host, before anything is allocated.
 
-    step.py        records one step on fake tensors: allocations, and runs of compiled graphs
-    planned.py     plans a compiled graph for a configuration; estimates its memory and work
-    traced.py      bytes alive at each moment of a recorded step; extrapolation to more layers
-    setup.py       a way to train: options, as lines to paste
-    parameters.py  bytes of weights, gradients and optimizer states, on the GPU and on the host
-    candidates.py  lists the ways to train with their memory and time, the fastest first
-    result.py      the result: tables, JSON and a plot
-    fitting.py     the function `fit`, and how it finds the GPU from its argument
-
-Section 3.1 of the paper LLMQ calls it "not possible to decide a priori" which of its techniques to
-use. Here, traces and plans of the model's graphs make this decision possible.
+step.py        records one step on fake tensors: allocations, and runs of compiled graphs
+planned.py     plans a compiled graph for a configuration; estimates its memory and work
+traced.py      bytes alive at each moment of a recorded step; extrapolation to more layers
+setup.py       a way to train: options, as lines to paste
+parameters.py  bytes of weights, gradients and optimizer states, on the GPU and on the host
+candidates.py  lists the ways to train with their memory and time, the fastest first
+result.py      the result: tables, JSON and a plot
+fitting.py     the function `fit`, and how it finds the GPU from its argument
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """List the ways to train, each with its memory and its step time, the fastest first.
 
-The candidates combine each of a few configurations of the backend with each choice of the data to
-move to host memory. Candidates with 4-bit saved values come last, because they are less accurate.
+Candidates combine configurations of the backend with choices of the data in host memory. Those with
+4-bit saved values come last, because they are less accurate.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from fp8pass.tools.fitting.setup import Setup
 from fp8pass.tools.fitting.traced import TracedLayers, TracedStep
 
 MIB = 1 << 20
-# GPU memory of CUDA, its libraries and kernels.
+# CUDA, its libraries and kernels.
 CONTEXT_BYTES = 600 * MIB
-# GPU memory that PyTorch's allocator reserves but does not use, as a share of the allocated bytes.
-# Measured with expandable segments.
+# Reserved by PyTorch's allocator, but unused; measured with expandable segments.
 UNUSED_SHARE = 0.02
-# Host memory of Python, PyTorch and the driver.
+# Python, PyTorch and the driver.
 PROCESS_BYTES = 4 << 30
-# Unused share of pinned host memory. It is allocated in blocks of 2^n bytes, and the last block is
-# partly unused.
+# Pinned memory is allocated in blocks of 2^n bytes.
 HOST_SHARE = 0.05
-# CPU time to launch the update of one parameter during the backward: 12 ms per step for the 291
-# parameters of Llama-2-7B on an H200 (benchmarks/results/model.json).
+# CPU time to launch one update during the backward: 12 ms for the 291 parameters of Llama-2-7B on
+# an H200 (benchmarks/results/model.json).
 ATTACHED_SECONDS = 40e-6
 
-# Memory budgets, as shares of the bytes saved without a budget.
+# Shares of the bytes saved without a budget.
 BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2)
 HEAD_CHUNKS = 8
-# The combinations of `step_in_backward` and `offload` to try.
+# `step_in_backward` and `offload`.
 STATE_PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (False, ()),
     (True, ()),
@@ -48,51 +46,36 @@ STATE_PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (True, ("states", "gradients")),
     (True, ("states", "gradients", "weights")),
 )
-# Step times within 1% count as equal. Candidates with equal times stay in the order of `PLACES`.
+# Candidates with equal times stay in the order of `STATE_PLACES`.
 SAME_TIME = 1.01
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of an optimizer step.
+    """The time of an optimizer step, in seconds."""
 
-    Attributes:
-        forward, backward: seconds of the forwards and of the backwards of all micro-batches.
-        update: seconds of the optimizer, and of adding up gradients.
-        waiting: seconds of copies to and from the host that do not overlap with computation.
-        link: seconds in which the link to the host is busy. The two directions run at the same
-            time.
-    """
-
-    forward: float
+    forward: float  # of all micro-batches
     backward: float
-    update: float
-    waiting: float
-    link: float
+    update: float  # optimizer, and adding up gradients
+    waiting: float  # copies to and from the host that do not overlap with computation
+    link: float  # the link to the host is busy, in both directions at the same time
 
     @property
     def total(self) -> float:
-        """Seconds of a step."""
         return self.forward + self.backward + self.update + self.waiting
 
 
 def estimate_step(
     work: tuple[Work, Work], parameters: Parameters, setup: Setup, accumulate: int, gpu: Gpu
 ) -> Seconds:
-    """Estimate the time of a step from a roofline of the GPU and the bandwidth of the host link.
+    """Estimate the time of a step of `accumulate` micro-batches from a roofline and the host link.
 
-    Args:
-        work: work of the forward and the backward of a micro-batch.
-        parameters: parameters of the model.
-        setup: the way to train.
-        accumulate: number of micro-batches of a step.
-        gpu: rates of the GPU.
+    `work` is the work of the forward and the backward of one micro-batch.
     """
     forward, backward = map(gpu.seconds, work)
     here, host = parameters.place(setup, accumulate)
     gradients = parameters.gradient_bytes
-    # Gradients and weights have about the same size. The update reads both and writes the weights,
-    # three times the gradients' bytes. It also reads and writes the states.
+    # The update reads gradients and weights, and writes weights. It reads and writes states.
     update = (3 * gradients + 2 * (here.states + host.states)) / gpu.bandwidth
     if setup.step_in_backward:
         update += ATTACHED_SECONDS * len(parameters.trained)
@@ -114,37 +97,30 @@ def estimate_step(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train, with its memory and time.
-
-    Attributes:
-        setup: the options.
-        gpu: bytes on the GPU at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`,
-            `activations`, `gradients`, `workspace`.
-        host: bytes on the host, by kind.
-        peak: where the memory peaks: in a module of the `forward` or `backward`, or in the
-            `update`.
-        seconds: time of an optimizer step.
-    """
+    """A way to train, with its memory and time."""
 
     setup: Setup
+    # Bytes at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`, `activations`,
+    # `gradients`, `workspace`.
     gpu: dict[str, float]
-    host: dict[str, float]
+    host: dict[str, float]  # bytes by kind
+    # A module of the `forward` or `backward`, or the `update`.
     peak: str
     seconds: Seconds
 
     @property
     def allocated(self) -> float:
-        """Bytes of tensors on the GPU at the peak, as in `torch.cuda.max_memory_allocated`."""
+        """Allocated bytes, as in `torch.cuda.max_memory_allocated`."""
         return sum(self.gpu.values())
 
     @property
     def gpu_bytes(self) -> float:
-        """Bytes of GPU memory, including CUDA's context and the allocator's unused memory."""
+        """All GPU bytes, including CUDA's context and the allocator's unused memory."""
         return self.allocated * (1 + UNUSED_SHARE) + CONTEXT_BYTES
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory, including the process itself."""
+        """All bytes in host memory, including the process itself."""
         return sum(self.host.values()) * (1 + HOST_SHARE) + PROCESS_BYTES
 
     def why_not(self, gpu: float, host: float) -> str:
@@ -170,7 +146,7 @@ class Candidates:
         gpu: rates of the GPU.
 
     Attributes:
-        impossible: configurations for which planning failed so far, each with the reason.
+        impossible: why planning failed, by configuration.
     """
 
     def __init__(
@@ -190,14 +166,14 @@ class Candidates:
         )
 
     def all(self) -> Iterator[Candidate]:
-        """Yield all candidates. Candidates with 4-bit saved values come last."""
+        """Yield all candidates. Those with 4-bit saved values come last."""
         yield from self._evaluate(self._list_configs(self.config))
         if self.config == replace(Config(), head_chunks=self.config.head_chunks):
             in_4_bits = replace(self.config, save_format="e2m1")
             yield from self._evaluate(self._list_configs(in_4_bits))
 
     def _list_configs(self, base: Config) -> list[Config]:
-        """List configurations in the order of their expected step times, the fastest first."""
+        """List configurations by expected step time."""
         found = [base]
         heads = [head for plan in self.traced.plans(base) for head in plan.heads]
         if base.head_chunks is None and any(head.chunks == 1 and head.can_chunk for head in heads):
@@ -209,8 +185,8 @@ class Candidates:
     def _evaluate(self, configs: Iterable[Config]) -> Iterator[Candidate]:
         """Yield candidates, the fastest first.
 
-        `configs` are sorted by time, and planning is slow. So a configuration is planned only when
-        the setups that were already timed may be slower than one of its setups.
+        Planning is slow, so a configuration is planned only if it may be faster than the timed
+        setups.
         """
         waiting = deque(configs)
         timed: list[tuple[int, Setup, Seconds]] = []
@@ -225,7 +201,7 @@ class Candidates:
                 yield self._measure(setup, seconds)
 
     def _time(self, config: Config) -> list[tuple[int, Setup, Seconds]]:
-        """Return the setups of a configuration as (key to sort by time, setup, time)."""
+        """Return (key to sort by time, setup, time) of each setup."""
         if not self._may_help(config):
             return []
         try:
@@ -246,7 +222,7 @@ class Candidates:
         return list(zip(keys, setups, times, strict=True))
 
     def _may_help(self, config: Config) -> bool:
-        """Return False if planning `config` would fail, or would only repeat an earlier plan."""
+        """Whether planning neither fails nor repeats an earlier plan."""
         unlimited = replace(config, memory_budget=None)
         if unlimited in self._too_small:
             return False

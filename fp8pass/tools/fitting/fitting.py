@@ -25,13 +25,13 @@ from fp8pass.tools.fitting.result import UNNAMED, Fit
 from fp8pass.tools.fitting.step import LossFunction, compute_own_loss
 from fp8pass.tools.fitting.traced import trace
 
-# The result has a note about exposed copies if they take more than this share of the step.
+# Exposed copies with a larger share of the step get a note.
 MUCH = 0.02
-# The result has a note about logits if they take more than this share of the used GPU memory.
+# Logits with a larger share of the used GPU memory get a note.
 SMALL_SHARE = 0.001
-# The largest error of the predicted memory, as a share (docs/fit.md).
+# Largest relative error of the predicted memory (docs/fit.md).
 PREDICTION_ERROR = 0.04
-# If `gpu` is an integer below this bound, the caller probably meant GiB instead of bytes.
+# A smaller integer probably means GiB instead of bytes.
 LEAST = 1 << 20
 
 
@@ -121,7 +121,7 @@ def _find_dtype(parameters: Sequence[Tensor]) -> str:
 
 
 def _describe_inputs(*values: Any) -> str:
-    """Return the shape of the first input tensor as text, e.g. `4 × 2048 tokens`."""
+    """Describe the first input, e.g. `4 × 2048 tokens`."""
     first = next(iter(compat.tensor_leaves(values)), None)
     if first is None:
         return "no tensors"
@@ -130,7 +130,7 @@ def _describe_inputs(*values: Any) -> str:
 
 
 def _search(candidates: Candidates, found: Fit) -> None:
-    """Try candidates until one fits. Try only one if the host is too small even for the process."""
+    """Try candidates until one fits, but only one if even the process is too large for the host."""
     for candidate in candidates.all():
         why_not = candidate.why_not(found.gpu.memory, found.host)
         found.tried.append((candidate, why_not))
@@ -177,7 +177,6 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
 
 
 def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
-    """Yield a sentence about each output head with large logits that is not chunked."""
     for head in (head for plan in plans for head in plan.heads if head.reason):
         if head.bytes > SMALL_SHARE * found.shown.gpu_bytes:
             yield (
@@ -187,7 +186,7 @@ def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
 
 
 def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of modules that match `patterns`. Replace a module list by its members."""
+    """Return the matching paths. A module list stands for its members."""
     modules = dict(module.named_modules())
     found: dict[str, None] = {}
     for pattern in patterns:
@@ -204,7 +203,7 @@ def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _fold_lists(module: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """Return `paths`, but replace the paths of all members of a module list by `list.*`."""
+    """Replace the paths of all members of a module list by `list.*`."""
     found = dict.fromkeys(paths)
     for path, m in module.named_modules():
         members = {f"{path}.{i}" for i in range(len(m))} if isinstance(m, nn.ModuleList) else set()
@@ -281,7 +280,7 @@ def _find_by_name(name: str) -> Gpu:
 
 
 def _detect_gpu() -> Gpu:
-    """Return this machine's GPU. If its rates are unknown, assume the rates of an H200."""
+    """Return this machine's GPU, with the rates of an H200 if its rates are unknown."""
     if not torch.cuda.is_available():
         return replace(GPUS[REFERENCE], name=UNNAMED, rates="assumed")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

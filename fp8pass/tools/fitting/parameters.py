@@ -23,32 +23,20 @@ GROUP: Mapping[str, Any] = {"group_size": 128}
 
 @dataclass
 class Standing:
-    """Bytes that live for the whole step, on the GPU or on the host.
+    """Bytes that live for the whole step, on the GPU or on the host."""
 
-    Attributes:
-        weights: bytes of parameters and buffers. Even if a weight is offloaded, its FP8 data is on
-            the GPU.
-        states: bytes of the optimizer's states.
-        sums: bytes of the sums of gradients over micro-batches.
-        staging: bytes of the staging buffers of offloaded values.
-    """
-
-    weights: float = 0.0
+    weights: float = 0.0  # and buffers; the FP8 data of an offloaded weight is on the GPU
     states: float = 0.0
-    sums: float = 0.0
-    staging: float = 0.0
+    sums: float = 0.0  # of gradients over micro-batches
+    staging: float = 0.0  # buffers of offloaded values
 
     @property
     def total(self) -> float:
-        """Bytes of all kinds."""
         return self.weights + self.states + self.sums + self.staging
 
 
 class Parameters:
     """The parameters of a model.
-
-    Args:
-        module: the model, on any device.
 
     Attributes:
         coded: the weights that `offload_weights` can move to the host.
@@ -71,7 +59,9 @@ class Parameters:
             self.why_not_coded = str(error)
 
     def place(self, setup: Setup, accumulate: int) -> tuple[Standing, Standing]:
-        """Return the bytes on the GPU and on the host that live for the whole step with `setup`."""
+        """Return the bytes that live for the whole step with `setup`, on the GPU and on the
+        host.
+        """
         gpu, host = Standing(weights=self.buffer_bytes), Standing()
         group = {"offload": setup.offload}
         stored = moment_format(default_buffer(accumulate), signed=True).storage_dtype
@@ -102,7 +92,6 @@ class Parameters:
         return gpu, host
 
     def decide_fate(self, setup: Setup, accumulate: int) -> Fate:
-        """Return how long final gradients stay alive."""
         if not setup.step_in_backward:
             # With several micro-batches, gradients are added to sums, which `place` counts.
             return Fate(stay=accumulate == 1)

@@ -1,8 +1,7 @@
 """Plan a compiled region for a configuration, and estimate its memory and work.
 
-Only nodes with a buffer take memory (`activation_memory/backward_memory.py`): results of GEMMs and
-attention, FP8 data and sums of the residual stream. All other pointwise operators are assumed to be
-fused into the kernels that read their results.
+Only nodes with a buffer take memory (`activation_memory/backward_memory.py`). Other pointwise
+operators are assumed to be fused into the kernels that read their results.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from fp8pass.tools.fitting.step import CompiledRegion
 
 fp8 = torch.ops.fp8pass
 
-# Generated code dequantizes values while it reads them, so these operators need no buffer.
+# Generated code dequantizes values while it reads them.
 DEQUANTIZERS = {fp8.dequantize.default}
-# Bytes per element of the queries: CUDA's backward kernels of attention accumulate the gradient of
-# the queries in FP32.
+# CUDA's backward of attention accumulates the gradient of the queries in FP32.
 BYTES_PER_QUERY = 4
-# Share of attention's floating point operations that remain under a causal mask.
+# Floating point operations that remain under a causal mask.
 CAUSAL_SHARE = 0.5
 
 REGION_KINDS = ("saved", "activations", "gradients", "workspace")
@@ -43,47 +41,30 @@ REGION_KINDS = ("saved", "activations", "gradients", "workspace")
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes alive at one time of a step, by kind (`REGION_KINDS`).
+    """Bytes alive at one time of a step, by kind (`REGION_KINDS`)."""
 
-    Attributes:
-        module: path of the module whose operator runs; '' outside of compiled graphs.
-        backward: whether the backward has begun.
-        saved: bytes that compiled graphs save for the backward.
-        activations: bytes that the forward allocates outside of graphs, and bytes of the results of
-            graphs.
-        gradients: bytes of parameters' gradients.
-        workspace: all other bytes.
-    """
-
-    module: str = ""
-    backward: bool = False
-    saved: float = 0.0
-    activations: float = 0.0
-    gradients: float = 0.0
-    workspace: float = 0.0
+    module: str = ""  # that runs an operator; '' outside of compiled graphs
+    backward: bool = False  # whether the backward has begun
+    saved: float = 0.0  # by compiled graphs
+    activations: float = 0.0  # forward allocations outside of graphs, and results of graphs
+    gradients: float = 0.0  # of parameters
+    workspace: float = 0.0  # all other bytes
 
     @property
     def total(self) -> float:
-        """Bytes of all kinds."""
         return self.saved + self.activations + self.gradients + self.workspace
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The predicted result of compiling a region, and its memory and work.
-
-    Attributes:
-        plan: the decisions about layers and saved tensors.
-        forward, backward: bytes alive after each operator of the forward and backward graphs.
-        kept: bytes saved for the backward, except inputs and results of the region.
-        held_inputs, held_outputs: indices of the inputs and results that the backward reads.
-        forward_work, backward_work: work of the forward and backward graphs.
-    """
+    """The predicted result of compiling a region, and its memory and work."""
 
     plan: Plan
+    # After each operator of the graph.
     forward: list[Moment]
     backward: list[Moment]
-    kept: float
+    kept: float  # bytes saved, except inputs and results of the region
+    # Indices of the inputs and results that the backward reads.
     held_inputs: list[int]
     held_outputs: list[int]
     forward_work: Work
@@ -131,14 +112,10 @@ def plan_region(region: CompiledRegion, config: Config) -> Planned:
 
 
 def _find_gradients(backward: fx.Graph, joint: fx.Graph, ctx: Context) -> dict[fx.Node, str]:
-    """Return the nodes of the backward that are gradients of parameters, for `measure_memory`."""
     primals = [n for n in joint.nodes if compat.is_primal(n)]
     results = zip(primals, graph.outputs(backward), strict=False)
     found = (g for p, g in results if p in ctx.facts.parameters and isinstance(g, fx.Node))
     return {graph.skip_reshapes(g): "gradients" for g in found}
-
-
-# --- memory --------------------------------------------------------------------------------------
 
 
 def measure_memory(
@@ -178,10 +155,8 @@ def measure_memory(
 
 
 def _find_last_uses(nodes: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Return for each node the position of the last buffer that is computed from the node.
-
-    A node must stay alive until then, because operators without a buffer are fused into the kernel
-    that writes this buffer.
+    """Return the position of the last buffer computed from each node, also through fused
+    operators.
     """
     found: dict[fx.Node, int] = {}
     for node in reversed(nodes):
@@ -196,7 +171,6 @@ def _find_last_uses(nodes: list[fx.Node], position: Mapping[fx.Node, int]) -> di
 
 
 def has_buffer(node: fx.Node) -> bool:
-    """Check whether a node's result has its own memory."""
     if node.target in DEQUANTIZERS:
         return any(reads_memory(user) for user in node.users)
     if graph.is_getitem(node) and graph.is_call(node.args[0], in_chunks):  # type: ignore[arg-type]
@@ -205,7 +179,7 @@ def has_buffer(node: fx.Node) -> bool:
 
 
 def _measure_workspace(node: fx.Node) -> float:
-    """Return the bytes that an operator allocates while it runs, apart from its results."""
+    """Return the bytes that an operator allocates, apart from its results."""
     if graph.is_call(node, in_chunks):
         moments = measure_memory(Chunks(node).body.graph, {})
         return max((m.total for m in moments), default=0.0)
@@ -215,14 +189,8 @@ def _measure_workspace(node: fx.Node) -> float:
     return 0.0
 
 
-# --- work ----------------------------------------------------------------------------------------
-
-
 def estimate_work(g: fx.Graph) -> Work:
-    """Return the work of a graph.
-
-    Assumes that a generated kernel writes one buffer, and reads each of its operands once.
-    """
+    """Assume that a generated kernel writes one buffer, and reads each of its operands once."""
     total = Work()
     for node in g.nodes:
         if node.op == "call_function" and is_expensive(node):
@@ -246,7 +214,7 @@ def _count_flops(node: fx.Node) -> Work:
 
 
 def _find_reads(node: fx.Node) -> set[fx.Node]:
-    """Return the buffers that a node's kernel reads, including reads by operators fused into it."""
+    """Return the buffers that a kernel reads, also through fused operators."""
     found: set[fx.Node] = set()
     pending, seen = list(node.all_input_nodes), set[fx.Node]()
     while pending:

@@ -16,7 +16,6 @@ from fp8pass.tools.fitting.planned import Moment
 from fp8pass.tools.fitting.setup import format_config
 from fp8pass.tools.output import Result, make_figure
 
-# Kinds of memory: description and color in the plot.
 MEMORY_KINDS = {
     "weights": ("weights and buffers", "#4c78a8"),
     "states": ("states of the optimizer", "#9ecae9"),
@@ -27,9 +26,8 @@ MEMORY_KINDS = {
     "gradients": ("gradients", "#54a24b"),
     "workspace": ("workspace of operators", "#e45756"),
 }
-# Name of a GPU if only its memory size is known.
+# Only its memory size is known.
 UNNAMED = "unnamed GPU"
-# Kinds that have a row in the table even if their size is 0.
 ALWAYS = ("weights", "states", "gradients", "saved")
 
 
@@ -216,8 +214,8 @@ class Fit(Result):
     def _make_candidates_table(self) -> Table:
         """Make the table of ways to train, the fastest first.
 
-        The table has all candidates with the same `step_in_backward` and `offload` as `shown`. Of
-        the other candidates, it has only the smallest for each pair of these options.
+        Candidates with other `step_in_backward` or `offload` than `shown` have one row for each
+        pair.
         """
         least: dict[object, Candidate] = {}
         for candidate, _ in self.tried:
@@ -256,7 +254,7 @@ def _format_size(count: float) -> str:
 
 
 def _format_count(count: int) -> str:
-    """Format a number of parameters, e.g. `6.7B` or `125M`."""
+    """Format a number, e.g. `6.7B` or `125M`."""
     units = ["", "K", "M", "B"]
     size = float(count)
     while size >= 1000 and len(units) > 1:

@@ -14,28 +14,18 @@ from fp8pass.tools.running import find_recipe
 
 @dataclass(frozen=True)
 class Setup:
-    """The options of one way to train.
-
-    Attributes:
-        config: options of the backend.
-        step_in_backward: whether `fp8pass.optim.step_in_backward` updates each parameter during the
-            backward.
-        offload: the kinds of data that live in host memory: `states`, `gradients`, `weights`.
-        preset: preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
-    """
-
     config: Config = dataclasses.field(default_factory=Config)
+    # Update each parameter during the backward.
     step_in_backward: bool = False
+    # `states`, `gradients` and `weights` in host memory.
     offload: tuple[str, ...] = ()
-    preset: str | None = "coat"
+    preset: str | None = "coat"  # preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
 
     def lines(self, accumulate: int, blocks: Sequence[str]) -> str:
         """Return Python code that prepares a `model` and an optimizer for this setup.
 
-        Args:
-            accumulate: number of backwards whose gradients are summed.
-            blocks: paths of modules that are compiled one by one, with `.*` for the members of a
-                list; empty for the model as a whole.
+        A path in `blocks` may end in `.*`, for the members of a list. No blocks stand for the whole
+        model.
         """
         found = [f"config = {format_config(self.config)}"]
         if "weights" in self.offload:
@@ -82,7 +72,7 @@ class Setup:
 
 
 def _format_value(value: object) -> str:
-    """Return the value of an option as Python code. A function is represented by its name."""
+    """Write an option as Python code, with the names of functions."""
     if isinstance(value, Simulation):
         return f"fp8pass.{value!r}"
     if isinstance(value, tuple):
@@ -92,7 +82,6 @@ def _format_value(value: object) -> str:
 
 
 def format_config(config: Config) -> str:
-    """Return a configuration as Python code."""
     recipe, changes = find_recipe(config)
     if config.compiler != Config().compiler:
         changes |= {"compiler": config.compiler}

@@ -1,10 +1,8 @@
 """Record one step of a model on fake tensors: storages, and runs of compiled graphs.
 
-Each compiled graph is replaced by a stand-in that allocates results but computes nothing. Its
-`CompiledRegion` has the joint graph before any pass, and the record lists when the region runs
-forward and backward. Operators outside of compiled graphs are recorded one by one, as PyTorch runs
-them. `traced.py` can then insert the plan of any configuration into the record, without tracing the
-model again.
+A stand-in replaces each compiled graph: it allocates results but computes nothing. The record lists
+its runs, so `traced.py` can insert the plan of any configuration without tracing the model again.
+Operators outside of compiled graphs are recorded one by one.
 """
 
 from __future__ import annotations
@@ -30,23 +28,18 @@ from fp8pass.hardware import Work
 from fp8pass.partition import Partitioner
 from fp8pass.passes import Context
 
-# A function that takes a model, its arguments and its keyword arguments, and returns the loss.
+# Takes a model, its arguments and its keyword arguments, and returns the loss.
 LossFunction = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Tensor]
 
 
 @dataclass(eq=False)
 class CompiledRegion:
-    """A part of the model that is compiled as one graph.
+    """A part of the model that is compiled as one graph."""
 
-    Attributes:
-        path: path of the module that first ran the region.
-        outputs: layout of each result of the forward, and whether the result has a gradient.
-        gm: the joint graph before any pass; None if the region has no backward.
-        ctx: context of the joint graph.
-    """
-
-    path: str
+    path: str  # of the module that first ran the region
+    # Layout, and whether the result has a gradient.
     outputs: list[tuple[Any, bool]]
+    # Before any pass; None if the region has no backward.
     gm: fx.GraphModule | None = None
     ctx: Context | None = None
 
@@ -68,16 +61,11 @@ class Freed:
 
 @dataclass(frozen=True)
 class RegionForward:
-    """A region runs forward.
-
-    Attributes:
-        call: number of this run. The matching `RegionBackward` has the same number.
-        inputs, outputs: numbers of the storages of the region's inputs and results. None if a
-            storage existed before the step.
-    """
+    """A region runs forward."""
 
     region: CompiledRegion
-    call: int
+    call: int  # the matching `RegionBackward` has the same number
+    # Storages; None if a storage existed before the step.
     inputs: list[int | None]
     outputs: list[int | None] = field(default_factory=list)
 
@@ -123,7 +111,7 @@ class RecordedStep:
 def compute_own_loss(
     run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Return the loss that a model computes itself: its output, or the output's `loss`.
+    """Return a model's output, or the output's `loss`.
 
     Raises:
         ValueError: the model returns no loss.
@@ -180,12 +168,11 @@ def record_step(
 
 @contextmanager
 def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
-    """Replace a module's tensors by fake CPU tensors. Yield `values` with fake tensors, too.
+    """Replace a module's tensors by fake CPU tensors until exit. Yield fake `values`, too.
 
-    Parameters and buffers may be on any device, including the meta device. They are restored on
-    exit. The CPU represents the GPU: `torch.autocast("cuda")` also applies to the CPU tensors.
+    The CPU represents the GPU: `torch.autocast("cuda")` also applies to the CPU tensors.
     """
-    # Do not use setattr, because modules may override it, and PyTorch's version runs hooks.
+    # Modules may override setattr, and PyTorch's version runs hooks.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     mode = compat.use_fake_tensors()
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # has the originals, so ids stay unique
@@ -216,7 +203,6 @@ def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
 
 @contextmanager
 def _explain_missing_values(module: nn.Module) -> Iterator[None]:
-    """Raise a ValueError that names the module if an operator reads the values of tensors."""
     try:
         yield
     except compat.NEEDS_VALUES as error:
@@ -264,7 +250,7 @@ class _Recorder(compat.OperatorObserver):
 
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
-        """Start an empty record. Parameters and buffers count as allocated before the step."""
+        """Start an empty record. Parameters and buffers were allocated before the step."""
         self.events, self._storages = [], compat.WeakIdKeyDictionary()
         for x in (*module.parameters(), *module.buffers()):
             self._storages[x.untyped_storage()] = None
@@ -290,7 +276,7 @@ class _Recorder(compat.OperatorObserver):
             self.number(x)
 
     def number(self, x: Any) -> int | None:
-        """Return the number of a tensor's storage, and record the storage if it is new.
+        """Return the number of a tensor's storage, and record a new storage.
 
         The number is None if the storage existed before the step, or if `x` has no storage.
         """
@@ -305,7 +291,7 @@ class _Recorder(compat.OperatorObserver):
         return found
 
     def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module at `path`. Regions that `compile` captures meanwhile get this path."""
+        """Run a module. Regions that `compile` captures meanwhile get its path."""
         self.path = path
         return run(*args, **kwargs)
 
@@ -317,10 +303,7 @@ class _Recorder(compat.OperatorObserver):
 
 
 def _estimate_work(operator: Any, arguments: Any, result: Any, new: Sequence[Tensor]) -> Work:
-    """Estimate the work of an operator outside of compiled graphs.
-
-    `new` are the tensors in `result` that are not views of arguments.
-    """
+    """`new` are the tensors in `result` that are not views of arguments."""
     args, kwargs = arguments
     formula = flop_registry.get(getattr(operator, "overloadpacket", None))
     if formula is not None:
@@ -331,7 +314,7 @@ def _estimate_work(operator: Any, arguments: Any, result: Any, new: Sequence[Ten
 
 
 class _StandIn(torch.autograd.Function):
-    """Stand-in for a compiled graph: allocates results and gradients, but computes nothing."""
+    """Allocates results and gradients, but computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, recorder: _Recorder, region: CompiledRegion, *inputs: Any) -> Any:
@@ -371,7 +354,6 @@ def _allocate(x: Any) -> Any:
 
 
 def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> CompiledRegion:
-    """Trace the joint graph of a graph from Dynamo, and return it as a region."""
     compat.rename_self(gm)
     results = compat.tree_leaves(gm(*example_inputs))
     outputs = [(_describe_layout(x), isinstance(x, Tensor) and x.requires_grad) for x in results]
@@ -387,8 +369,6 @@ def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], path: str) -> Co
 
 
 class _Capture(Partitioner):
-    """Partitioner that copies the joint graph, and then partitions it as stock PyTorch does."""
-
     def __init__(self, compilation: Compilation, region: CompiledRegion) -> None:
         super().__init__(compilation)
         self.region = region

@@ -1,11 +1,8 @@
 """Compute the memory, work and plans of a traced step under any configuration.
 
-`TracedStep` inserts planned regions into the record of a step. Tracing and planning a model with
-many equal layers takes long, so `TracedLayers` traces two short models, with three and four layers,
-and extrapolates to the whole model. This works because each further layer adds the same saved
-bytes, gradients and work. Only the peak may be at another place. So the bytes at each place are
-extrapolated linearly. Places in the two models are matched by their layer. The first two layers are
-counted from the start, the last two from the end:
+`TracedLayers` traces two short models, with three and four layers, and extrapolates linearly to a
+model with many equal layers. Places in the two models are matched by their layer, counted from the
+start for the first two layers and from the end for the last two:
 
     three layers   before  0  1  2  after
     four layers    before  0  1  2  3  after       0-0, 1-1 from the start; 1-2, 2-3 from the end
@@ -44,14 +41,14 @@ from fp8pass.tools.fitting.step import (
 
 log = logging.getLogger("fp8pass")
 
-WHOLE = ("",)  # the path of the model itself
+WHOLE = ("",)
 
 FEW, MORE = 3, 4
-# From this number of layers on, tracing two short models is faster than tracing the whole model.
+# From this number of layers on, two short models are faster to trace.
 WORTHWHILE = 8
 
-# A place is the index of a layer, or "before" or "after" all layers. Each pair is a place in the
-# model with `FEW` layers and the matching place in the model with `MORE` layers.
+# A place is the index of a layer, or "before" or "after" all layers. Each pair matches a place with
+# `FEW` layers to a place with `MORE` layers.
 Place = int | str
 PAIRS: tuple[tuple[Place, Place], ...] = (
     *(("before", "before"), ("after", "after")),
@@ -63,13 +60,9 @@ Slot = tuple[bool, Place]  # whether the moment is in the backward, and its plac
 def trace(
     module: nn.Module, paths: Sequence[str], values: Any, loss_of: LossFunction
 ) -> TracedStep | TracedLayers:
-    """Trace a step of a model. If one graph has many equal layers, trace models with fewer layers.
+    """Trace a step of a model, or of two shorter models if one graph has many equal layers.
 
-    Args:
-        module: the model, on any device.
-        paths: paths of the parts that are compiled one by one; empty for the model as a whole.
-        values: arguments and keyword arguments of the model.
-        loss_of: runs the model and returns its loss.
+    `paths` are compiled one by one; if empty, the model as a whole.
     """
     if not paths and (layers := find_layers(module)):
         try:
@@ -89,33 +82,27 @@ def trace(
 
 
 def is_in_list(path: str) -> bool:
-    """Check whether a module is in a module list, e.g. `layers.3.mlp`.
+    """Whether a path is in a module list, e.g. `layers.3.mlp`. Only lists have memory budgets, if
+    any.
 
-    If a model has lists, memory budgets apply only to the modules in lists.
+    `layers.3.mlp`. If a model has lists, memory budgets apply only to the modules in lists.
     """
     return any(part.isdigit() for part in path.split("."))
 
 
-# --- a recorded step -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Fate:
-    """How long final gradients stay alive.
+    """How long final gradients stay alive."""
 
-    Attributes:
-        stay: whether all gradients live until the end of the backward. Otherwise the optimizer
-            consumes each gradient during the backward.
-        waiting: how many bytes of gradients may wait for the optimizer. If this is not 0, one
-            gradient may wait even if it is larger.
-    """
-
+    # Until the end of the backward. Otherwise the optimizer consumes gradients during the backward.
     stay: bool
+    # Bytes of gradients that may wait for the optimizer. Unless it is 0, one larger gradient may
+    # wait.
     waiting: float = 0.0
 
 
 class TracedStep:
-    """A recorded step, evaluated under any configuration. Plans are computed on first use.
+    """A recorded step. Plans are computed on first use.
 
     Raises:
         ConfigError: a memory budget cannot be met (all methods).
@@ -132,15 +119,12 @@ class TracedStep:
         return {r: plan_region(r, config if r in layers else rest) for r in regions}
 
     def moments(self, config: Config, fate: Fate) -> list[Moment]:
-        """Return the bytes alive at each moment, in order."""
         return _Replay(self.step, self.planned(config), fate).moments
 
     def plans(self, config: Config) -> list[Plan]:
-        """Return the plan of each graph."""
         return [p.plan for p in self.planned(config).values()]
 
     def work(self, config: Config) -> tuple[Work, Work]:
-        """Return the work of the forward and of the backward."""
         regions, begun = self.planned(config), False
         totals = {False: Work(), True: Work()}
         for event in self.step.events:
@@ -189,7 +173,7 @@ class _Replay:
                     self._note(Moment())
 
     def _note(self, moment: Moment) -> None:
-        """Record a moment of a region, plus the bytes that are alive outside of the region."""
+        """Add the bytes that are alive outside of the region."""
         alive = {name: self._alive[name] + getattr(moment, name) for name in REGION_KINDS}
         self.moments.append(Moment(moment.module, self._backward, **alive))
 
@@ -208,7 +192,7 @@ class _Replay:
             self._alive[name] -= bytes_
 
     def _consume(self, gradient: int) -> None:
-        """Queue a gradient for the optimizer. Free the oldest gradients that are over the limit."""
+        """Queue a gradient for the optimizer, and free the oldest above the limit."""
         waiting = self._waiting
         waiting.append((gradient, self._storages[gradient][1]))
         least = 1 if self.fate.waiting else 0
@@ -236,26 +220,21 @@ class _Replay:
                 self._free(storage)
 
     def _find_held(self, call: RegionForward) -> set[int]:
-        """Return the storages of a region's inputs and results that its backward reads."""
+        """Return storages of inputs and results that the region's backward reads."""
         plan = self.plans[call.region]
         found = {call.inputs[i] for i in plan.held_inputs}
         found |= {call.outputs[i] for i in plan.held_outputs}
         return {storage for storage in found if storage is not None}
 
 
-# --- many equal layers ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Layers:
-    """A list of equal layers: the list's path and length."""
-
     path: str
     count: int
 
 
 def find_layers(module: nn.Module) -> Layers | None:
-    """Return the longest list of equal modules, or None if it is shorter than `WORTHWHILE`."""
+    """Return the longest list of at least `WORTHWHILE` equal modules."""
     lists = {p: m for p, m in module.named_modules() if isinstance(m, nn.ModuleList)}
     alike = [Layers(p, len(m)) for p, m in lists.items() if len(set(map(_describe, m))) == 1]
     longest = max(alike, key=lambda layers: layers.count, default=None)
@@ -269,7 +248,7 @@ def _describe(module: nn.Module) -> tuple[object, ...]:
 
 @contextmanager
 def shorten(module: nn.Module, layers: Layers, count: int) -> Iterator[None]:
-    """Remove all but the first `count` modules of a list, and restore them on exit."""
+    """Remove all but the first `count` modules of a list until exit."""
     shown = module.get_submodule(layers.path)
     assert isinstance(shown, nn.ModuleList)
     hidden = list(shown)[count:]
@@ -285,12 +264,11 @@ class NotAlike(Exception):
 
 
 class TracedLayers:
-    """A step of a model compiled as a whole, extrapolated from two models with fewer layers.
+    """A step of a model, extrapolated from two models with fewer layers.
 
     Raises:
         NotAlike: the two steps do not match.
-        ConfigError: a memory budget cannot be met (all methods). The bytes in the message are for
-            the short models.
+        ConfigError: a memory budget cannot be met (all methods), in bytes of the short models.
     """
 
     def __init__(self, layers: Layers, few: TracedStep, more: TracedStep) -> None:
@@ -302,10 +280,7 @@ class TracedLayers:
         self.moments(Config(), Fate(stay=True))
 
     def _scale_budget(self, config: Config, depth: int) -> Config:
-        """Return `config` with its memory budget scaled to a model of `depth` layers.
-
-        Both budgets reduce the saved bytes of each layer by the same amount.
-        """
+        """Reduce the saved bytes of each layer by the same amount in a model of `depth` layers."""
         if config.memory_budget is None:
             return config
         unlimited = replace(config, memory_budget=None)
@@ -315,10 +290,7 @@ class TracedLayers:
         return replace(config, memory_budget=max(1, int(own - depth * less)))
 
     def moments(self, config: Config, fate: Fate) -> list[Moment]:
-        """Return the largest moments before, in and after the layers.
-
-        Of the layers, the result has only the first two and the last two.
-        """
+        """Return the largest moments before, in and after the layers, of which four are shown."""
         few = self._find_largest(self.few.moments(self._config(config, FEW), fate))
         more = self._find_largest(self.more.moments(self._config(config, MORE), fate))
         pairs = [((half, a), (half, b)) for half in (False, True) for a, b in PAIRS]
@@ -329,7 +301,6 @@ class TracedLayers:
         return [self._extrapolate(few[a], more[b], b[1] != a[1]) for a, b in found]
 
     def _find_largest(self, moments: list[Moment]) -> dict[Slot, Moment]:
-        """Return the moment with the most bytes in each slot."""
         largest: dict[Slot, Moment] = {}
         begun = {False: False, True: False}
         for moment in moments:
@@ -347,11 +318,7 @@ class TracedLayers:
         return int(number) if module.startswith(prefix) else None
 
     def _extrapolate(self, few: Moment, more: Moment, from_end: bool) -> Moment:
-        """Extrapolate a moment from `FEW` and `MORE` layers to the model's number of layers.
-
-        `few` and `more` are the same moment of the two short models. `from_end` is true if they
-        were matched by counting layers from the last one.
-        """
+        """Extrapolate a moment. `from_end`: layers were counted from the last one."""
         values = {k: getattr(few, k) for k in REGION_KINDS}
         values = {k: x + self._further * (getattr(more, k) - x) for k, x in values.items()}
         module, layer = few.module, self._find_layer_number(few.module)
@@ -361,7 +328,6 @@ class TracedLayers:
         return replace(few, module=module, **values)
 
     def work(self, config: Config) -> tuple[Work, Work]:
-        """Return the work of the forward and of the backward."""
         try:
             few = self.few.work(self._config(config, FEW))
             more = self.more.work(self._config(config, MORE))
@@ -378,7 +344,7 @@ class TracedLayers:
 
 
 def _make_sort_key(slot: Slot) -> tuple[bool, float]:
-    """Return a key that sorts slots by time. The backward runs the layers in reverse."""
+    """Sort slots by time. The backward runs the layers in reverse."""
     backward, place = slot
     if isinstance(place, str):
         return backward, -1.0 if place == "before" else MORE + 1.0

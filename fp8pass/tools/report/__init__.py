@@ -1,14 +1,12 @@
 """The report: the decisions about a model as one HTML page that works offline.
 
-    picture.py         drawing of a joint graph: operators in columns by module, tensors as edges
-    repeated_layers.py repeated layers drawn once
-    timeline.py        saved bytes at each operator of a step
-    diffs.py           the changes of each pass by module
-    comparison.py      two explanations compared by module
-    page.py            the data of the template, from all of these modules
-    template.html.j2, page.css, picture.js, page.js, vendor/    the page itself
-
-Python computes the data; scripts of the page draw it with the libraries in `vendor/`.
+picture.py         drawing of a joint graph: operators in columns by module, tensors as edges
+repeated_layers.py repeated layers drawn once
+timeline.py        saved bytes at each operator of a step
+diffs.py           the changes of each pass by module
+comparison.py      two explanations compared by module
+page.py            the data of the template, from all of these modules
+template.html.j2, page.css, picture.js, page.js, vendor/    the page itself
 """
 
 from __future__ import annotations

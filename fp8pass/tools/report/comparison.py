@@ -13,28 +13,19 @@ from fp8pass.tools.folding import fold_rows
 
 @dataclass
 class ModuleCosts:
-    """The costs of one module in a step.
-
-    Attributes:
-        bytes: bytes saved for the backward.
-        formats: saved bytes by format, without scalars.
-        fp8: the GEMMs of a linear layer that run in FP8.
-        seconds: time of all operators, forward and backward, estimated by a roofline.
-    """
-
-    bytes: int = 0
-    formats: Counter[str] = field(default_factory=Counter)
-    fp8: tuple[str, ...] = ()
-    seconds: float = 0.0
+    bytes: int = 0  # saved for the backward
+    formats: Counter[str] = field(default_factory=Counter)  # saved bytes by format, without scalars
+    fp8: tuple[str, ...] = ()  # the GEMMs of a linear layer that run in FP8
+    seconds: float = 0.0  # of all operators, by a roofline
 
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for equal costs. Rounding errors of seconds are ignored."""
+        """Ignore rounding errors of seconds."""
         return self.bytes, tuple(self.formats.items()), self.fp8, f"{self.seconds:.6e}"
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A row of the comparison: `count` modules with equal costs, and the costs of one of them."""
+    """`count` modules with equal costs, and the costs of one of them."""
 
     module: str
     count: int
@@ -43,34 +34,30 @@ class ComparedRow:
 
     @property
     def more_bytes(self) -> int:
-        """Difference of the saved bytes of all `count` modules: `theirs` minus `ours`."""
+        """Of all `count` modules, `theirs` minus `ours`."""
         return self.count * (self.theirs.bytes - self.ours.bytes)
 
     @property
     def more_seconds(self) -> float:
-        """Difference of the seconds of all `count` modules: `theirs` minus `ours`."""
+        """Of all `count` modules, `theirs` minus `ours`."""
         return self.count * (self.theirs.seconds - self.ours.seconds)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two explanations of a model, `ours` and `theirs`, by module."""
-
     ours: ExplanationData
     theirs: ExplanationData
     rows: list[ComparedRow]
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Seconds of all operators of a step in both explanations."""
+        """Of all operators of a step, in both explanations."""
         ours = sum(r.count * r.ours.seconds for r in self.rows)
         return ours, sum(r.count * r.theirs.seconds for r in self.rows)
 
 
 def compare(ours: ExplanationData, theirs: ExplanationData) -> Comparison:
-    """Compare two explanations. The rows with the largest difference in bytes come first.
-
-    Rows with an equal difference in bytes are sorted by their difference in time.
+    """Compare two explanations. Sort rows by their difference in bytes, then in time.
 
     Raises:
         ValueError: the explanations are of different models.

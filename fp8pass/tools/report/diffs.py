@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from fp8pass.passes.runner import MODULE_COMMENT, PassRecord
 
-# Numbers of layers in paths, and numbers that FX appends to names. They may differ between layers.
+# These may differ between layers.
 _NUMBERS = re.compile(r"_\d+\b|(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _CONTEXT = 1  # unchanged lines around a change
 
 
 @dataclass(frozen=True)
 class ModuleDiff:
-    """The change of one module's code. `count` modules have this change, apart from numbers."""
+    """`count` modules have this change, apart from numbers."""
 
     module: str
     count: int
@@ -23,7 +23,7 @@ class ModuleDiff:
 
 
 def diff_modules(record: PassRecord) -> list[ModuleDiff]:
-    """Return the changes of one pass, in the order of the graph."""
+    """Return the changes of a pass, in the order of the graph."""
     before, after = split_code(record.before), split_code(record.after)
     same: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for module in dict.fromkeys((*before, *after)):
@@ -37,7 +37,7 @@ def diff_modules(record: PassRecord) -> list[ModuleDiff]:
 
 
 def split_code(code: str) -> dict[str, list[str]]:
-    """Return the lines of a graph's code by module; '' for lines without a module."""
+    """Map modules to lines; '' for lines without a module."""
     modules: dict[str, list[str]] = {}
     lines = modules.setdefault("", [])
     for line in code.splitlines():

@@ -40,10 +40,9 @@ if TYPE_CHECKING:
 FP8_LINEAR = "linear layers in FP8"
 
 _FOLDER = Path(__file__).parent
-_MOST_EXPENSIVE = 8  # rows in the table of the largest saved tensors
+_MOST_EXPENSIVE = 8  # rows of a table
 
-# The page lists a plan of the frontier only if it needs less memory than the explained plan, by
-# more than this share.
+# A plan of the frontier is listed only if it needs less memory by more than this share.
 _SAME_MEMORY = 0.005
 
 
@@ -53,7 +52,6 @@ def write_report(
     diagnosis: Diagnosis | None,
     other: ExplanationData | None,
 ) -> None:
-    """Write the page to `path`."""
     path.write_text(render(explanation, diagnosis, other), encoding="utf-8")
 
 
@@ -62,12 +60,7 @@ def render(
     diagnosis: Diagnosis | None = None,
     other: ExplanationData | None = None,
 ) -> str:
-    """Return the page's HTML, which contains all styles, scripts and data.
-
-    Args:
-        explanation: the explanation to show.
-        diagnosis: measured errors to show.
-        other: explanation of the same model to compare with.
+    """Return the page's HTML with all styles, scripts and data. `other` is compared.
 
     Raises:
         ValueError: `other` explains another model.
@@ -119,7 +112,6 @@ def render(
 
 
 def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """Return the data that scripts draw: pictures, timeline, memory against time, and errors."""
     return {
         "kinds": OPERATOR_KINDS,
         "pictures": [asdict(fold(draw(g))) for g in explanation.graphs],
@@ -131,7 +123,6 @@ def page_data(explanation: ExplanationData, diagnosis: Diagnosis | None) -> dict
 
 
 def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> dict[str, Any]:
-    """Return the template's data about one graph, which was run by `modules`."""
     plan = compiled.plan
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     sources = {name: find_source_line(n) for name, n in nodes.items()}
@@ -154,7 +145,6 @@ def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> d
 
 
 def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the explained plan, then the frontier's smaller plans, the largest of them first."""
     here = plan.point
     if here is None:
         return
@@ -170,10 +160,7 @@ def _list_choices(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def count_operations(graphs: Iterable[CompiledGraph]) -> dict[str, float]:
-    """Return the floating point operations of a step for each kind of operator.
-
-    The kind with the most operations comes first.
-    """
+    """Return FLOPs by kind of operator, the largest first."""
     total: Counter[str] = Counter()
     for compiled in graphs:
         for node in filter(is_expensive, compiled.gm.graph.nodes):
@@ -190,7 +177,7 @@ def _label_operation(node: fx.Node) -> str:
 
 
 def _format_flop(count: float) -> str:
-    """Format a number of operations, e.g. `868 MFLOP`."""
+    """Format a count, e.g. `868 MFLOP`."""
     for unit in ("", "k", "M", "G"):
         if count < 1000:
             return f"{count:.3g} {unit}FLOP"
@@ -199,12 +186,12 @@ def _format_flop(count: float) -> str:
 
 
 def format_size(count: float) -> str:
-    """Format bytes or a difference of bytes, e.g. `-1.5 MiB`."""
+    """Format bytes, e.g. `-1.5 MiB`."""
     return f"{'-' * (count < 0)}{bytes_text(abs(count))}"
 
 
 def format_budget(count: int) -> str:
-    """Format bytes as a value of `memory_budget`, rounded up, e.g. `1.012GiB`."""
+    """Round up to a value of `memory_budget`, e.g. `1.012GiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{math.ceil(1000 * count / size) / 1000:.10g}{unit}"
@@ -212,7 +199,7 @@ def format_budget(count: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format seconds or a difference of seconds, e.g. `12.3 µs`."""
+    """Format seconds, e.g. `12.3 µs`."""
     scale, unit = next(
         ((scale, unit) for scale, unit in ((1, "s"), (1e3, "ms")) if abs(seconds) * scale >= 1),
         (1e6, "µs"),
@@ -221,11 +208,11 @@ def format_time(seconds: float) -> str:
 
 
 def _format_recipe(config: Config) -> str:
-    """Format a configuration as the nearest recipe and changes, e.g. `coat, memory_budget=0.5`."""
+    """Format a configuration, e.g. `coat, memory_budget=0.5`."""
     name, changes = find_recipe(config)
     return ", ".join((name, *(f"{option}={value!r}" for option, value in changes.items())))
 
 
 def _format_share(part: float, whole: float) -> str:
-    """Format a part as a percentage; `n/a` if the whole is zero or infinite."""
+    """Format a percentage; `n/a` if the whole is zero or infinite."""
     return f"{part / whole:.0%}" if whole and math.isfinite(whole) else "n/a"

@@ -1,13 +1,11 @@
 """Draw a compiled graph: operators in columns by module, and the tensors between them.
 
-The columns follow the order in which the forward runs the modules. A module that runs twice has two
-columns. An operator of the backward is in the column of its forward operator. If several modules
-read a forward value, PyTorch adds up the gradients of the value, and this sum has no module. It is
-in the column of the first module that reads the value, because gradients flow through the columns
-from the last to the first.
+Columns follow the order in which the forward runs the modules. A backward operator is in the column
+of its forward operator. PyTorch's sum of the gradients of a value has no module; it is in the
+column of the first module that reads the value.
 
-About half of a graph's nodes are views, casts, constants, sizes and parameters. These nodes are not
-drawn, and edges pass through them. Tensors saved for the backward are always drawn.
+Views, casts, constants, sizes and parameters are not drawn, and edges pass through them, unless
+they are saved for the backward.
 """
 
 from __future__ import annotations
@@ -51,47 +49,31 @@ OPERATOR_KINDS = {
 
 @dataclass(frozen=True)
 class DrawnOperator:
-    """An operator in the picture.
-
-    Attributes:
-        id: name of the node.
-        label: text on the operator.
-        kind: a key of `OPERATOR_KINDS`.
-        module: path of the module that the operator comes from.
-        column: number of the column.
-        backward: whether the operator runs in the backward.
-        details: texts to show about the operator, by title, e.g. `shape`, `dtype` or `saved as`.
-    """
-
     id: str
     label: str
-    kind: str
+    kind: str  # a key of `OPERATOR_KINDS`
     module: str
     column: int
     backward: bool
+    # Text by title, e.g. `shape`, `dtype` or `saved as`.
     details: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that one operator computes and another operator uses.
+    """A tensor that one operator computes and another operator uses."""
 
-    Attributes:
-        source, target: ids of the operators.
-        crosses: whether the tensor is saved by the forward and read by the backward.
-        bytes: saved bytes of the tensor on its first edge, and 0 on its other edges, so that the
-            sum over all edges is right.
-    """
-
+    # Ids of operators.
     source: str
     target: str
-    crosses: bool
+    crosses: bool  # from the forward to the backward
+    # Saved bytes on the tensor's first edge, and 0 on other edges.
     bytes: int
 
 
 @dataclass(frozen=True)
 class DrawnLayer:
-    """`count` equal numbered layers of a model. Only the first of them is drawn."""
+    """`count` equal numbered layers. Only the first is drawn."""
 
     first: str
     last: str
@@ -101,7 +83,7 @@ class DrawnLayer:
 
 @dataclass
 class Picture:
-    """The operators and edges of a drawing. `columns` has the path of each column's module."""
+    """`columns` has the path of each column's module."""
 
     columns: list[str]
     operators: list[DrawnOperator]
@@ -110,27 +92,25 @@ class Picture:
 
 
 def draw(compiled: CompiledGraph) -> Picture:
-    """Draw one graph, with every layer."""
     drawing = _Drawing(compiled)
     operators = [drawing.operator(n) for n in drawing.drawn]
     return Picture(drawing.modules, operators, list(drawing.edges()))
 
 
 def find_forward_nodes(compiled: CompiledGraph) -> set[fx.Node]:
-    """Return the nodes that compute the forward's outputs and the saved tensors."""
     if not any(compat.is_tangent(n) for n in compiled.gm.graph.nodes):
         return set(compiled.gm.graph.nodes)
     return graph.ancestors([*_find_outputs(compiled), *compiled.ctx.saved])
 
 
 def _find_outputs(compiled: CompiledGraph) -> list[fx.Node]:
-    """Return the outputs of the forward. If the graph has no backward, return all outputs."""
+    """Return the forward's outputs; all outputs if the graph has no backward."""
     results = graph.outputs(compiled.gm.graph)[: compiled.ctx.facts.num_fwd_outputs or None]
     return [n for n in results if isinstance(n, fx.Node)]
 
 
 class _Columns:
-    """Assigns a column to each node. Forward nodes make columns, and backward nodes use them."""
+    """Forward nodes make columns, and backward nodes use them."""
 
     def __init__(self, forward: list[fx.Node]) -> None:
         self.modules: list[str] = []
@@ -144,7 +124,7 @@ class _Columns:
             self._by_origin.update(dict.fromkeys((node.name, path, *steps), column))
 
     def find(self, node: fx.Node) -> int:
-        """Return the column of the forward node with the same name, autograd step or module."""
+        """Match the name, autograd step or module of a forward node."""
         path, sequence = graph.module_path(node), node.meta.get("seq_nr")
         carried = node.meta.get(COPIED_VALUE)
         for origin in (node.name, carried, (path, sequence), path or None, ("", sequence)):
@@ -154,8 +134,6 @@ class _Columns:
 
 
 class _Drawing:
-    """The drawn nodes of a graph, with their details."""
-
     def __init__(self, compiled: CompiledGraph) -> None:
         self.ctx, plan = compiled.ctx, compiled.plan
         self.crossing = set(self.ctx.saved)
@@ -192,7 +170,6 @@ class _Drawing:
         return is_sum and not graph.module_path(node)
 
     def operator(self, node: fx.Node) -> DrawnOperator:
-        """Return the drawn operator of a node."""
         column = self.column[node]
         module = self.modules[column] if self._is_gradient_sum(node) else graph.module_path(node)
         return DrawnOperator(
@@ -206,7 +183,6 @@ class _Drawing:
         )
 
     def edges(self) -> Iterator[Edge]:
-        """Yield the edges between drawn operators, each once."""
         counted = set()
         for node in self.drawn:
             for source in self.operands[node]:
@@ -249,7 +225,7 @@ class _Drawing:
         yield "source", find_source_line(node)
 
     def _describe_saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
-        """Yield details about how a value reaches the backward, and why."""
+        """Describe how a value reaches the backward, and why."""
         name = node.meta.get(COPIED_VALUE, node.name) if node not in self.forward else node.name
         saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
@@ -266,7 +242,7 @@ class _Drawing:
 
 
 def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
-    """Return the drawn operators that `node` reads, directly or through hidden nodes."""
+    """Look through hidden nodes."""
     pending, seen = list(node.all_input_nodes), dict.fromkeys(node.all_input_nodes)
     while pending:
         operand = pending.pop()
@@ -277,7 +253,7 @@ def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
 
 
 def name_input(node: fx.Node, names: Sequence[str]) -> str:
-    """Return an input's name in the model; '' if it is unknown, or if `node` is not an input."""
+    """Return an input's name in the model, or ''."""
     index = compat.input_index(node) if node.op == "placeholder" else None
     return names[index] if index is not None and index < len(names) else ""
 
@@ -292,7 +268,6 @@ def _make_label(node: fx.Node) -> str:
 
 
 def _describe_quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """Yield the formats and scales of the quantized data that a node reads or computes."""
     texts = {
         fp8.quantize.default: slice(2, 3),
         fp8.dequantize.default: slice(2, 3),
@@ -311,10 +286,9 @@ def _describe_scales(block: Block) -> str:
 
 
 def find_source_line(node: fx.Node) -> str:
-    """Return the line of the user's model that created a node, e.g. `model.py:54  q = self.q(x)`.
+    """Return the user's innermost line that created a node, e.g.
 
-    This is the innermost line outside of PyTorch, e.g. the line that calls an `nn.RMSNorm`. The
-    result is '' if no line is known.
+    `model.py:54  q = self.q(x)`, or ''.
     """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:

@@ -1,10 +1,7 @@
 """Draw repeated layers once: the first of several equal consecutive layers represents all of them.
 
-    before   layers.0   layers.1   layers.2   …   layers.31
-    after    layers.0   layers.1 (30 equal, to layers.30)   layers.31
-
-Layers are equal if they have the same modules, and operators with the same shapes, formats and
-reasons. The first and the last layer of a model usually differ from the layers between them.
+before   layers.0   layers.1   layers.2   …   layers.31
+after    layers.0   layers.1 (30 equal, to layers.30)   layers.31
 """
 
 from __future__ import annotations
@@ -16,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from fp8pass.tools.report.picture import DrawnLayer, DrawnOperator, Edge, Picture
 
-# Matches a path up to its first number, e.g. `model.layers.3` of `model.layers.3.mlp`.
+# E.g. `model.layers.3` of `model.layers.3.mlp`.
 _NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
-# Details that may differ between equal layers.
+# These may differ between equal layers.
 _OWN_DETAILS = ("source", "saves", "in keep_exact")
 
 
@@ -33,7 +30,7 @@ class Span:
 
     @property
     def pattern(self) -> str:
-        """The path with `*` instead of its last number, e.g. `layers.*`."""
+        """E.g. `layers.*`."""
         return re.sub(r"\d+$", "*", self.path)
 
     def signature(self) -> tuple[object, ...]:
@@ -48,13 +45,12 @@ class Span:
 
 
 def find_layer(module: str) -> str:
-    """Return the numbered layer that contains a module, e.g. `model.layers.3`, or ''."""
+    """Return e.g. `model.layers.3`, or ''."""
     match = _NUMBERED.match(module)
     return match[0] if match else ""
 
 
 def fold(picture: Picture) -> Picture:
-    """Return the picture with repeated layers drawn once."""
     groups = [list(g) for _, g in itertools.groupby(find_spans(picture), key=Span.signature)]
     stands_for: dict[str, str] = {}
     instance: dict[str, tuple[str, str]] = {}
@@ -80,7 +76,7 @@ def fold(picture: Picture) -> Picture:
 
 
 def find_spans(picture: Picture) -> list[Span]:
-    """Return the numbered layers in order. A layer spans all columns from its first to its last."""
+    """Return the numbered layers, with all columns from the first to the last."""
     columns: dict[str, list[int]] = {}
     for column, module in enumerate(picture.columns):
         if path := find_layer(module):

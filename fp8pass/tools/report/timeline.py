@@ -20,28 +20,19 @@ Change = tuple[fx.Node, int]  # an operator, and the saved bytes that it adds
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    """Saved bytes after an operator.
-
-    Attributes:
-        position: number of the operator in the step. Positions of `stock` are scaled to the length
-            of fp8pass's step, so that both curves have the same width.
-        operator: module and name of the operator.
-        change: saved bytes that the operator adds; negative if it frees bytes.
-    """
-
+    # Number of the operator. `stock` is scaled to the length of fp8pass's step.
     position: float
-    operator: str
+    operator: str  # module and name
     backward: bool
-    change: int
+    change: int  # negative if bytes are freed
     bytes: int
 
 
 def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list[TimelinePoint]:
     """Return a point for each change of the saved bytes in one step.
 
-    The step runs the forwards of all graphs, then the backwards in reverse order.
-
-    With `stock`, PyTorch's partitioner determines the operators and saved tensors.
+    The step runs the forwards of all graphs, then the backwards in reverse order. With `stock`,
+    PyTorch's partitioner determines the saved tensors.
     """
     forwards: list[tuple[bool, int, list[Change]]] = []
     backwards: list[tuple[bool, int, list[Change]]] = []
@@ -75,7 +66,6 @@ def _list_calls(g: fx.Graph) -> list[fx.Node]:
 
 
 def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
-    """Return the bytes of each tensor that is saved on the device, by name."""
     tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
     return {t.name: t.bytes for t in tensors if not t.on_host}
 
@@ -98,7 +88,7 @@ def _find_changes(
 
 
 def _find_uses(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[fx.Node]:
-    """Yield the operators of the backward that use a saved tensor, directly or through views."""
+    """Look through views."""
     for user in node.users:
         if user in order:
             yield user
@@ -107,6 +97,6 @@ def _find_uses(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[fx.Node]:
 
 
 def _name(node: fx.Node) -> str:
-    """Return an operator's module and name, e.g. `layers.0.mlp, silu`."""
+    """Name an operator, e.g. `layers.0.mlp, silu`."""
     path, operator = graph.module_path(node), shorten_operator(operator_name(node))
     return f"{path}, {operator}" if path else operator
