@@ -130,7 +130,7 @@ class _ComponentCuts:
         return best
 
     def _exact_needs(self, exact: set[fx.Node], everything: set[fx.Node]) -> list[set[fx.Node]]:
-        """Return the sets of exact needs to try for the first cut. The cheapest pair of cuts wins.
+        """Return sets of values that the backward may need exactly. The cheapest plan wins.
 
         The first set is `exact`. Each other set contains the previous set and also:
 

@@ -42,8 +42,8 @@ class Compression:
     Attributes:
         modules: paths of the modules that reduce compressed gradients; '' is the model itself.
         layers: paths of the linear layers whose weights are gathered in FP8.
-        gradients: the values and bytes that this rank sent to reduce gradients.
-        weights: the values and bytes that this rank sent to gather the weights of `layers`.
+        gradients: counts of values and bytes that this rank sent to reduce gradients.
+        weights: counts of values and bytes that this rank sent to gather the weights of `layers`.
     """
 
     modules: tuple[str, ...] = ()

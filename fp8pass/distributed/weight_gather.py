@@ -1,8 +1,8 @@
 """FSDP2 all-gathers of quantized weights: E4M3 with a scale for each row (LLMQ, section 3.2).
 
-A shard consists of whole rows, so each rank quantizes its shard without communication, to the same
-bits as gathered BF16 weights. In compiled code, the forward's GEMM reads the FP8 data, and the
-backward dequantizes it. Shards, gradients and state dicts are not quantized.
+A shard consists of whole rows, so each rank quantizes its shard without communication. The FP8 data
+is the same as if gathered BF16 weights were quantized. In compiled code, the forward's GEMM reads
+the FP8 data, and the backward dequantizes it. Shards, gradients and state dicts are not quantized.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ShardKey(NamedTuple):
 
 
 class SendBuffers:
-    """Modules with equal `ShardKey`s use buffers in turn, which saves CPU time."""
+    """One buffer for each `ShardKey` and stream, shared by all modules with this key."""
 
     def __init__(self) -> None:
         self._users: Counter[ShardKey] = Counter()

@@ -110,7 +110,7 @@ class ChainRule:
         slope: Expr = ONE,
         scale: Expr = ONE,
     ) -> Coefficients:
-        """Return the total derivative of `scale` times the mean of elements with slope `slope`."""
+        """Return the derivative of `scale * mean(f(x))`, where `slope` is f's derivative."""
         row = ZERO
         for differential, coefficient in operand.items():
             if differential == self.source:

@@ -82,8 +82,8 @@ def grows_exponentially(
 def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
     """Return the symbols that make a result infinite or NaN if they are rounded to zero.
 
-    A row contains the largest element of a group, so its sum is not rounded to zero, unlike a
-    column's.
+    A sum over a row contains the largest element of a group, so it is not rounded to zero. A sum
+    over a column may be.
     """
     few = {s: x[..., :SEARCHED_COLUMNS] for s, x in samples.values.items()}
     _, backward = split_at_gradients(expressions)

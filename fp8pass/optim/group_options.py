@@ -67,8 +67,7 @@ class Storage:
 
     @staticmethod
     def of(group: Mapping[str, Any], group_size: int | None = None) -> Storage:
-        """Return the storage of a group. `group_size` replaces the option; 0 stores all states in
-        FP32.
+        """Return the storage of a group; `group_size=0` stores all states in FP32.
 
         Raises:
             ConfigError: an option has an invalid value.

@@ -14,7 +14,7 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Requests:
-    """The optional parts of the plan to compute. They take time, so only reports request them."""
+    """Optional parts of the plan. They take time to compute, so only reports request them."""
 
     frontier: bool = False  # the costs of the plans for other memory budgets
     least: bool = False  # the smallest memory budget that can be met

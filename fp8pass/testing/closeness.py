@@ -12,7 +12,7 @@ noise, e.g. of a bias before a normalization. The accepted error is
        instead of x) and the largest error that the plan predicts for one saved value (x² and x³ may
        be recomputed from x).
     p: error of the unmodified model in its own dtype.
-    r: 1e-4, or one ulp of a coarser dtype, because p may be too small by chance.
+    r: 1e-4, or one ulp of the dtype if that is more, because p may be zero by chance.
 
 A zero gradient has the error 1, and a gradient multiplied by k has the error |k - 1|. Such faults
 are found if the accepted error is at most `JUDGED`. If it is larger, an argmax flips, or a

@@ -1,7 +1,8 @@
 """Operators that run kernels: `fp8pass_codegen::<name>(Tensor[] inputs, str programs) -> Tensor[]`.
 
-On a CPU they run the reference. In compiled graphs, Inductor allocates the results and launches the
-kernels. Programs are strings, because graphs with string arguments can be cached.
+On a CPU they run the kernel's reference implementation. In compiled graphs, Inductor allocates the
+results and launches the kernels. Programs are strings, because graphs with string arguments can be
+cached.
 """
 
 from __future__ import annotations

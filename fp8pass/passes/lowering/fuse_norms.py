@@ -74,7 +74,7 @@ def _fuse(total: fx.Node) -> bool:
 
 
 def _find_column_sums(reader: Reader) -> list[fx.Node]:
-    """Return the sums over all rows (gradients of weights) that need no additional loads."""
+    """Return sums over all rows, such as weight gradients, of values that are loaded anyway."""
     found: list[fx.Node] = []
     loads = set(reader.loads)
     for load in sorted(loads):

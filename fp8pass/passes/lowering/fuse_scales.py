@@ -47,7 +47,7 @@ def _move_input_amaxes_up(g: fx.Graph) -> None:
 
 
 def _group_amaxes(g: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Yield groups of amaxes that are all computed before any result except scales is used."""
+    """Group amaxes so that one kernel can compute the scales before other nodes read an amax."""
     group: list[fx.Node] = []
     results: set[fx.Node] = set()
     for node in g.nodes:

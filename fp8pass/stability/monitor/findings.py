@@ -37,7 +37,7 @@ class Measured:
     name: TensorName
 
     def find_symptoms(self) -> Iterator[tuple[str, str]]:
-        """Yield each symptom with its number."""
+        """Yield symptoms such as `(MOSTLY_ZERO, "93%")`."""
         row = self.row
         if row.nonfinite > 0:
             yield NOT_FINITE, f"{row.nonfinite} of {row.elements}"

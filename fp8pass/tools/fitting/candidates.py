@@ -201,7 +201,7 @@ class Candidates:
                 yield self._measure(setup, seconds)
 
     def _time(self, config: Config) -> list[tuple[int, Setup, Seconds]]:
-        """Return (key to sort by time, setup, time) of each setup."""
+        """Return (sort key, setup, seconds) of each setup with `config`."""
         if not self._may_help(config):
             return []
         try:

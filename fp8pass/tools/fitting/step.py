@@ -87,7 +87,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Computed:
-    """An operator ran outside of all regions."""
+    """Work of an operator that ran outside of compiled regions."""
 
     work: Work
 
