@@ -34,6 +34,7 @@ from tables_layers import (
     gpt2_table,
     layer_table,
     moe_table,
+    never_slower_table,
     zoo_operators_table,
     zoo_table,
 )
@@ -89,6 +90,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "kernels": kernels_table,
     "ablation": ablation_table,
     "gpt2": gpt2_table,
+    "never_slower": never_slower_table,
     "model_8b": model_table,
     "lora": lora_table,
     "lora_losses": lora_losses_table,

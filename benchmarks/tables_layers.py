@@ -12,7 +12,7 @@ BASELINE = "torchao tensorwise"
 GRAPHED = ", CUDA graphs"
 # Variant with stock `torch.compile`, instead of a recipe.
 BF16 = "bf16"
-# The variant of `ablation.py` that has all parts of fp8pass.
+# The variant of `never_slower.py` that has all parts of fp8pass.
 ALL_PARTS = "all parts"
 
 
@@ -78,19 +78,27 @@ def gpt2_table(data: dict[str, Any]) -> list[list[str]]:
     rows = [[*header, "forward peak MiB", "backward peak MiB"]]
     base = data["results"][0]
     for r in data["results"]:
-        planned = r["planned_bytes"]
-        rows.append(
-            [
-                r["variant"],
-                f"{r['ms']:.2f}",
-                f"{r['ms'] / base['ms']:.3f}",
-                f"{r['gpu_ms']:.2f}",
-                f"{r['saved_bytes'] / 2**20:.0f}",
-                "" if planned is None else f"{planned / 2**20:.0f}",
-                f"{r['forward_peak_bytes'] / 2**20:.0f}",
-                f"{r['backward_peak_bytes'] / 2**20:.0f}",
-            ]
-        )
+        times = [f"{r['ms']:.2f}", f"{r['ms'] / base['ms']:.3f}", f"{r['gpu_ms']:.2f}"]
+        keys = ("saved_bytes", "planned_bytes", "forward_peak_bytes", "backward_peak_bytes")
+        rows.append([r["variant"], *times, *(_mib(r[key]) for key in keys)])
+    return rows
+
+
+def _mib(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**20:.0f}"
+
+
+def never_slower_table(data: dict[str, Any]) -> list[list[str]]:
+    """Return time, kernels and memory of workloads, relative to stock `torch.compile`."""
+    header = ["", "", "ms", "× bf16", "GPU busy ms", "CPU ms", "kernels", "held MiB"]
+    rows = [[*header, "× bf16 "]]
+    for r in data["results"]:
+        base = next(b for b in data["results"] if b["case"] == r["case"])
+        time = f"{r['ms'] / base['ms']:.3f}"
+        bytes_ = f"{r['saved_bytes'] / (base['saved_bytes'] or 1):.3f}"
+        numbers = [f"{r['gpu_ms']:.2f}", f"{r['cpu_ms']:.2f}", str(r["kernels"])]
+        first = [r["case"], r["variant"], f"{r['ms']:.2f}", time]
+        rows.append([*first, *numbers, _mib(r["saved_bytes"]), bytes_])
     return rows
 
 
