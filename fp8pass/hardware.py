@@ -249,6 +249,12 @@ def known_gpu(name: str) -> Gpu | None:
     return max(found, key=lambda gpu: len(gpu.name), default=None)
 
 
+def rates_of(device: torch.device) -> Gpu | None:
+    """Return the rates of a device; None for a CPU, unless it stands for a GPU, and unknown GPUs."""
+    is_gpu = device.type == "cuda" or (device.type == "cpu" and not _is_reference(device))
+    return known_gpu(_name_of(device)) if is_gpu else None
+
+
 def normalize(name: str) -> str:
     """Return a GPU's name without the parts that users may omit, e.g. `rtx4090`."""
     return re.sub(r"nvidia|geforce|[\s-]", "", name.lower())

@@ -140,6 +140,8 @@ class Linear:
     Attributes:
         fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
         reason: why the layer stays in high precision; else ''.
+        slower: why only some GEMMs of the layer run in FP8: the estimated time of the casts of the
+            other GEMMs, and the time that these GEMMs would save; else ''.
         chosen: whether the layer stays in high precision on purpose: because of an option such as
             `skip`, or because it is an output head or a router.
         routine: whether high precision needs no warning, because the user cannot change it, or
@@ -161,6 +163,7 @@ class Linear:
     simulated: tuple[str, ...] = ()
     experts: int = 0
     fast: tuple[str, ...] = ()
+    slower: str = ""
     projection: str = ""
 
     @property
