@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
-from fp8pass import compat, graph
+from fp8pass import compat, graph, hardware
 from fp8pass.activation_memory.format_choices import VALUE_SEPARATOR
 from fp8pass.config import Config
 from fp8pass.graph.names import matching_pattern, pattern_text
@@ -26,7 +26,9 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Inputs:
-    """The indices of a Dynamo graph's inputs, by kind. An input may have several kinds.
+    """The indices of a Dynamo graph's inputs, by kind, and their GPUs.
+
+    An input may have several kinds.
 
     Attributes:
         weights: inputs that are an `nn.Parameter`, trained or frozen. Buffers are not included.
@@ -36,12 +38,14 @@ class Inputs:
             graphs. Saving such inputs may extend their lifetime.
         moving: parameters whose memory address changes in every step, as under FSDP2. Only CUDA
             graphs depend on addresses, so this is empty without CUDA graphs.
+        gpus: the GPU models of the inputs, which decide what runs in FP8.
     """
 
     weights: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     activations: frozenset[int] = frozenset()
     moving: frozenset[int] = frozenset()
+    gpus: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -58,12 +62,14 @@ class Inputs:
             for i, x in enumerate(example_inputs)
             if isinstance(x, torch.Tensor) and x.requires_grad
         }
+        devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor)}
         parameters = (i for i, x in enumerate(example_inputs) if isinstance(x, nn.Parameter))
         return cls(
             weights=frozenset(parameters),
             held=frozenset(i for i, leaf in differentiable.items() if leaf),
             activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
             moving=moving,
+            gpus=tuple(sorted(set(map(hardware.name_of, devices)))),
         )
 
 

@@ -83,13 +83,17 @@ class Choice:
 
     def explain(self, layer: Layer) -> str:
         """Return why GEMMs of a layer stay in BF16, e.g. `casts take 31 µs, ...`; '' if none do."""
-        rest = [gemm for _, gemm in layer.gemms() if gemm not in self.in_fp8]
+        rest = [(role, gemm) for role, gemm in layer.gemms() if gemm not in self.in_fp8]
         if not rest:
             return ""
-        missing = {key: s for gemm in rest for key, s in self.casts[gemm].items()}
-        casts = sum(s for key, s in missing.items() if key not in self.done)
-        saved = sum(self.gains[gemm] for gemm in rest)
-        return f"casts take {1e6 * casts:.0f} µs, FP8 GEMMs save {1e6 * saved:.0f} µs"
+        missing = {
+            (role in STAGES[0], key): seconds
+            for role, gemm in rest
+            for key, seconds in self.casts[gemm].items()
+            if key not in self.done
+        }
+        casts, saved = sum(missing.values()), sum(self.gains[gemm] for _, gemm in rest)
+        return f"casts take {1e6 * casts:.3g} µs, FP8 GEMMs save {1e6 * saved:.3g} µs"
 
 
 def choose_gemms(

@@ -86,7 +86,8 @@ def describe_layer(
     in_bf16 = {role for role, gemm in layer.gemms() if gemm not in choice.in_fp8}
     roles = tuple(dict.fromkeys(role for role, _ in layer.gemms() if role not in in_bf16))
     if not roles:
-        return layer.entry(Reason(f"FP8 is not faster: {slower}", routine=True), times)
+        why_not = Reason(f"FP8 is not faster: {slower}", routine=True)
+        return layer.entry(why_not, times, slower=slower)
     slow = {role for role, gemm in layer.gemms() if not accumulates_fast(gemm, layer, config)}
     fast = tuple(role for role in roles if role not in slow)
     return layer.entry(reason, times, fp8=roles, fast=fast, slower=slower)
@@ -157,8 +158,11 @@ class Quantizer:
         casts: dict[Hashable, Cast] = {(identity, "amax"): own}
         if quantization.block == ROW:
             return casts | {(identity, quantization): Cast(count)}
-        in_backward = self.name_operand(base) == "gradient" or self.config.save_format == "none"
-        read = Cast(size, 1) if in_backward or not computed else Cast(0)
+        is_gradient = self.name_operand(base) == "gradient"
+        if is_gradient:  # the last stage of the amax has a kernel of its own
+            casts[identity, "amax"] = Cast(own.bytes, own.launches + 1)
+        exact = is_gradient or not computed or self.config.save_format == "none"
+        read = Cast(size, 1) if exact else Cast(0)
         layout = identity, quantization, contract_rows != is_flipped
         return casts | {(identity, quantization): read, layout: Cast(count)}
 
