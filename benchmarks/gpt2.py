@@ -35,6 +35,7 @@ from fp8pass.dynamo import Backend
 
 CONFIGS = {
     "coat": Config(),
+    "coat, all in FP8": Config(fp8_gemms="all"),
     "agoq": Config.recipe("agoq"),
     "agoq, 4 bits": Config(save_format="e2m1"),
     "linear": Config.recipe("linear"),

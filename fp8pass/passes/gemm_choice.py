@@ -72,7 +72,8 @@ class Choice:
     Attributes:
         in_fp8: the chosen GEMMs.
         gains: the time that FP8 saves in a GEMM; infinite if the GEMM must run in FP8.
-        casts: the time of each cast, for each GEMM that needs it.
+        casts: the time of each cast, for each GEMM that needs it; for a GEMM in BF16, only of casts
+            that no chosen GEMM needed before.
         done: the casts that chosen GEMMs need.
     """
 
@@ -90,7 +91,6 @@ class Choice:
             (role in STAGES[0], key): seconds
             for role, gemm in rest
             for key, seconds in self.casts[gemm].items()
-            if key not in self.done
         }
         casts, saved = sum(missing.values()), sum(self.gains[gemm] for _, gemm in rest)
         return f"casts take {1e6 * casts:.3g} µs, FP8 GEMMs save {1e6 * saved:.3g} µs"
@@ -126,28 +126,31 @@ def choose_gemms(
         for group in _independent(stage, choice):
             _choose(group, choice)
         choice.done |= {key for n in stage if n in choice.in_fp8 for key in choice.casts[n]}
+        for gemm in (n for n in stage if n not in choice.in_fp8):
+            needed = choice.casts[gemm].items()
+            choice.casts[gemm] = {key: s for key, s in needed if key not in choice.done}
     return choice
 
 
 def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node]) -> bool:
     """Whether a GEMM runs in FP8 whatever it gains.
 
-    This is true if one of the operands
-
-    - is stored in FP8, as a frozen weight or a gathered weight of FSDP2: the operand is rounded
-      already, and its memory is not needed twice,
-    - is gathered by a collective: sizes may differ between ranks, but all ranks must gather the
-      same data,
-    - is in FP32: the alternative is not BF16, but a slower format.
+    This is true if one of the operands is stored in FP8, as a frozen weight, or a weight that FSDP2
+    gathers in FP8: the operand is already rounded. It is also true if a collective gathers one of
+    the operands: all ranks must gather the same data, even if their sizes differ.
     """
-    operands = gemm_operands(gemm)
-    sources = {graph.skip_views_and_casts(x) for x in operands}
+    sources = {graph.skip_views_and_casts(x) for x in gemm_operands(gemm)}
     at_rest = any(graph.is_call(x, fp8.dequantize.default) for x in sources)
-    return at_rest or bool(sources & gathered) or tensor(gemm).dtype is torch.float32
+    return at_rest or bool(sources & gathered)
 
 
 def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu) -> float:
-    """Return the seconds that a GEMM takes less in FP8 than in BF16, without casts."""
+    """Return the seconds that FP8 saves in a GEMM, without casts; infinite in FP32.
+
+    In FP32, the alternative to FP8 is not BF16, but a much slower format.
+    """
+    if tensor(gemm).dtype is torch.float32:
+        return math.inf
     operands, work = gemm_operands(gemm), flops(gemm)
     elements, result = sum(graph.numel(tensor(x)) for x in operands), graph.nbytes(gemm)
     length = compat.size_hint(tensor(operands[0]).shape[-1])
