@@ -140,7 +140,7 @@ def casts_and_gains(layers, choice):
 @pytest.mark.parametrize("recipe", ["coat", "linear", "agoq"])
 @pytest.mark.parametrize("features", [32, 64, 128, 192, 256, 512])
 def test_layers_may_run_partly_in_fp8_and_train(on_a_small_gpu, features, recipe, monkeypatch):
-    """What is left in BF16 never gains more than its casts cost."""
+    """GEMMs in BF16 never gain more than their casts cost."""
     found = []
 
     def spy(g, layers, casts_of, config):
@@ -245,7 +245,7 @@ def test_dynamic_shapes_are_judged_by_the_traced_sizes():
 
 
 def test_merged_dgrads_contain_only_gemms_in_fp8(on_a_small_gpu):
-    """A sum of dgrads of which one stays in BF16."""
+    """The gradient of `x` is a sum of three dgrads, and one dgrad stays in BF16."""
 
     class Three(nn.Module):
         def __init__(self):
