@@ -122,6 +122,7 @@ VARIANTS: dict[str, Variant] = {
     "bf16 compile": lambda m: torch.compile(m),  # type: ignore[dict-item, return-value]
     "torchao rowwise": torchao,
     "fp8pass coat": with_fp8pass(),
+    "fp8pass coat, all in FP8": with_fp8pass(fp8_gemms="all"),
     "fp8pass agoq": with_fp8pass(recipe="agoq"),
     "fp8pass linear": with_fp8pass(recipe="linear"),
 }

@@ -71,6 +71,7 @@ COMBINED = {"options": {"combo_kernels": True, "benchmark_combo_kernel": False}}
 RECIPES = {
     STOCK: Variant(None),
     DEFAULT: Variant(),
+    "fp8pass coat, all in FP8": Variant(Config(fp8_gemms="all")),
     "fp8pass agoq": Variant(Config.recipe("agoq")),
     "fp8pass agoq, 4 bits": Variant(Config(save_format="e2m1")),
     "fp8pass linear": Variant(Config.recipe("linear")),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
-from fp8pass import compat, graph
+from fp8pass import compat, graph, hardware
 from fp8pass.activation_memory.format_choices import VALUE_SEPARATOR
 from fp8pass.config import Config
 from fp8pass.graph.names import matching_pattern, pattern_text
@@ -36,6 +36,8 @@ class Inputs:
     activations: frozenset[int] = frozenset()
     # Parameters whose address changes in every step (FSDP2). Empty without CUDA graphs.
     moving: frozenset[int] = frozenset()
+    # GPU models of the inputs, which decide what runs in FP8.
+    gpus: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -51,12 +53,14 @@ class Inputs:
             for i, x in enumerate(example_inputs)
             if isinstance(x, torch.Tensor) and x.requires_grad
         }
+        devices = {x.device for x in example_inputs if isinstance(x, torch.Tensor)}
         parameters = (i for i, x in enumerate(example_inputs) if isinstance(x, nn.Parameter))
         return cls(
             weights=frozenset(parameters),
             held=frozenset(i for i, leaf in differentiable.items() if leaf),
             activations=frozenset(i for i, leaf in differentiable.items() if not leaf),
             moving=moving,
+            gpus=tuple(sorted(set(map(hardware.name_of, devices)))),
         )
 
 

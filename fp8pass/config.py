@@ -37,6 +37,7 @@ Scales = Literal["rowwise", "tensorwise"]
 AttentionOutput = Literal["exact", "e2m5"]
 Compiler = Literal["inductor", "eager"]
 Gemm = Literal["forward", "dgrad", "wgrad"]
+Fp8Gemms = Literal["where_faster", "all"]
 Recipe = Literal["linear", "coat", "agoq", "exact"]
 
 GEMMS: tuple[Gemm, ...] = get_args(Gemm)
@@ -127,6 +128,9 @@ class Config:
             tensor, and the error is smaller. GEMMs of the backward always have one scale per
             tensor. Experts always have row scales in forward and dgrad, because PyTorch's grouped
             GEMM requires row scales.
+        fp8_gemms: the GEMMs of linear layers and experts that run in FP8: `where_faster`, the GEMMs
+            in which FP8 is estimated to save more time than the casts of the operands take, or
+            `all`. On GPUs with unknown rates, and on a CPU, all these GEMMs run in FP8.
         fast_accumulation: the GEMMs, out of `forward`, `dgrad` and `wgrad`, that may use Hopper's
             fast accumulation. With fast accumulation the tensor cores keep a running sum of 14 bits
             over the whole contraction. Otherwise the running sum is added to an FP32 sum every 128
@@ -196,6 +200,7 @@ class Config:
     forward_format: LinearFormat = "e4m3"
     gradient_format: LinearFormat = "e4m3"
     forward_scales: Scales = "rowwise"
+    fp8_gemms: Fp8Gemms = "where_faster"
     fast_accumulation: tuple[Gemm, ...] = GEMMS
     longest_fast: int = 4096
     save_format: SaveFormat = "e4m3"
@@ -396,6 +401,7 @@ OPTION_CHECKS: dict[str, Check] = {
     "forward_format": one_of(LinearFormat),
     "gradient_format": one_of(LinearFormat),
     "forward_scales": one_of(Scales),
+    "fp8_gemms": one_of(Fp8Gemms),
     "fast_accumulation": lambda field, x: checked_subset(field, x, GEMMS),
     "longest_fast": must_be(
         "a whole number (the longest contraction with fast accumulation), such as 4096",

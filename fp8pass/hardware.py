@@ -51,7 +51,7 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
         return f"FP8 GEMMs need an NVIDIA GPU or a CPU, not a {device.type} device"
     capability = capability_of(device)
     if capability < FP8_CAPABILITY:
-        name = _name_of(device)
+        name = name_of(device)
         compute = f"sm{capability[0]}{capability[1]}"
         return f"{name} ({compute}) has no FP8 tensor cores: FP8 needs sm89 or newer"
     return None
@@ -62,9 +62,12 @@ def _is_reference(device: torch.device) -> bool:
     return device.type == "cpu" and _planned_gpu.get() is None
 
 
-def _name_of(device: torch.device) -> str:
+def name_of(device: torch.device) -> str:
+    """Return the GPU model that a device is, or that a CPU stands for; '' for other devices."""
     planned = _planned_gpu.get() if device.type == "cpu" else None
-    return planned.name if planned else torch.cuda.get_device_name(device)
+    if planned:
+        return planned.name
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -87,7 +90,7 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
         return lacking
     major, minor = capability_of(device)
     if major != GROUPED_CAPABILITY:
-        name = _name_of(device)
+        name = name_of(device)
         return f"{name} (sm{major}{minor}): FP8 GEMMs of experts need sm90"
     return None
 
@@ -247,6 +250,11 @@ def known_gpu(name: str) -> Gpu | None:
         return None
     found = [gpu for known, gpu in GPUS.items() if words >= set(known.lower().split())]
     return max(found, key=lambda gpu: len(gpu.name), default=None)
+
+
+def rates_of(device: torch.device) -> Gpu | None:
+    """Return the rates of a GPU, or of the GPU that a CPU stands for; None if they are unknown."""
+    return known_gpu(name_of(device))
 
 
 def normalize(name: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fp8pass.hardware import Work
 from fp8pass.option_checks import bytes_text
 
 
@@ -140,6 +139,8 @@ class Linear:
     Attributes:
         fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
         reason: why the layer stays in high precision; else ''.
+        slower: why GEMMs of a layer that can run in FP8 stay in BF16: the estimated time of their
+            casts, and the time that these GEMMs would save; '' if no GEMM does.
         chosen: whether the layer stays in high precision on purpose: because of an option such as
             `skip`, or because it is an output head or a router.
         routine: whether high precision needs no warning, because the user cannot change it, or
@@ -161,6 +162,7 @@ class Linear:
     simulated: tuple[str, ...] = ()
     experts: int = 0
     fast: tuple[str, ...] = ()
+    slower: str = ""
     projection: str = ""
 
     @property
@@ -283,8 +285,6 @@ class Plan:
         stock_bytes: bytes that PyTorch's own partitioner would save; None if not computed.
         flops, fp8_flops: floating-point operations of all GEMMs, convolutions and attention, and of
             FP8 GEMMs alone; 0 if not computed.
-        fp8_work: floating-point operations of FP8 GEMMs, and bytes that the casts of their operands
-            read and write.
         frontier: costs of the plans for other memory budgets, if requested.
         point: costs of this plan, if requested.
         least_bytes: the smallest budget that can be met, if requested.
@@ -300,7 +300,6 @@ class Plan:
     stock_bytes: int | None = None
     flops: float = 0.0
     fp8_flops: float = 0.0
-    fp8_work: Work = field(default_factory=Work)
     frontier: list[FrontierPoint] = field(default_factory=list)
     least_bytes: int | None = None
     point: FrontierPoint | None = None
@@ -351,13 +350,18 @@ class Plan:
     def summary(self) -> str:
         """Return one line for the log."""
         rewritten = len(self.linears) - len(self.high_precision)
+        slower = [y for y in self.linears if y.slower]
+        partly = sum(bool(y.fp8) for y in slower)
+        in_bf16 = len(slower) - partly
         format = f"simulated {self.simulated}" if self.simulated else "FP8"
         tensors = [s for s in self.saved if not s.is_scalar]
         low_bit = sum(1 for s in tensors if s.is_low_bit)
         smaller = self.saved_bytes < self.exact_bytes
         return (
-            f"{rewritten} of {len(self.linears)} linear layers in {format}, {low_bit} of"
-            f" {len(tensors)} saved tensors in low-bit formats,"
+            f"{rewritten} of {len(self.linears)} linear layers in {format}"
+            + (f" ({partly} in part)" if partly else "")
+            + (f", {in_bf16} in BF16 because FP8 is not faster" if in_bf16 else "")
+            + f", {low_bit} of {len(tensors)} saved tensors in low-bit formats,"
             f" {bytes_text(self.saved_bytes)} saved for the backward"
             + (f" ({bytes_text(self.exact_bytes)} without low-bit formats)" if smaller else "")
             + (f", {bytes_text(self.offload.bytes)} in host memory" if self.offload else "")

@@ -33,7 +33,7 @@ from kernel_helpers import graphs as graphs
 from kernel_helpers import interpreted as interpreted
 from kernel_helpers import kernels_on_cpu as kernels_on_cpu
 
-from fp8pass import compat
+from fp8pass import compat, hardware
 from fp8pass.compilation import Compilation
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
@@ -101,6 +101,13 @@ def lower_only_observed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return shows_halves(compilation) and all(getattr(x, "halves", True) for x in observers)
 
     monkeypatch.setattr(Compilation, "shows_halves", property(shows_if_observed))
+
+
+@pytest.fixture(autouse=True)
+def all_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all GEMMs in FP8 on a GPU, because the models of tests are too small to gain."""
+    rates_of = hardware.rates_of
+    monkeypatch.setattr(hardware, "rates_of", lambda x: None if x.type == "cuda" else rates_of(x))
 
 
 @pytest.fixture(autouse=True)

@@ -296,7 +296,7 @@ def min_cut(
     component = _relevant(component, needed, recompute_price)
     index = {node: i for i, node in enumerate(component)}
     values = tuple(
-        _Value(
+        CutValue(
             save_price(node),
             recompute_price(node),
             node in needed,
@@ -304,12 +304,12 @@ def min_cut(
         )
         for node in component
     )
-    saved, recomputed, cost = _solve(values, early)
+    saved, recomputed, cost = solve_cut(values, early)
     return Cut({component[i] for i in saved}, {component[i] for i in recomputed}, cost)
 
 
-class _Value(NamedTuple):
-    """A node of a component. `operands` contains the indices of its operands in the component."""
+class CutValue(NamedTuple):
+    """A value of a cut. `operands` contains the indices of its operands among the values."""
 
     save_price: float
     recompute_price: float
@@ -318,8 +318,12 @@ class _Value(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # equal layers have equal components
-def _solve(values: tuple[_Value, ...], early: bool) -> tuple[set[int], set[int], float]:
-    """Return the indices of saved values, the indices of recomputed values, and the cost."""
+def solve_cut(values: tuple[CutValue, ...], early: bool) -> tuple[set[int], set[int], float]:
+    """Return the indices of saved values, the indices of recomputed values, and the cost.
+
+    Raise no error, but return an infinite cost, if no cut gives all needed values. For `early`, see
+    `min_cut`.
+    """
     network = _network(values)
     flow = nx.algorithms.flow.boykov_kolmogorov
     ends = (network.reverse(), _SINK, _SOURCE) if early else (network, _SOURCE, _SINK)
@@ -333,7 +337,7 @@ def _solve(values: tuple[_Value, ...], early: bool) -> tuple[set[int], set[int],
     return saved, recomputed, cost
 
 
-def _network(values: tuple[_Value, ...]) -> nx.DiGraph:
+def _network(values: tuple[CutValue, ...]) -> nx.DiGraph:
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
     for i, value in enumerate(values):

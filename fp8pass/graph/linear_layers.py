@@ -136,11 +136,13 @@ class Layer:
         fp8: tuple[str, ...] = (),
         simulated: tuple[str, ...] = (),
         fast: tuple[str, ...] = (),
+        slower: str = "",
     ) -> Linear:
         """Return the layer's entry in the plan.
 
         `fp8`, `simulated` and `fast` list the roles (e.g. `dgrad`) of the GEMMs that run in FP8,
-        that simulate a format, and that use fast accumulation.
+        that simulate a format, and that use fast accumulation. `slower` is why the other GEMMs of a
+        layer in FP8 stay in high precision.
         """
         return Linear(
             self.module,
@@ -154,6 +156,7 @@ class Layer:
             simulated=simulated,
             experts=self.experts,
             fast=fast,
+            slower=slower,
         )
 
 

@@ -9,6 +9,7 @@ context.py     `ctx`, which passes read and write
 runner.py      runs a list of passes, without those that `FP8PASS_DISABLE_PASSES` names
 added.py       inserts the user's passes
 quantizer.py   quantizes the operands of GEMMs, for several passes
+gemm_choice.py chooses the GEMMs that run in FP8
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ _JOINT = (
     Entry(merge_dgrads),
     # Saved tensors that the plan offloads -> copies to the host and back
     Entry(offload_saved),
-    # Adds to the plan: the collectives, and the work of FP8 GEMMs and casts
+    # Adds the collectives to the plan
     Entry(describe_graph, in_inference=True),
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +24,7 @@ from fp8pass.graph.linear_layers import (
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE, OPERAND_OF, REPLACED_GEMM, ROLE
+from fp8pass.passes.gemm_choice import Cast, Casts, Choice, is_computed
 from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
@@ -60,25 +61,36 @@ def why_not_these_rows(layer: Layer) -> Reason:
     return Reason()
 
 
-def describe_layer(layer: Layer, reason: Reason, config: Config, times: str = "") -> Linear:
-    """Tag the GEMMs of a layer with their roles, and return the layer's entry in the plan.
-
-    If `reason` is empty, the layer runs in FP8. The entry lists a role as `fast` if all GEMMs with
-    this role use fast accumulation.
-    """
+def tag_gemms(layer: Layer, reason: Reason) -> None:
+    """Tag the GEMMs of a layer with their roles. `reason` is why they stay in high precision."""
     for role, gemm in layer.gemms():
         gemm.meta[ROLE] = role
         if reason.chosen and reason is not EXACT_FORMATS:
             gemm.meta[HIGH_PRECISION_BY_CHOICE] = True
+
+
+def describe_layer(
+    layer: Layer, reason: Reason, config: Config, choice: Choice, times: str = ""
+) -> Linear:
+    """Return the layer's entry in the plan.
+
+    If `reason` is empty, the GEMMs of `choice` run in FP8. The entry lists a role as `fast` if all
+    GEMMs with this role use fast accumulation.
+    """
     if reason.text:
         return layer.entry(reason, times)
     if not config.quantizes_linears:
         exact = Reason("formats are exact, so nothing is rounded", chosen=True)
         return layer.entry(exact, times)
-    roles = tuple(dict.fromkeys(role for role, _ in layer.gemms()))
+    slower = choice.explain(layer)
+    in_bf16 = {role for role, gemm in layer.gemms() if gemm not in choice.in_fp8}
+    roles = tuple(dict.fromkeys(role for role, _ in layer.gemms() if role not in in_bf16))
+    if not roles:
+        why_not = Reason(f"FP8 is not faster: {slower}", routine=True)
+        return layer.entry(why_not, times, slower=slower)
     slow = {role for role, gemm in layer.gemms() if not accumulates_fast(gemm, layer, config)}
     fast = tuple(role for role in roles if role not in slow)
-    return layer.entry(reason, times, fp8=roles, fast=fast)
+    return layer.entry(reason, times, fp8=roles, fast=fast, slower=slower)
 
 
 def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
@@ -90,14 +102,16 @@ def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
     return dict(zip(g.nodes, accumulate(forward), strict=True))
 
 
-def gemms_in_order(g: fx.Graph, layers: Iterable[Layer]) -> list[tuple[fx.Node, Layer]]:
-    """Return pairs of a GEMM and its layer, for all GEMMs of `layers`, in the order of the graph.
+def gemms_in_order(
+    g: fx.Graph, layers: Iterable[Layer], choice: Choice
+) -> list[tuple[fx.Node, Layer]]:
+    """Return pairs of a GEMM of `choice` and its layer, in the order of the graph.
 
     GEMMs must be rewritten in this order, because the first GEMM that reads an operand quantizes it
     for all later GEMMs.
     """
     found = {gemm: layer for layer in layers for _, gemm in layer.gemms()}
-    return [(node, found[node]) for node in g.nodes if node in found]
+    return [(n, found[n]) for n in g.nodes if n in found and n in choice.in_fp8]
 
 
 def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
@@ -127,6 +141,30 @@ class Quantizer:
         # The `amax` node for each matrix and block. `identity_of` returns the key of a matrix.
         self._amaxes: dict[tuple[fx.Node, str, Block], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
+
+    def casts_of_operand(
+        self, matrix: fx.Node, quantization: Quantization, *, contract_rows: bool
+    ) -> Casts:
+        """Return the work of `quantize`, by keys. Equal keys are the same cast.
+
+        Bytes count that a GEMM in BF16 would not need. A kernel that computes a tensor can compute
+        the amax, too, and the scales and data of rows. The backward dequantizes or recomputes a
+        tensor anyway, for a GEMM in BF16 as well, unless the tensor is saved exactly.
+        """
+        base, is_flipped = graph.skip_transposes(matrix)
+        count, size = graph.numel(tensor(base)), graph.nbytes(base)
+        identity, computed = identity_of(base), is_computed(base)
+        own = Cast(0) if computed else Cast(size, 1)
+        casts: dict[Hashable, Cast] = {(identity, "amax"): own}
+        if quantization.block == ROW:
+            return casts | {(identity, quantization): Cast(count)}
+        is_gradient = self.name_operand(base) == "gradient"
+        if is_gradient:  # the last stage of the amax has a kernel of its own
+            casts[identity, "amax"] = Cast(own.bytes, own.launches + 1)
+        exact = is_gradient or not computed or self.config.save_format == "none"
+        read = Cast(size, 1) if exact else Cast(0)
+        layout = identity, quantization, contract_rows != is_flipped
+        return casts | {(identity, quantization): read, layout: Cast(count)}
 
     def quantize(
         self, matrix: fx.Node, quantization: Quantization, *, contract_rows: bool

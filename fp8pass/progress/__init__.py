@@ -2,5 +2,4 @@
 
 log.py        one line for each training graph, warnings, a spinner
 stored.py     messages about cached graphs, in files
-gain.py       estimates whether FP8 makes a model faster
 """

@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.text import Text
 from torch import fx
 
-from fp8pass import compat, graph
+from fp8pass import compat
 from fp8pass.config import Config
 from fp8pass.hooks import CompiledGraph, CompileVersion, Hooks, Program, Wrap
 from fp8pass.plan import Plan
-from fp8pass.progress.gain import slowdown_warning
 from fp8pass.progress.stored import StoredMessages
 
 log = logging.getLogger("fp8pass")
@@ -78,11 +77,7 @@ def describe(compiled: CompiledGraph) -> dict[str, str]:
     plan = compiled.plan
     if plan.inference or not plan.linears:
         return {}
-    warnings = {
-        "precision": unexpected_precision(plan),
-        "gain": slowdown_warning([plan], device_of(compiled)),
-    }
-    return {SUMMARY: plan.summary()} | warnings
+    return {SUMMARY: plan.summary(), "precision": unexpected_precision(plan)}
 
 
 def _log(messages: dict[str, str]) -> None:
@@ -106,12 +101,6 @@ def unexpected_precision(plan: Plan) -> str:
         f"{first.module or 'the top level'}: {first.reason}. fp8pass.explain(model, ...) lists "
         "them."
     )
-
-
-def device_of(compiled: CompiledGraph) -> torch.device | None:
-    """Return the device of a graph's weights, or None if it has no weights."""
-    weights = compiled.ctx.facts.weights
-    return next((graph.tensor(node).device for node in weights), None)
 
 
 # The keys of the graphs that this process has logged.

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
-from fp8pass import compat
+from fp8pass import compat, hardware
 from fp8pass.compilation import describe_config, match_names, source_hash
 from fp8pass.config import Config
 from fp8pass.passes.runner import disabled_passes
@@ -77,4 +77,5 @@ def _describe(x: object) -> str:
     if not isinstance(x, torch.Tensor):
         return str(x)
     is_parameter = isinstance(x, nn.Parameter)
-    return f"{x.dtype} {tuple(x.shape)} {x.device} {x.requires_grad} {is_parameter}"
+    device = f"{x.device} {hardware.name_of(x.device)}"
+    return f"{x.dtype} {tuple(x.shape)} {device} {x.requires_grad} {is_parameter}"

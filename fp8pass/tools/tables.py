@@ -10,7 +10,6 @@ from rich.table import Table
 from fp8pass import hardware
 from fp8pass.option_checks import bytes_text
 from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
-from fp8pass.progress.gain import slowdown_warning
 from fp8pass.tools import folding
 from fp8pass.tools.explanation_data import ExplanationData
 from fp8pass.tools.output import make_name, make_table
@@ -40,7 +39,8 @@ def make_linears_table(title: str, plan: Plan) -> Table:
         sizes = f"{y.experts} experts: {sizes}" if y.experts else sizes
         rewritten = " ".join(y.fp8 or y.simulated) or "none"
         accumulation = y.accumulation and f"accumulation: {y.accumulation}"
-        name = make_name(path, y.reason or accumulation)
+        slower = y.slower and y.fp8 and f"other GEMMs in BF16: {y.slower}"
+        name = make_name(path, y.reason or accumulation, slower)
         table.add_row(name, str(count), y.rows, sizes, rewritten)
     return table
 
@@ -155,7 +155,7 @@ def format_totals(explanation: ExplanationData) -> str:
 
 
 def format_remarks(explanation: ExplanationData) -> str:
-    """Describe convolutions, uncompiled parts, checkpointing and slowdowns."""
+    """Describe convolutions, uncompiled parts and checkpointing."""
     text = ""
     if count := explanation.convolutions:
         text += (
@@ -195,11 +195,7 @@ def format_remarks(explanation: ExplanationData) -> str:
             "\nThis model is not compiled with fp8pass. The tables show what fp8pass would do: "
             "model = torch.compile(model, backend='fp8pass')."
         )
-    text += _describe_checkpointing(explanation)
-    runs = [(g.plan, run) for g in explanation.graphs for run in g.runs]
-    devices = (weight.device for _, run in runs for weight in run.weights.values())
-    slower = slowdown_warning([plan for plan, _ in runs], next(devices, None))
-    return text + (f"\n{slower}" if slower else "")
+    return text + _describe_checkpointing(explanation)
 
 
 def _describe_checkpointing(explanation: ExplanationData) -> str:

@@ -137,9 +137,9 @@ def test_equal_components_are_solved_once():
         sizes, prices = {x: 10, y: 7}, {x: math.inf, y: price}
         return min_cut([x, y], {y}, sizes.__getitem__, prices.__getitem__)
 
-    cuts._solve.cache_clear()
+    cuts.solve_cut.cache_clear()
     assert [region(price).cost for price in (1, 1, 1, 3, 3)] == [7, 7, 7, 7, 7]
-    assert cuts._solve.cache_info().misses == 2
+    assert cuts.solve_cut.cache_info().misses == 2
 
 
 # --- guarantees of the plan ---------------------------------------------------------------------

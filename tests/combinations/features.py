@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -13,6 +14,8 @@ from training import CHANGE, Feature, Training
 from ways import WAYS
 
 import fp8pass
+from fp8pass.graph.tags import ROLE
+from fp8pass.hardware import GPUS
 from fp8pass.runtime import copies
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
@@ -28,6 +31,24 @@ class Option(Feature):
 
     def configure(self, t: Training) -> None:
         t.options |= self.options
+
+
+class Mixed(Feature):
+    """GEMMs in FP8 and in BF16 in one layer, as on a GPU on which some GEMMs do not gain."""
+
+    ours = True
+
+    def configure(self, t: Training) -> None:
+        t.patches.enter_context(patch("fp8pass.hardware.rates_of", lambda device: GPUS["H200"]))
+        t.patches.enter_context(patch("fp8pass.passes.gemm_choice._gain", _gain_by_shape))
+
+
+def _gain_by_shape(gemm: Any, layer: Any, gpu: Any) -> float:
+    """Return a gain for some GEMMs of each layer; no gain for all GEMMs of square weights."""
+    widens = layer.out_features > layer.in_features
+    if layer.out_features == layer.in_features:
+        return 0.0
+    return math.inf if gemm.meta[ROLE] in ("forward", "wgrad" if widens else "dgrad") else 0.0
 
 
 class Optimizer(Feature):
@@ -316,6 +337,7 @@ FEATURES: tuple[Feature, ...] = (
     OffloadedActivations("activations in host memory"),
     Option("head in chunks", head_chunks=2),
     Option("precise accumulation", fast_accumulation=()),
+    Mixed("FP8 in some GEMMs"),
     Optimizer("fp8pass AdamW"),
     Optimizer("preset fp8-lm", preset="fp8-lm"),
     Optimizer("preset coat-paper", preset="coat-paper"),

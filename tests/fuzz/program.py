@@ -127,7 +127,7 @@ class Program:
     def config(self) -> Config:
         """Return the configuration of the compilation."""
         compiler = "eager" if self.compiler == "eager" else "inductor"
-        return Config.recipe(self.recipe, compiler=compiler, **self.options)
+        return Config.recipe(self.recipe, compiler=compiler, fp8_gemms="all", **self.options)
 
     @property
     def is_bitwise(self) -> bool:

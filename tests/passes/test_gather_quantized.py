@@ -25,6 +25,7 @@ from fp8pass.graph import spec
 from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import ROLE, WHY_NOT_QUANTIZED
+from fp8pass.hardware import GPUS, planning_for
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.joint.gather_quantized import gather_quantized
@@ -153,6 +154,16 @@ def test_a_weight(mesh):
     weight = 80 * WIDTH
     assert all(t.bytes < weight for s in joint.ctx.plan.saved for t in s.tensors)
     assert sent_by_half(joint) == [2, 1]
+
+
+def test_gathered_tensors_stay_in_fp8_whatever_fp8_gains(mesh):
+    """Ranks with other sizes must run the same collectives."""
+    with planning_for(GPUS["H200"]):  # where these small GEMMs gain nothing
+        weight = planned(sharded_layer(mesh), activation(ROWS))
+        assert sent(weight).count(torch.uint8) > 0
+        assert weight.ctx.plan.linears[0].fp8[:2] == ("forward", "dgrad")
+        joint = planned(Gathered(mesh, 1), activation(2, ROWS))
+        assert sent(joint).count(torch.uint8) > 0
 
 
 def test_one_scale(mesh):

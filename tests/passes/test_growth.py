@@ -49,7 +49,7 @@ def test_passes_take_time_linear_in_depth(monkeypatch, kernels_on_cpu):
     monkeypatch.setattr(runner, "_run", counted)
     for layers in (SMALL, LARGE):
         torch._dynamo.reset()
-        cuts._solve.cache_clear()  # the larger model must not reuse these entries
+        cuts.solve_cut.cache_clear()  # the larger model must not reuse these entries
         counts[layers] = Counter()
         program, _ = compiled(Stack(layers).bfloat16(), halves=True)
         program(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True))

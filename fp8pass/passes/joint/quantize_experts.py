@@ -42,7 +42,7 @@ Recipe `exact` does not change these GEMMs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +58,7 @@ from fp8pass.graph.linear_layers import Layer, Reason, find_layers, gemm_operand
 from fp8pass.graph.nodes import aten, emit, prims, tensor
 from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
 from fp8pass.passes.context import Context
+from fp8pass.passes.gemm_choice import Cast, Casts, choose_gemms, is_computed
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
@@ -67,6 +68,7 @@ from fp8pass.passes.quantizer import (
     gemms_in_order,
     identity_of,
     replace_gemm,
+    tag_gemms,
     why_not_at_all,
     why_not_these_rows,
 )
@@ -83,16 +85,18 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     has_experts = any(n.target in GROUPED_GEMMS | BATCHED_GEMMS for n in gm.graph.nodes)
     if ctx.config.simulate is not None or not has_experts:
         return
-    places, eligible = count_layers_before(gm.graph), list[Layer]()
-    layers = (layer for layer in find_layers(gm.graph, ctx.facts) if layer.experts)
-    for before, layer in enumerate(layers):
-        reason = why_not(layer, ctx.config)
-        entry = describe_layer(layer, reason, ctx.config)
+    g, config, places = gm.graph, ctx.config, count_layers_before(gm.graph)
+    layers = (layer for layer in find_layers(g, ctx.facts) if layer.experts)
+    reasons = [(layer, why_not(layer, config)) for layer in layers]
+    for layer, reason in reasons:
+        tag_gemms(layer, reason)
+    eligible = [layer for layer, reason in reasons if not reason.text]
+    rewriter = ExpertRewriter(g, config)
+    choice = choose_gemms(g, eligible, rewriter.casts_of, config)
+    for before, (layer, reason) in enumerate(reasons):
+        entry = describe_layer(layer, reason, config, choice)
         ctx.plan.linears.insert(places[layer.forward] + before, entry)
-        if not reason.text:
-            eligible.append(layer)
-    rewriter = ExpertRewriter(gm.graph, ctx.config)
-    for gemm, layer in gemms_in_order(gm.graph, eligible):
+    for gemm, layer in gemms_in_order(g, eligible, choice):
         rewriter.rewrite(gemm, layer)
     rewriter.remove_unused_rows()
 
@@ -139,6 +143,11 @@ def _weights_of(gemm: fx.Node, layer: Layer) -> fx.Node:
     return a if graph.skip_views_and_casts(a) is layer.weight else b
 
 
+def _is_wgrad(gemm: fx.Node) -> bool:
+    is_grouped = gemm.target in GROUPED_GEMMS
+    return tensor(gemm).ndim == 3 if is_grouped else gemm.meta[ROLE] == "wgrad"
+
+
 def _grouped_operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     given = dict(zip(("self", "mat2", "offs"), gemm.args, strict=False)) | gemm.kwargs
     return given["self"], given["mat2"], given["offs"]  # type: ignore[return-value]
@@ -151,14 +160,31 @@ class ExpertRewriter(Quantizer):
         super().__init__(g, config)
         self._emitted: dict[tuple[object, ...], Any] = {}
 
+    def casts_of(self, gemm: fx.Node, layer: Layer) -> Casts:
+        """Return the casts that a GEMM needs in FP8.
+
+        Each operand of wgrad is transposed in a kernel of its own, as is each orientation of a
+        weight. Rows are quantized by the kernel that computes the tokens before they are gathered.
+        """
+        casts: dict[Hashable, Cast] = {}
+        for x in gemm_operands(gemm):
+            base = graph.skip_batched_transposes(graph.skip_transposes(x)[0])[0]
+            count, size, identity = graph.numel(tensor(x)), graph.nbytes(x), identity_of(base)
+            if graph.skip_views_and_casts(x) is layer.weight:
+                casts[identity, gemm.meta[ROLE]] = Cast(count + size, 1)
+                continue
+            casts[identity, "amax"] = Cast(0) if is_computed(base) else Cast(size, 1)
+            if _is_wgrad(gemm):
+                casts[identity, "group"] = Cast(count + size, 1)
+            elif not _gathers_all_rows(base):  # gathering FP8 data saves more than the cast costs
+                casts[identity, "row"] = Cast(count)
+        return casts
+
     def rewrite(self, gemm: fx.Node, layer: Layer) -> None:
         """Replace one GEMM of `layer`."""
         self.gemm, self.layer = gemm, layer
-        is_wgrad = (
-            tensor(gemm).ndim == 3 if gemm.target in GROUPED_GEMMS else gemm.meta[ROLE] == "wgrad"
-        )
         with gemm.graph.inserting_before(gemm):
-            if is_wgrad:
+            if _is_wgrad(gemm):
                 product = result = self._multiply_wgrad()
             elif gemm.target in GROUPED_GEMMS:
                 product = result = self._multiply_groups(*_grouped_operands_of(gemm))

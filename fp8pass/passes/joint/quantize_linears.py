@@ -44,6 +44,7 @@ from fp8pass.graph.linear_layers import (
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
 from fp8pass.passes.context import Context
+from fp8pass.passes.gemm_choice import Casts, choose_gemms
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
@@ -51,6 +52,7 @@ from fp8pass.passes.quantizer import (
     describe_layer,
     gemms_in_order,
     replace_gemm,
+    tag_gemms,
     why_not_at_all,
     why_not_these_rows,
 )
@@ -77,16 +79,17 @@ def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _quantize_layers(part: GraphPart, ctx: Context) -> None:
-    eligible: list[Layer] = []
-    for layer in part.layers:
-        if layer.experts:  # `quantize_experts` rewrites them
-            continue
-        reason = why_not(layer, ctx.config)
-        ctx.plan.linears.append(describe_layer(layer, reason, ctx.config, part.times))
-        if not reason.text:
-            eligible.append(layer)
-    rewriter = LinearRewriter(part.gm.graph, ctx.config)
-    for gemm, layer in gemms_in_order(part.gm.graph, eligible):
+    g, config = part.gm.graph, ctx.config
+    # `quantize_experts` rewrites layers of experts.
+    reasons = [(layer, why_not(layer, config)) for layer in part.layers if not layer.experts]
+    for layer, reason in reasons:
+        tag_gemms(layer, reason)
+    eligible = [layer for layer, reason in reasons if not reason.text]
+    rewriter = LinearRewriter(g, config)
+    choice = choose_gemms(g, eligible, rewriter.casts_of, config)
+    for layer, reason in reasons:
+        ctx.plan.linears.append(describe_layer(layer, reason, config, choice, part.times))
+    for gemm, layer in gemms_in_order(g, eligible, choice):
         rewriter.rewrite(gemm, layer)
 
 
@@ -158,6 +161,15 @@ def _has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
 
 class LinearRewriter(Quantizer):
     """Replaces the GEMMs of linear layers by FP8 GEMMs."""
+
+    def casts_of(self, gemm: fx.Node, layer: Layer) -> Casts:
+        """Return the casts that a GEMM needs in FP8."""
+        self.gemm, self.layer = gemm, layer
+        a, b = gemm_operands(gemm)
+        return {
+            **self.casts_of_operand(a, self._choose_quantization(a), contract_rows=False),
+            **self.casts_of_operand(b, self._choose_quantization(b), contract_rows=True),
+        }
 
     def rewrite(self, gemm: fx.Node, layer: Layer) -> None:
         """Replace one GEMM of `layer`."""

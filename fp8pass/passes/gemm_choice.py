@@ -1,0 +1,206 @@
+"""Choose the GEMMs that run in FP8: FP8 must save more time than the casts of the operands take.
+
+Each GEMM has a gain, its time in BF16 minus its time in FP8. Each cast of an operand has a cost,
+and GEMMs share casts. The best choice is a minimum cut (project selection), which
+`activation_memory/cuts.py` computes:
+
+    source --gain--> GEMM --∞--> cast --cost--> sink
+
+Cutting the first arc leaves a GEMM in BF16, and cutting the last arc casts a tensor. If costs and
+gains are equal, the GEMM stays in BF16, because it would round its operands without saving time.
+
+The forward is chosen first, without the backward: graphs without a backward must give the same
+results as the forward of training. Then dgrad and wgrad are chosen, with the forward's casts free.
+
+The estimates are rooflines (`hardware.py`). Fused casts cost only the bytes that they add. A test
+compares the sums with measured steps (`tests/passes/test_gemm_choice.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import networkx as nx
+import torch
+from torch import fx
+
+from fp8pass import compat, graph, hardware
+from fp8pass.activation_memory.cuts import CutValue, solve_cut
+from fp8pass.config import GEMMS, Config
+from fp8pass.graph.classify import GROUPED_GEMMS, Kind, kind
+from fp8pass.graph.collectives import find_gathers
+from fp8pass.graph.flops import flops
+from fp8pass.graph.linear_layers import Layer, gemm_operands
+from fp8pass.graph.nodes import tensor
+from fp8pass.graph.tags import ROLE
+from fp8pass.hardware import Gpu
+
+fp8 = torch.ops.fp8pass
+
+# Seconds of one more kernel launch in a step. A GPU that has work needs 2 µs. If the CPU limits the
+# step, a launch takes 10 to 30 µs (GPT-2 124M: 1,643 instead of 1,305 launches).
+LAUNCH = 10e-6
+# The time that an FP8 GEMM needs for a tile in addition to the contraction, as a length of the
+# contraction: of cuBLASLt, and of PyTorch's grouped GEMM.
+OVERHEAD, GROUPED_OVERHEAD = 128, 700
+PICOSECONDS = 1e12
+# The forward is chosen first.
+STAGES: tuple[tuple[str, ...], ...] = (GEMMS[:1], GEMMS[1:])
+
+
+class Cast(NamedTuple):
+    """The work that one cast adds to a step: bytes of memory traffic, and kernel launches."""
+
+    bytes: float
+    launches: float = 0
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Estimate the time of the cast."""
+        return self.bytes / gpu.bandwidth + self.launches * LAUNCH
+
+
+Casts = Mapping[Hashable, Cast]
+
+
+@dataclass
+class Choice:
+    """The GEMMs that run in FP8, and the estimates that led to the choice, in seconds.
+
+    Attributes:
+        in_fp8: the chosen GEMMs.
+        gains: the time that FP8 saves in a GEMM; infinite if the GEMM must run in FP8.
+        casts: the time of each cast, for each GEMM that needs it; for a GEMM in BF16, only of casts
+            that no chosen GEMM needed before.
+        done: the casts that chosen GEMMs need.
+    """
+
+    in_fp8: set[fx.Node] = field(default_factory=set)
+    gains: dict[fx.Node, float] = field(default_factory=dict)
+    casts: dict[fx.Node, dict[Hashable, float]] = field(default_factory=dict)
+    done: set[Hashable] = field(default_factory=set)
+
+    def explain(self, layer: Layer) -> str:
+        """Return why GEMMs of a layer stay in BF16, e.g. `casts take 31 µs, ...`; '' if none do."""
+        rest = [(role, gemm) for role, gemm in layer.gemms() if gemm not in self.in_fp8]
+        if not rest:
+            return ""
+        missing = {
+            (role in STAGES[0], key): seconds
+            for role, gemm in rest
+            for key, seconds in self.casts[gemm].items()
+        }
+        casts, saved = sum(missing.values()), sum(self.gains[gemm] for _, gemm in rest)
+        return f"casts take {1e6 * casts:.3g} µs, FP8 GEMMs save {1e6 * saved:.3g} µs"
+
+
+def choose_gemms(
+    g: fx.Graph,
+    layers: Iterable[Layer],
+    casts_of: Callable[[fx.Node, Layer], Casts],
+    config: Config,
+) -> Choice:
+    """Choose the GEMMs of `layers` that run in FP8.
+
+    All GEMMs run in FP8 with `fp8_gemms="all"`, on a CPU, and on GPUs with unknown rates.
+
+    Args:
+        g: the graph of the layers, whose GEMMs are tagged with their roles.
+        layers: layers that can run in FP8.
+        casts_of: returns the casts that a GEMM needs, by keys. Equal keys are the same cast.
+        config: the user's choices.
+    """
+    gemms = [(gemm, layer) for layer in layers for _, gemm in layer.gemms()]
+    gpu = hardware.rates_of(tensor(gemms[0][0]).device) if gemms else None
+    if config.fp8_gemms == "all" or not config.quantizes_linears or gpu is None:
+        return Choice({gemm for gemm, _ in gemms})
+    choice, gathered = Choice(), {gather.whole for gather in find_gathers(g)}
+    for gemm, layer in gemms:
+        casts = casts_of(gemm, layer)
+        choice.casts[gemm] = {key: cast.seconds(gpu) for key, cast in casts.items()}
+        choice.gains[gemm] = math.inf if _must_be_fp8(gemm, gathered) else _gain(gemm, layer, gpu)
+    for roles in STAGES:
+        stage = [gemm for gemm, _ in gemms if gemm.meta[ROLE] in roles]
+        for group in _independent(stage, choice):
+            _choose(group, choice)
+        choice.done |= {key for n in stage if n in choice.in_fp8 for key in choice.casts[n]}
+        for gemm in (n for n in stage if n not in choice.in_fp8):
+            needed = choice.casts[gemm].items()
+            choice.casts[gemm] = {key: s for key, s in needed if key not in choice.done}
+    return choice
+
+
+def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node]) -> bool:
+    """Whether a GEMM runs in FP8 whatever it gains.
+
+    This is true if one of the operands is stored in FP8, as a frozen weight, or a weight that FSDP2
+    gathers in FP8: the operand is already rounded. It is also true if a collective gathers one of
+    the operands: all ranks must gather the same data, even if their sizes differ.
+    """
+    sources = {graph.skip_views_and_casts(x) for x in gemm_operands(gemm)}
+    at_rest = any(graph.is_call(x, fp8.dequantize.default) for x in sources)
+    return at_rest or bool(sources & gathered)
+
+
+def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu) -> float:
+    """Return the seconds that FP8 saves in a GEMM, without casts; infinite in FP32.
+
+    In FP32, the alternative to FP8 is not BF16, but a much slower format.
+    """
+    if tensor(gemm).dtype is torch.float32:
+        return math.inf
+    operands, work = gemm_operands(gemm), flops(gemm)
+    elements, result = sum(graph.numel(tensor(x)) for x in operands), graph.nbytes(gemm)
+    length = compat.size_hint(tensor(operands[0]).shape[-1])
+    if gemm.meta[ROLE] == "wgrad" and gemm.target in GROUPED_GEMMS:
+        length = max(length // layer.experts, 1)  # contracts over the tokens of each expert
+    slower = 1 + (GROUPED_OVERHEAD if layer.experts else OVERHEAD) / length
+    in_bf16 = max(work / gpu.bf16_flops, (2 * elements + result) / gpu.bandwidth)
+    in_fp8 = max(slower * work / gpu.fp8_flops, (elements + result) / gpu.bandwidth)
+    # cuBLASLt clears a buffer before each FP8 GEMM, which is a launch.
+    return max(in_bf16 - in_fp8 - LAUNCH, 0)
+
+
+def _independent(gemms: list[fx.Node], choice: Choice) -> list[list[fx.Node]]:
+    """Split GEMMs into groups that share no casts. Equal layers then have equal groups."""
+    connected = nx.utils.UnionFind()
+    for gemm in gemms:
+        connected.union(gemm, *choice.casts[gemm])
+    groups: dict[Hashable, list[fx.Node]] = {}
+    for gemm in gemms:
+        groups.setdefault(connected[gemm], []).append(gemm)
+    return list(groups.values())
+
+
+def _choose(gemms: list[fx.Node], choice: Choice) -> None:
+    """Add to `choice` the GEMMs of a group that run in FP8."""
+    readers: dict[Hashable, list[int]] = {}
+    costs: dict[Hashable, float] = {}
+    for i, gemm in enumerate(gemms):
+        for key, seconds in choice.casts[gemm].items():
+            readers.setdefault(key, []).append(i)
+            costs[key] = 0 if key in choice.done else seconds
+    values = [CutValue(math.inf, PICOSECONDS * choice.gains[gemm], False, ()) for gemm in gemms]
+    values += [CutValue(PICOSECONDS * costs[k], 0, True, tuple(readers[k])) for k in readers]
+    _, in_bf16, _ = solve_cut(tuple(values), early=True)
+    choice.in_fp8.update(gemm for i, gemm in enumerate(gemms) if i not in in_bf16)
+
+
+# Operators whose kernels can also quantize their results.
+FUSABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT, Kind.QUANTIZE)
+
+
+def is_computed(x: fx.Node) -> bool:
+    """Whether generated code computes a tensor, so that a cast needs no kernel of its own.
+
+    Parameters, inputs, and results of GEMMs and attention are not computed by generated code.
+    """
+    return kind(_source(x)) in FUSABLE
+
+
+def _source(x: fx.Node) -> fx.Node:
+    while kind(x) is Kind.VIEW:
+        x = x.all_input_nodes[0]
+    return x
