@@ -104,9 +104,10 @@ class Nanochat(nn.Module):
         super().__init__()
         hidden = 64 * depth
         self.tokens = nn.Embedding(vocabulary, hidden)
-        self.blocks = nn.ModuleList(NanochatBlock(hidden) for _ in range(depth))
+        blocks = [NanochatBlock(hidden) for _ in range(depth)]
+        self.blocks = nn.ModuleList(blocks)
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
-        tables = rope_tables(length, hidden // self.blocks[0].heads, device)
+        tables = rope_tables(length, hidden // blocks[0].heads, device)
         for name, table in zip(("cos", "sin"), tables, strict=True):
             self.register_buffer(name, table)
 
@@ -185,6 +186,7 @@ class Recommender(nn.Module):
         self.dense = mlp(13, 512, 256, hidden)
         pairs = (tables + 1) * tables // 2
         self.top = mlp(hidden + pairs, 1024, 1024, 512, 256, 1)
+        self.pairs: Tensor
         self.register_buffer("pairs", torch.tril_indices(tables + 1, tables + 1, -1))
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
+from fp8pass import hardware
+
 # Limit for a rank that waits for a failed rank, or for a collective that no other rank joins.
 TIMEOUT = timedelta(seconds=60)
 
@@ -82,6 +84,7 @@ def _serve(rank: int, world: int, device: str, store: Path, tasks: Any, results:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+        hardware.rates_of = lambda device: None  # as `all_in_fp8` in conftest.py
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
