@@ -22,6 +22,7 @@ import pytest
 import torch
 from helpers import Spy, step
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8pass import compat
 from fp8pass.config import Config
@@ -33,6 +34,8 @@ from . import huggingface, modules
 from .stock import FAILS, FAILS_ON_A_GPU, WRONG_ON_A_GPU
 
 RECIPES = ("coat", "agoq", "exact")
+# All kinds but cuDNN's; see `compiled_step`.
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 NAMES = (*huggingface.ARCHITECTURES, *modules.ARCHITECTURES)
 ALL = [(name, recipe) for name in NAMES for recipe in RECIPES]
@@ -73,14 +76,17 @@ def place(inputs: Mapping[str, Any], device: str, dtype: torch.dtype) -> list[An
 def compiled_step(name: str, backend: Any, device: str, dtype: torch.dtype) -> Any:
     """Compile a model and return the results of a step: the second one on a GPU.
 
-    With PyTorch 2.11 the first step on a GPU computes wrong gradients for exaone4 and helium, with
-    stock Inductor too. All later steps are right, also if unused memory holds NaN.
+    With PyTorch 2.11 on a GPU, stock Inductor sometimes computes wrong gradients for exaone4 and
+    helium. This was seen only with cuDNN's attention, above all in the first step.
     """
     torch._dynamo.reset()
     model, inputs = make(name, device, dtype)
     program = torch.compile(model, backend=backend)
     if device == "cuda":
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         step(program, model, inputs)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])  # batch norms count the first step
     return step(program, model, inputs)
 
 
@@ -166,7 +172,8 @@ def test_architecture_is_right_on_a_gpu(name, recipe):
         with pytest.raises(Exception, match=FAILS_ON_A_GPU[name]):
             compiled_step(name, "inductor", "cuda", torch.bfloat16)
         return
-    check_passes(name, recipe, "cuda", torch.bfloat16)
+    with sdpa_kernel(ATTENTION):
+        check_passes(name, recipe, "cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", list(FAILS) if LONG else list(FAILS)[:1])
