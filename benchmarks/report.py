@@ -70,11 +70,6 @@ def merge(record: dict[str, Any], result: dict[str, Any], keys: tuple[str, ...])
     record["results"].append(result)
 
 
-def print_table(title: str, rows: list[dict[str, str]]) -> None:
-    """Print dicts with equal keys as rows of a table."""
-    print_rows(title, [list(rows[0]), *(list(row.values()) for row in rows)])
-
-
 def print_rows(title: str, rows: list[list[str]]) -> None:
     """Print rows as a table. The first row is the header."""
     header, *body = rows
