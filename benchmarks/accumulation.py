@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from kernels import busiest_ms
@@ -34,15 +35,58 @@ MEAN = 0.5
 ROUNDS = 3
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A GEMM [M, K] × [N, K]ᵀ, or one such GEMM for each expert; experts divide the tokens."""
 
     role: str
     m: int
     n: int
     k: int
-    experts: int = 0
+    experts: int
+
+    @property
+    def per_expert(self) -> int:
+        """The tokens of an expert."""
+        return (self.k if self.role == "wgrad" else self.m) // self.experts
+
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Return random FP8 matrices [M, K] and [N, K], or [experts · N, K] with a weight each."""
+        weights = 1 if self.role == "wgrad" else max(self.experts, 1)
+        shapes = (self.m, self.k), (weights * self.n, self.k)
+        a, b = (torch.randn(shape, device="cuda") + MEAN for shape in shapes)
+        return a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+
+    def multiply(self, a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
+        """Compute the product in BF16, with scales of 1."""
+        role, m, n, k, experts = self
+        how: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        ones = partial(torch.ones, device="cuda")
+        if not experts:
+            scales = (ones(m, 1), ones(1, n)) if role == "forward" else (ones(()), ones(()))
+            return torch._scaled_mm(a, b.t(), *scales, **how)
+        ends = self.per_expert * torch.arange(1, experts + 1, dtype=torch.int32, device="cuda")
+        if role == "wgrad":
+            right, scales = b.t(), (ones(experts * m), ones(experts * n))
+        else:
+            right, scales = b.view(experts, n, k).transpose(1, 2), (ones(m), ones(experts, n))
+        return torch._scaled_grouped_mm(a, right, *scales, ends, **how)
+
+    def error(self, a: Tensor, b: Tensor, *, fast: bool) -> float:
+        """Return the relative error on a sample of rows and columns (of the first expert)."""
+        found = self.multiply(a, b, fast=fast)
+        found = (found[0] if found.ndim == 3 else found)[:SAMPLE, :SAMPLE].double()
+        length = self.per_expert if self.experts and self.role == "wgrad" else self.k
+        exact = a[:SAMPLE, :length].double() @ b[:SAMPLE, :length].double().t()
+        return ((found - exact).norm() / exact.norm()).item()
+
+    def milliseconds(self, a: Tensor, b: Tensor, *, fast: bool) -> float:
+        """Measure the milliseconds of one product."""
+
+        def several() -> None:
+            for _ in range(CALLS):
+                self.multiply(a, b, fast=fast)
+
+        return busiest_ms(several, repeats=8) / CALLS
 
 
 @dataclass(frozen=True)
@@ -98,89 +142,26 @@ CASES = (
 )
 
 
-@dataclass
-class Result:
-    """A GEMM, its count in a step, and milliseconds and relative errors of both accumulations."""
+def measure(case: Case, product: Product) -> dict[str, Any]:
+    """Return milliseconds and relative errors of a GEMM with both accumulations.
 
-    case: str
-    role: str
-    size: tuple[int, int, int]
-    experts: int
-    count: int
-    fast_ms: float
-    precise_ms: float
-    fast_error: float
-    precise_error: float
-
-
-def codes(rows: int, columns: int) -> Tensor:
-    """Return a random FP8 matrix."""
-    return (torch.randn(rows, columns, device="cuda") + MEAN).to(torch.float8_e4m3fn)
-
-
-def ones(*shape: int) -> Tensor:
-    """Return scales of 1."""
-    return torch.ones(shape, device="cuda")
-
-
-class Operands:
-    """A GEMM with random operands."""
-
-    def __init__(self, product: Product) -> None:
-        self.of = product
-        experts = product.experts
-        matrices = 1 if product.role == "wgrad" else max(experts, 1)
-        self.a, self.b = codes(product.m, product.k), codes(matrices * product.n, product.k)
-
-    def multiply(self, *, fast: bool) -> Tensor:
-        """Compute the product in BF16."""
-        m, n, k, experts = self.of.m, self.of.n, self.of.k, self.of.experts
-        out = torch.bfloat16
-        if not experts:
-            by_row = self.of.role == "forward"
-            scales = (ones(m, 1), ones(1, n)) if by_row else (ones(), ones())
-            return torch._scaled_mm(self.a, self.b.t(), *scales, out_dtype=out, use_fast_accum=fast)
-        rows = k if self.of.role == "wgrad" else m
-        step = rows // experts
-        ends = torch.arange(step, rows + 1, step, dtype=torch.int32, device="cuda")
-        if self.of.role == "wgrad":
-            right, scales = self.b.t(), (ones(experts * m), ones(experts * n))
-        else:
-            right = self.b.view(experts, n, k).transpose(1, 2)
-            scales = ones(m), ones(experts, n)
-        return torch._scaled_grouped_mm(
-            self.a, right, *scales, ends, out_dtype=out, use_fast_accum=fast
-        )
-
-    def error(self, *, fast: bool) -> float:
-        """Return the relative error on a sample of rows and columns (of the first expert)."""
-        found = self.multiply(fast=fast)
-        found = (found[0] if found.ndim == 3 else found)[:SAMPLE, :SAMPLE].double()
-        length = self.of.k
-        if self.of.experts and self.of.role == "wgrad":
-            length //= self.of.experts
-        a, b = (x[:SAMPLE, :length].double() for x in (self.a, self.b))
-        exact = a @ b.t()
-        return ((found - exact).norm() / exact.norm()).item()
-
-    def milliseconds(self, *, fast: bool) -> float:
-        """Measure the milliseconds of one product."""
-
-        def several() -> None:
-            for _ in range(CALLS):
-                self.multiply(fast=fast)
-
-        return busiest_ms(several, repeats=8) / CALLS
-
-
-def measure(case: Case, product: Product, count: int) -> Result:
-    """Measure one GEMM. Rounds alternate both accumulations; times are the smallest medians."""
-    operands = Operands(product)
-    times = [[operands.milliseconds(fast=fast) for fast in (True, False)] for _ in range(ROUNDS)]
-    errors = [operands.error(fast=fast) for fast in (True, False)]
-    size = product.m, product.n, product.k
-    best = map(min, zip(*times, strict=True))
-    return Result(case.name, product.role, size, product.experts, count, *best, *errors)
+    Rounds alternate both accumulations; times are the smallest medians.
+    """
+    a, b = product.operands()
+    ways = {"fast": True, "precise": False}
+    rounds = [
+        {f"{way}_ms": product.milliseconds(a, b, fast=fast) for way, fast in ways.items()}
+        for _ in range(ROUNDS)
+    ]
+    return {
+        "case": case.name,
+        "role": product.role,
+        "size": product[1:4],
+        "experts": product.experts,
+        "count": case.layers * list(case.products()).count(product),
+        **{key: min(times[key] for times in rounds) for key in rounds[0]},
+        **{f"{way}_error": product.error(a, b, fast=fast) for way, fast in ways.items()},
+    }
 
 
 def main() -> None:
@@ -196,10 +177,8 @@ def main() -> None:
         parser.error("GEMMs are timed on a GPU, and there is none")
     record: dict[str, Any] = resume(args.out, {"mean": MEAN}, again=args.again)
     for case in (case for case in CASES if case.name in args.cases):
-        products = list(case.products())
-        for product in dict.fromkeys(products):
-            result = measure(case, product, case.layers * products.count(product))
-            merge(record, asdict(result), ("case", "role", "size"))
+        for product in dict.fromkeys(case.products()):
+            merge(record, measure(case, product), ("case", "role", "size"))
         write_json(args.out, record)
     print_rows("FP8 GEMMs, fast and precise accumulation", accumulation_table(record))
 

@@ -6,7 +6,6 @@ VARIANT`. In the child process, the script calls `print_result`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -15,20 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import merge, use_expandable_segments, write_json
-
-
-def arguments(doc: str | None, variants: Iterable[str], name: str) -> argparse.Namespace:
-    """Parse the command line of a script. Results go to `results/<name>.json` by default."""
-    names = list(variants)
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--variants", nargs="+", default=names, choices=names)
-    parser.add_argument("--again", action="store_true", help="discard the results in the file")
-    parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
-    parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
-    default = Path(__file__).parent / f"results/{name}.json"
-    parser.add_argument("--out", type=Path, default=default, help="results to add to")
-    return parser.parse_args()
+from report import add_result, use_expandable_segments
 
 
 def print_result(measure: Callable[[torch.device], dict[str, Any]]) -> None:
@@ -58,9 +44,7 @@ def measure_each(
         if variant in done:
             continue
         result = {"variant": variant, **_child([*command, "--child", variant])}
-        print(result, file=sys.stderr, flush=True)
-        merge(record, result, ("variant",))
-        write_json(path, record)
+        add_result(path, record, result, ("variant",))
 
 
 def _child(command: list[str]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import environment, print_table, write_json
+from report import environment, print_rows, write_json
 
 VARIANTS = ("bf16 compile", "torchao tensorwise", "fp8pass coat")
 DEPTHS = (10, 25, 50, 100, 200)
@@ -187,19 +187,14 @@ def main() -> None:
         print(json.dumps(child(args.child[0], int(args.child[1]), int(args.child[2]))))
         return
     if args.depths is not None:
-        name, results = (
-            "depths",
-            by_depth(args.depths or DEPTHS, args.variants, args.limit, args.jobs),
-        )
+        depths = args.depths or DEPTHS
+        name, results = "depths", by_depth(depths, args.variants, args.limit, args.jobs)
     elif args.passes:
         name, results = "passes", passes_alone()
     else:
         name, results = "compile_time", cold_and_warm(args.layers, args.hidden)
-    rows = [
-        {k: f"{v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()}
-        for row in results
-    ]
-    print_table(name.replace("_", " "), rows)
+    rows = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in r.values()] for r in results]
+    print_rows(name.replace("_", " "), [list(results[0]), *rows])
     out = args.out or HERE / f"results/{name}.json"
     write_json(out, {**environment(), "results": results})
 

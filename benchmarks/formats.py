@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import environment, print_table, write_json
+from report import environment, print_rows, write_json
+from tables_models import formats_table
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -169,13 +170,9 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results = measure(random_values(device) | activations(device, args.steps))
-    rows = [
-        {"format": r.format, "scale": r.scale, "G": str(r.group), "bits": f"{r.bits:.3f}"}
-        | {name: f"{error:.4f}" for name, error in r.errors.items()}
-        for r in results
-    ]
-    print_table("relative RMS error", rows)
-    write_json(args.out, {**environment(), "results": [asdict(r) for r in results]})
+    record = {**environment(), "results": [asdict(r) for r in results]}
+    print_rows("relative RMS error", formats_table(record))
+    write_json(args.out, record)
 
 
 if __name__ == "__main__":

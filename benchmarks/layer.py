@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from models import Stack, init_weights, rope_tables
-from report import environment, print_table, write_json
-from tables_layers import BASELINE, GRAPHED
+from report import environment, print_rows, write_json
+from tables_layers import BASELINE, GRAPHED, layer_table
 from torch import Tensor, nn
 
 import fp8pass
@@ -294,31 +294,6 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
     return float((x.float() - reference.float()).norm() / reference.float().norm())
 
 
-def table(results: list[Result]) -> list[dict[str, str]]:
-    """Return printable rows, with ratios to torchao tensorwise."""
-    rows = []
-    for r in results:
-        baseline = BASELINE + GRAPHED * r.variant.endswith(GRAPHED)
-        base = next((b for b in results if b.case == r.case and b.variant == baseline), r)
-        rows.append(
-            {
-                "case": r.case,
-                "variant": r.variant,
-                "ms": f"{r.ms:.2f}",
-                "CPU ms": f"{r.cpu_ms:.2f}",
-                "× torchao": f"{r.ms / base.ms:.3f}" if base.ms else "",
-                "activations MiB": f"{r.activation_bytes / 2**20:.0f}",
-                "× torchao ": f"{r.activation_bytes / max(base.activation_bytes, 1):.3f}",
-                "planned": "" if r.saved_bytes is None else f"{r.saved_bytes / 2**20:.0f}",
-                "out err": f"{r.output_error:.4f}",
-                "x-grad err": f"{r.x_grad_error:.4f}",
-                "worst w-grad err": f"{r.worst_weight_grad_error:.4f}",
-                "compile s": f"{r.compile_s:.1f}",
-            }
-        )
-    return rows
-
-
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -342,8 +317,9 @@ def main() -> None:
         run = {n: make for n, make in chosen.items() if waits or not n.endswith(GRAPHED)}
         results += run_case(case, run, device, args.rounds)
         gc.collect()
-        write_json(args.out, {**environment(), "results": [asdict(r) for r in results]})
-    print_table("decoder layers, forward + backward", table(results))
+        record = {**environment(), "results": [asdict(r) for r in results]}
+        write_json(args.out, record)
+    print_rows("decoder layers, forward + backward", layer_table(record))
 
 
 if __name__ == "__main__":

@@ -14,22 +14,22 @@ runs in a separate process. Measured: tokens per second, by the median of the st
 few; the memory peak of these steps, which is unknown with CUDA graphs; bytes of all weights; the
 last loss.
 
-`losses` trains a model of 51M parameters (`convergence.py`) on the source of Python's standard
-library, in BF16. Every variant then adapts the model to PyTorch's source, under autocast. The
-result is the loss on every tenth file, which is held out.
+`losses` trains the model of 51M parameters of `quality.py convergence` on the source of Python's
+standard library, in BF16. Every variant then adapts the model to PyTorch's source, under autocast.
+The result is the loss on every tenth file, which is held out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import convergence
+import quality
 import torch
 from alone import measure_each, print_result
 from layer import CUDA_GRAPHS, with_fp8pass
@@ -45,16 +45,13 @@ from model import (
     new_llama,
     train,
 )
-from report import merge, print_rows, resume, write_json
+from report import add_result, print_rows, record_parser, resume
 from tables_models import lora_table
 from tables_runs import lora_losses_table
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.demo.data import Data, source_files
-from fp8pass.demo.model import Decoder
-from fp8pass.demo.sizes import Size as SmallSize
-from fp8pass.demo.train import free_memory
+from fp8pass.demo.data import source_files
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 RANK, ALPHA = 16, 32
@@ -72,7 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     f"{FROZEN}, CUDA graphs": CUDA_GRAPHS,
     **{f"{FROZEN}, budget {share}": {"memory_budget": share} for share in BUDGETS},
 }
-STEPS, PEAK_LR = 1500, 1e-3
+STEPS = 1500
 
 
 class LoRA(nn.Module):
@@ -155,73 +152,53 @@ def speed(args: argparse.Namespace) -> None:
 # --- losses -------------------------------------------------------------------------------------
 
 
-def pretrain(size: SmallSize, data: Data) -> dict[str, Tensor]:
-    """Return the weights of a small model, trained on the standard library."""
-    torch.manual_seed(0)
-    model = Decoder(size).to(data.train.device)
-    optimizer = torch.optim.AdamW(model.parameters(), size.peak_lr, weight_decay=0.1, fused=True)
-    convergence.train("bf16", 0, torch.compile(model), optimizer, size, data)
-    return model.state_dict()
+def pytorch_source() -> list[Path]:
+    """List the Python files of PyTorch."""
+    return [f for f in source_files(Path(torch.__file__).parent) if f.suffix == ".py"]
 
 
-def pytorch_source(device: torch.device) -> Data:
-    """Return PyTorch's source, split by file into training and held-out text."""
-    files = [f for f in source_files(Path(torch.__file__).parent) if f.suffix == ".py"]
-    held_out = files[:: convergence.HELD_OUT_EVERY]
-    train = [f for f in files if f not in held_out]
-    return Data(convergence.tokens(train, device), convergence.tokens(held_out, device))
-
-
-def run(
-    variant: str, seed: int, size: SmallSize, weights: dict[str, Tensor], data: Data
-) -> convergence.Result:
-    """Train adapters on given weights, and compute the held-out loss."""
-    torch.manual_seed(seed)
-    model = Decoder(size).to(data.train.device)
+def adapted(
+    variant: str, seed: int, of: quality.Experiment, weights: dict[str, Tensor], on: torch.device
+) -> nn.Module:
+    """Return a model with given weights and new adapters."""
+    model: Any = quality.new_model(of, seed, on)
     model.load_state_dict(weights)
-    trained = add_lora(model, model.layers)
+    add_lora(model, model.layers)
     if variant == FROZEN:
         fp8pass.quantize_frozen(model)
-    make: Callable[..., Any] = torch.compile
-    if variant != BASELINE:
-        make = partial(torch.compile, backend="fp8pass")
-    optimizer = torch.optim.AdamW(trained, size.peak_lr, fused=True)
-    return convergence.train(variant, seed, make(model), optimizer, size, data)
+    return model
 
 
 def losses(args: argparse.Namespace) -> None:
     """Measure the losses of every variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    base = convergence.TINY if args.tiny else convergence.MODEL
-    size = replace(base, steps=40 if args.tiny else STEPS, peak_lr=PEAK_LR)
+    first = replace(quality.SMALL, size=quality.TINY) if args.tiny else quality.SMALL
+    size = first.size if args.tiny else replace(first.size, steps=STEPS)
+    of = replace(first, size=size, files=pytorch_source)
     path = args.out or Path(__file__).parent / "results/lora_losses.json"
-    record = resume(path, {**asdict(size), "rank": RANK}, again=args.again)
+    settings = {**asdict(size), "rank": RANK, "last": quality.LAST}
+    record = resume(path, settings, again=args.again)
     done = {(r["variant"], r["seed"]) for r in record["results"]}
     names = args.variants or (BASELINE, FP8, FROZEN)
-    pairs = [(v, s) for s in args.seeds for v in names if (v, s) not in done]
-    first, data = convergence.corpus(device), pytorch_source(device)
-    if args.tiny:
-        first, data = (Data(d.train, d.held_out[: 8 * base.tokens]) for d in (first, data))
-    weights = pretrain(base, first)
-    for variant, seed in pairs:
-        free_memory()
-        result = asdict(run(variant, seed, size, weights, data))
-        merge(record, result, ("variant", "seed"))
-        write_json(path, record)
-        print({**result, "losses": "..."}, file=sys.stderr, flush=True)
+    pretrained = quality.new_model(first, 0, device)
+    quality.Trainer(quality.Variant(), first, pretrained).run(BASELINE, first.size.peak_lr, 0)
+    for seed, variant in itertools.product(args.seeds, names):
+        if (variant, seed) in done:
+            continue
+        model = adapted(variant, seed, of, pretrained.state_dict(), device)
+        how = quality.Variant(None if variant == BASELINE else {})
+        result = quality.Trainer(how, of, model).run(variant, size.peak_lr, seed)
+        add_result(path, record, asdict(result), ("variant", "seed"))
     print_rows("LoRA, a small model", lora_losses_table(record))
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = record_parser(__doc__)
     parser.add_argument("what", choices=("speed", "losses"))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="seeds of `losses`")
-    parser.add_argument("--again", action="store_true", help="discard the results in the file")
-    parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="results to add to")
     args = parser.parse_args()
     {"speed": speed, "losses": losses}[args.what](args)
 

@@ -25,7 +25,6 @@ chunks of tokens.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -41,7 +40,7 @@ import torch
 import transformers
 from layer import Variant as Compile
 from layer import torchao, with_fp8pass
-from report import merge, print_rows, resume, use_expandable_segments, write_json
+from report import add_result, print_rows, record_parser, resume, use_expandable_segments
 from tables_models import model_table
 from torch import Tensor, nn
 
@@ -258,14 +257,11 @@ def attempt(name: str, size: Size, variant: str, device: torch.device) -> Result
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = record_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--again", action="store_true", help="discard the results in the file")
-    parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
-    default = Path(__file__).parent / "results/model.json"
-    parser.add_argument("--out", type=Path, default=default, help="results to add to")
     args = parser.parse_args()
+    path = args.out or Path(__file__).parent / "results/model.json"
     use_expandable_segments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda" and not args.tiny:
@@ -276,16 +272,14 @@ def main() -> None:
         "warm_up": WARM_UP,
         "timed": TIMED,
     }
-    record = resume(args.out, settings, again=args.again)
+    record = resume(path, settings, again=args.again)
     keys = ("model", "variant", "optimizer")
     done = {tuple(r[k] for k in keys) for r in record["results"] if not r["error"]}
     for name, variant in [(n, v) for n in args.models for v in args.variants]:
         if (name, *VARIANTS[variant]) in done:
             continue
         result = attempt(name, sizes[name], variant, device)
-        print(result, file=sys.stderr, flush=True)
-        merge(record, asdict(result), keys)
-        write_json(args.out, record)
+        add_result(path, record, asdict(result), keys)
     print_rows("whole Llamas, training", model_table(record))
 
 

@@ -32,7 +32,7 @@ def convergence(data: dict[str, Any]) -> Figure:
     for r in data["results"]:
         values = [float("nan") if x is None else x for x in r["losses"]]
         losses.setdefault(r["variant"], {})[r["seed"]] = values
-    baseline = next(v for v in losses if v.lower().startswith("bf16"))
+    baseline = next(v for v in losses if v.startswith("BF16"))
     steps = data["settings"]["steps"]
     for number, (variant, runs) in enumerate(losses.items()):
         color = f"C{number}"

@@ -1,4 +1,4 @@
-"""Compare the losses of a GPT-2 on Python sources with BF16, in paired seeds, on all GPUs.
+"""Compare the losses of a model of Python sources with BF16, in paired seeds, on all GPUs.
 
     python benchmarks/quality.py                       every recipe, results/quality.json
     python benchmarks/quality.py accumulation          fast and precise accumulation by role
@@ -7,6 +7,8 @@
     python benchmarks/quality.py mantissa              simulated formats at high learning rates
     python benchmarks/quality.py muon                  Muon with momentum in FP32 and in FP8
     python benchmarks/quality.py large                 352M parameters, 300M tokens, on four GPUs
+    python benchmarks/quality.py convergence           a Llama of 51M, on the standard library
+    python benchmarks/quality.py experts               a mixture of experts of 97M, likewise
     python benchmarks/quality.py --variants coat --seeds 0 1 2 3
     python benchmarks/quality.py --tiny --out x.json   a minute on a CPU
 
@@ -22,6 +24,10 @@ In `recipes`, `accumulation` and `lengths`, each seed trains the first 1,200 ste
 fixed rate. All variants continue from these weights with a new optimizer. The reason: from random
 weights, the loss stays on a plateau for about 600 steps. Two runs that differ only in rounding
 leave the plateau at different times, so their final losses differ by 1%.
+
+`convergence` and `experts` train the demo's model, without CUDA graphs, which would hide the memory
+peak. A layer of experts has eight experts and uses two of them for each token. Its training adds
+the balancing loss of Switch Transformers, which no reported loss includes.
 
 The loss of a run is the mean of its last 50 steps; the loss on held-out text is computed with the
 trained forward. Tables give the mean difference to BF16 over seeds with its standard error. A run
@@ -46,9 +52,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import GPT
-from report import finite, first_divergence, merge, print_rows, resume, write_json
-from tables_runs import quality_rates_table, quality_table
+from models import GPT, MoEDecoder
+from report import add_result, finite, first_divergence, print_rows, record_parser, resume
+from tables_runs import convergence_table, quality_rates_table, quality_table
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,9 +64,10 @@ from workers import run_jobs
 
 import fp8pass
 from fp8pass.config import GEMMS
-from fp8pass.demo.data import Data
+from fp8pass.demo.data import Data, source_files
+from fp8pass.demo.model import VOCABULARY, Decoder
 from fp8pass.demo.sizes import Size
-from fp8pass.demo.train import free_memory
+from fp8pass.demo.train import Meter, free_memory
 from fp8pass.optim import split_parameters
 
 
@@ -125,11 +132,46 @@ MUON = {
 }
 VARIANTS |= MUON | ACCUMULATION | SIMULATED | {FOUR_RANKS: Variant(ranks=4)}
 VARIANTS[FAST_UP_TO_8192] = Variant({"longest_fast": 8192})
+# 4 bits wherever possible, without the error rules.
+VARIANTS["uniform4"] = Variant({"save_format": "e2m1", "error_tolerance": math.inf})
 
 MODEL = Size(768, 12, 12, 12, 3072, seq=1024, batch=16, steps=2000, peak_lr=6e-4)
 CONTINUED = replace(MODEL, steps=800)
 LARGE = Size(1024, 28, 16, 16, 4096, seq=1024, batch=64, steps=4600, peak_lr=3e-4)
+LLAMA = Size(640, 10, 10, 10, 1792, seq=1024, batch=12, steps=2000, peak_lr=1e-3)
+EXPERTS = Size(512, 8, 8, 8, 896, seq=1024, batch=12, steps=1500, peak_lr=1e-3)
 TINY = Size(64, 2, 2, 2, 256, seq=32, batch=4, steps=30, peak_lr=2e-3)
+HELD_OUT_EVERY = 10
+MOST_TEXT = 256 << 20
+
+
+@cache
+def corpus(files: Callable[[], list[Path]], device: torch.device) -> Data:
+    """Return files as bytes, split by file into training and held-out text."""
+    texts = [bytearray(), bytearray()]
+    for i, file in enumerate(files()):
+        texts[i % HELD_OUT_EVERY == 0] += file.read_bytes()
+    train, held_out = (torch.frombuffer(t[:MOST_TEXT], dtype=torch.uint8) for t in texts)
+    return Data(train.to(device), held_out.to(device))
+
+
+def installed_sources() -> list[Path]:
+    """List the files of the standard library and of installed packages other than fp8pass."""
+    stdlib, packages = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
+    found = [f for f in stdlib.rglob("*.py") if not f.is_relative_to(packages)]
+    for package in packages.iterdir():
+        found += [] if package.name.startswith("fp8pass") else package.rglob("*.py")
+    return sorted(f for f in found if f.is_file())
+
+
+def standard_library() -> list[Path]:
+    """List the files of the standard library without tests, in a random order."""
+    return source_files(None)
+
+
+def gpt(size: Size) -> nn.Module:
+    """Return a GPT-2 with a vocabulary of bytes."""
+    return GPT(size.layers, size.dim, size.heads, VOCABULARY, size.seq)
 
 
 @dataclass(frozen=True)
@@ -142,6 +184,10 @@ class Experiment:
         seeds: number of seeds.
         rates: peak learning rates; if empty, the rate of `size`.
         start: steps in BF16 before the variants of a seed start.
+        model: returns a model. Its forward returns the loss.
+        files: lists the files of the text.
+        graphs: whether steps are replayed as CUDA graphs, which hide the memory peak.
+        table: returns the rows of the table.
     """
 
     variants: tuple[str, ...]
@@ -149,8 +195,16 @@ class Experiment:
     seeds: int = 6
     rates: tuple[float, ...] = ()
     start: int = 0
+    model: Callable[[Size], nn.Module] = gpt
+    files: Callable[[], list[Path]] = installed_sources
+    graphs: bool = True
+    table: Callable[[dict[str, Any]], list[list[str]]] = quality_table
 
 
+SMALL = Experiment(
+    (BASELINE, "linear", "coat", "agoq, 4 bits", "uniform4"), LLAMA, seeds=2,
+    model=Decoder, files=standard_library, graphs=False, table=convergence_table,
+)  # fmt: skip
 EXPERIMENTS = {
     "recipes": Experiment(RECIPES, CONTINUED, start=1200),
     "accumulation": Experiment((BASELINE, *ACCUMULATION), CONTINUED, seeds=4, start=1200),
@@ -169,17 +223,18 @@ EXPERIMENTS = {
     "mantissa": Experiment((BASELINE, *SIMULATED), seeds=2, rates=(4e-3, 8e-3)),
     "muon": Experiment(tuple(MUON), CONTINUED, start=1200),
     "large": Experiment((FOUR_RANKS, "coat, FP8 AdamW, 8-bit wire, 4 ranks"), LARGE, seeds=1),
+    "convergence": SMALL,
+    "experts": replace(SMALL, variants=(BASELINE, "coat"), size=EXPERTS, seeds=3, model=MoEDecoder),
 }
-VOCABULARY = 256
+# Records that are named differently from their experiments.
+RECORDS = {"recipes": "quality", "convergence": "convergence", "experts": "moe_convergence"}
 WARM_UP = 0.04  # share of the steps
 LEAST_RATE = 0.1  # share of the peak rate
 LAST = 50
 WINDOW = 50
-HELD_OUT_EVERY = 10
 HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
 START_DATA = 1_000_000  # added to the seed, so that batches before the start are different
-MOST_TEXT = 256 << 20
 PROGRESS = 1000  # steps
 Batch = tuple[Tensor, Tensor]
 
@@ -190,6 +245,7 @@ class Result:
 
     Attributes:
         start: identifies the weights that the run started from; '' is the seed's random weights.
+        peak_bytes: memory peak after the first steps; None if unknown.
     """
 
     variant: str
@@ -201,83 +257,59 @@ class Result:
     losses: list[float | None]
     diverged: bool
     tokens_per_second: float
+    peak_bytes: int | None
 
 
 @dataclass(frozen=True)
 class Job:
-    """Runs of one variant.
+    """Runs of one variant of an experiment.
 
     Attributes:
-        start: steps in BF16 before the variants of a seed start.
         until: wall-clock time after which no new run begins.
     """
 
     variant: str
     rate: float
     seeds: tuple[int, ...]
-    size: Size
-    start: int = 0
+    of: Experiment
     until: float = math.inf
 
     def start_file(self, seed: int) -> Path:
         """Return the file with the weights that all variants of a seed start from."""
-        size = self.size
-        name = f"{size.dim}-{size.layers}-{size.tokens}-{size.peak_lr}-{self.start}-{seed}.pt"
+        size = self.of.size
+        name = f"{size.dim}-{size.layers}-{size.tokens}-{size.peak_lr}-{self.of.start}-{seed}.pt"
         return Path(tempfile.gettempdir()) / "fp8pass-quality" / name
 
-
-@cache
-def corpus(device: torch.device) -> Data:
-    """Return Python sources as bytes, split by file into training and held-out text."""
-    texts = [bytearray(), bytearray()]
-    for i, file in enumerate(source_files()):
-        texts[i % HELD_OUT_EVERY == 0] += file.read_bytes()
-    train, held_out = (torch.frombuffer(t[:MOST_TEXT], dtype=torch.uint8) for t in texts)
-    return Data(train.to(device), held_out.to(device))
+    def trainer(self, device: torch.device) -> Trainer:
+        """Compile the model of the variant."""
+        return Trainer(VARIANTS[self.variant], self.of, new_model(self.of, 0, device))
 
 
-def source_files() -> list[Path]:
-    """List the files of the standard library and of installed packages other than fp8pass."""
-    stdlib, packages = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
-    found = [f for f in stdlib.rglob("*.py") if not f.is_relative_to(packages)]
-    for package in packages.iterdir():
-        found += [] if package.name.startswith("fp8pass") else package.rglob("*.py")
-    return sorted(f for f in found if f.is_file())
-
-
-def new_model(size: Size, seed: int, device: torch.device) -> nn.Module:
+def new_model(of: Experiment, seed: int, device: torch.device) -> nn.Module:
     """Return the model with the weights of a seed."""
     torch.manual_seed(seed)
     with device:
-        return GPT(size.layers, size.dim, size.heads, VOCABULARY, size.seq)
+        return of.model(of.size)
 
 
 class Trainer:
-    """A compiled model of one variant, trained from scratch for each seed.
+    """A model of one variant, compiled in place and trained once for each seed."""
 
-    Attributes:
-        model: the trained module, compiled in place.
-    """
-
-    def __init__(self, variant: Variant, size: Size, device: torch.device) -> None:
-        torch._dynamo.reset()
+    def __init__(self, variant: Variant, of: Experiment, model: nn.Module) -> None:
         free_memory()
-        self.variant, self.size, self.device = variant, size, device
-        self.model = new_model(size, 0, device)
+        self.variant, self.of, self.model = variant, of, model
+        self.device = next(model.parameters()).device
+        self.data = corpus(of.files, self.device)
         # FSDP2 gathers weights at new addresses, and each would need a graph of its own.
-        replayed = device.type == "cuda" and variant.ranks == 1
-        graphs = {"triton.cudagraphs": True} if replayed else {}
-        if variant.options is not None:
-            options = {**variant.options, **graphs}
-            self.model.compile(backend="fp8pass", options=options)
-        elif variant.torchao:
+        self.replayed = of.graphs and self.device.type == "cuda" and variant.ranks == 1
+        graphs = {"triton.cudagraphs": True} if self.replayed else {}
+        if variant.torchao:
             convert(self.model, variant.torchao)
-            self.model.compile(options=graphs)
-        else:
-            self.model.compile(options=graphs)
+        backend = "inductor" if variant.options is None else "fp8pass"
+        self.model.compile(backend=backend, options={**(variant.options or {}), **graphs})
         if variant.ranks > 1:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-            mesh = init_device_mesh(device.type, (variant.ranks,))
+            mesh = init_device_mesh(self.device.type, (variant.ranks,))
             fully_shard(self.model, mesh=mesh, mp_policy=policy)
             if variant.options is not None:
                 fp8pass.distributed.compress(self.model)
@@ -285,9 +317,10 @@ class Trainer:
     def optimizers(self, rate: float) -> list[Any]:
         """Return new optimizers with weight decay for matrices, as in nanoGPT."""
         hidden, others = split_parameters(self.model, skip=() if self.variant.muon else "*")
+        trained = [p for p in others if p.requires_grad]
         groups = [
-            {"params": [p for p in others if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
         ]
         options = self.variant.optimizer or {}
         module: Any = torch.optim if self.variant.optimizer is None else fp8pass.optim
@@ -297,11 +330,11 @@ class Trainer:
             found.append(module.Muon(hidden, rate, adjust_lr_fn="match_rms_adamw", **options))
         return found
 
-    def reset(self, job: Job, seed: int) -> str:
-        """Set the weights that a seed starts from, and return their identifier."""
-        model, start = new_model(self.size, seed, self.device), ""
-        if job.start:
-            saved = torch.load(job.start_file(seed), map_location=self.device)
+    def reset(self, seed: int, file: Path | None = None) -> str:
+        """Set the weights of a seed, or the weights in `file`, and return their identifier."""
+        model, start = new_model(self.of, seed, self.device), ""
+        if file:
+            saved = torch.load(file, map_location=self.device)
             model.load_state_dict(saved["weights"])
             start = saved["id"]
         if isinstance(self.model, FSDPModule):
@@ -330,17 +363,18 @@ class Trainer:
             stacked /= self.variant.ranks
         return stacked
 
-    def run(self, job: Job, seed: int, data: Data) -> Result:
-        """Train the variant with one seed, and compute its losses."""
-        start, size = self.reset(job, seed), self.size
-        losses, seconds = self._train(data.train_batches(size, seed), job.rate, share)
-        batches = data.held_out_batches(size, HELD_OUT_BATCHES)
-        held_out = self.mean([self.loss(batch).detach().clone() for batch in batches])
+    def run(self, variant: str, rate: float, seed: int, start: str = "") -> Result:
+        """Train from the present weights with the batches of a seed, and compute the losses."""
+        size = self.of.size
+        batches = self.data.train_batches(size, seed)
+        losses, seconds, peak = self.train(batches, rate, share)
+        held_out_batches = self.data.held_out_batches(size, HELD_OUT_BATCHES)
+        held_out = self.mean([self.loss(batch).detach().clone() for batch in held_out_batches])
         trained = self.mean(losses)
         windows = [finite(window.mean()) for window in trained.split(WINDOW)]
         return Result(
-            job.variant,
-            job.rate,
+            variant,
+            rate,
             seed,
             start,
             finite(trained[-LAST:].mean()),
@@ -348,31 +382,30 @@ class Trainer:
             windows,
             first_divergence(windows) is not None,
             (size.steps - FIRST_STEPS) * size.tokens / seconds,
+            None if self.replayed else peak,
         )
 
-    def make_start(self, job: Job, seed: int, data: Data) -> None:
+    def make_start(self, seed: int, file: Path) -> None:
         """Train and save the weights that all variants of a seed start from."""
-        self.reset(replace(job, start=0), seed)
-        batches = data.train_batches(replace(self.size, steps=job.start), START_DATA + seed)
-        self._train(batches, self.size.peak_lr, warm_up)
-        file = job.start_file(seed)
+        self.reset(seed)
+        size = replace(self.of.size, steps=self.of.start)
+        self.train(self.data.train_batches(size, START_DATA + seed), size.peak_lr, warm_up)
         file.parent.mkdir(exist_ok=True)
         torch.save({"id": uuid.uuid4().hex[:8], "weights": self.model.state_dict()}, file)
 
-    def _train(
+    def train(
         self, batches: Iterator[Batch], rate: float, share: Callable[[int, int], float]
-    ) -> tuple[list[Tensor], float]:
-        """Run all steps. Return their losses, and the seconds of all but the first few steps."""
+    ) -> tuple[list[Tensor], float, int | None]:
+        """Run all steps. Return losses, and the seconds and memory peak after the first steps."""
         optimizers = self.optimizers(rate)
         schedules = [
-            torch.optim.lr_scheduler.LambdaLR(each, lambda step: share(step, self.size.steps))
+            torch.optim.lr_scheduler.LambdaLR(each, lambda step: share(step, self.of.size.steps))
             for each in optimizers
         ]
         losses: list[Tensor] = []
         for step, batch in enumerate(batches):
             if step == FIRST_STEPS:
-                self._wait()
-                start = time.perf_counter()
+                meter = Meter(self.device)
             loss = self.loss(batch)
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -382,12 +415,7 @@ class Trainer:
             losses.append(loss.detach().clone())  # a CUDA graph overwrites its previous results
             if not (step + 1) % PROGRESS:
                 print(f"step {step + 1}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
-        self._wait()
-        return losses, time.perf_counter() - start
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        return losses, *meter.read()
 
 
 def convert(model: nn.Module, recipe: str) -> None:
@@ -419,49 +447,40 @@ def warm_up_steps(steps: int) -> int:
 
 def train(job: Job, device: torch.device) -> Iterator[Result]:
     """Run a job on this process's device."""
-    data, trainer = corpus(device), None
+    trainer = None
     for seed in job.seeds:
         late = torch.tensor(float(time.time() > job.until), device=device)
         if VARIANTS[job.variant].ranks > 1:
             dist.all_reduce(late)  # all ranks must decide the same
         if late.item():
             return
-        trainer = trainer or Trainer(VARIANTS[job.variant], job.size, device)
-        yield trainer.run(job, seed, data)
+        trainer = trainer or job.trainer(device)
+        start = trainer.reset(seed, job.start_file(seed) if job.of.start else None)
+        yield trainer.run(job.variant, job.rate, seed, start)
 
 
 def make_starts(job: Job, device: torch.device) -> Iterator[Result]:
     """Train the weights that variants start from."""
-    data, trainer = corpus(device), Trainer(VARIANTS[job.variant], job.size, device)
+    trainer = job.trainer(device)
     for seed in job.seeds:
-        trainer.make_start(job, seed, data)
+        trainer.make_start(seed, job.start_file(seed))
     yield from ()
 
 
-def start_ids(of: Job) -> dict[int, str]:
+def start_ids(like: Job) -> dict[int, str]:
     """Return an identifier of each seed's starting weights. Train missing weights first."""
-    if not of.start:
-        return dict.fromkeys(of.seeds, "")
-    missing = tuple(seed for seed in of.seeds if not of.start_file(seed).exists())
+    if not like.of.start:
+        return dict.fromkeys(like.seeds, "")
+    missing = tuple(seed for seed in like.seeds if not like.start_file(seed).exists())
     gpus = max(torch.cuda.device_count(), 1)
-    jobs = [replace(of, seeds=missing[gpu::gpus]) for gpu in range(min(gpus, len(missing)))]
+    jobs = [replace(like, seeds=missing[gpu::gpus]) for gpu in range(min(gpus, len(missing)))]
     list(run_jobs(make_starts, jobs))
-    return {seed: torch.load(of.start_file(seed), mmap=True)["id"] for seed in of.seeds}
-
-
-def jobs_of(
-    variants: list[str], rates: list[float], done: set[tuple[str, float, int]], of: Job
-) -> Iterator[Job]:
-    """Yield jobs like `of` for each variant and rate, with the seeds that have no result."""
-    for variant, rate in itertools.product(variants, rates):
-        missing = tuple(seed for seed in of.seeds if (variant, rate, seed) not in done)
-        if missing:
-            yield replace(of, variant=variant, rate=rate, seeds=missing)
+    return {seed: torch.load(like.start_file(seed), mmap=True)["id"] for seed in like.seeds}
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line, with the experiment's values as defaults."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = record_parser(__doc__)
     parser.add_argument("experiment", nargs="?", choices=EXPERIMENTS, default="recipes")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
     parser.add_argument("--seeds", nargs="+", type=int)
@@ -469,19 +488,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--start", type=int, help="steps in BF16 before variants start")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no later run")
-    parser.add_argument("--again", action="store_true", help="discard the results in the file")
-    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
-    parser.add_argument("--out", type=Path, help="results to add to")
     args = parser.parse_args()
     of = EXPERIMENTS[args.experiment]
     size = TINY if args.tiny else of.size
-    args.size = replace(size, steps=args.steps or size.steps)
+    size = replace(size, steps=args.steps or size.steps)
     if args.start is None:
         args.start = 0 if args.tiny else of.start
+    args.of = replace(of, size=size, start=args.start)
     args.variants = args.variants or list(of.variants)
     args.seeds = args.seeds or list(range(of.seeds))
-    args.rates = args.rates or list(of.rates) or [args.size.peak_lr]
-    name = "quality" if args.experiment == "recipes" else f"quality_{args.experiment}"
+    args.rates = args.rates or list(of.rates) or [size.peak_lr]
+    name = RECORDS.get(args.experiment, f"quality_{args.experiment}")
     args.out = args.out or Path(__file__).parent / f"results/{name}.json"
     return args
 
@@ -492,12 +509,13 @@ def main() -> None:
     until = time.time() + args.seconds
     gpus = torch.cuda.device_count()
     if not gpus and not args.tiny:
-        sys.exit("GPT-2 124M needs an NVIDIA GPU; --tiny runs on the CPU.")
-    text_bytes = sum(file.stat().st_size for file in source_files())
-    settings = {**asdict(args.size), "start": args.start, "last": LAST, "text_bytes": text_bytes}
+        sys.exit("These models need an NVIDIA GPU; --tiny runs on the CPU.")
+    of: Experiment = args.of
+    text_bytes = sum(file.stat().st_size for file in of.files())
+    settings = {**asdict(of.size), "start": of.start, "last": LAST, "text_bytes": text_bytes}
     record = resume(args.out, settings, again=args.again)
-    of = Job(BASELINE, args.size.peak_lr, tuple(args.seeds), args.size, args.start, until)
-    starts = start_ids(of)
+    like = Job(BASELINE, of.size.peak_lr, tuple(args.seeds), of, until)
+    starts = start_ids(like)
     keys = "variant", "rate", "seed", "start"
     found = (r for r in record["results"] if r["start"] == starts.get(r["seed"]))
     done = {(r["variant"], r["rate"], r["seed"]) for r in found}
@@ -506,12 +524,14 @@ def main() -> None:
         if gpus and ranks > gpus:
             print(f"skipped, because they need {ranks} GPUs: {', '.join(some)}", file=sys.stderr)
             continue
-        jobs = list(jobs_of(some, args.rates, done, of))
+        jobs = [
+            replace(like, variant=variant, rate=rate, seeds=missing)
+            for variant, rate in itertools.product(some, args.rates)
+            if (missing := tuple(s for s in args.seeds if (variant, rate, s) not in done))
+        ]
         for result in run_jobs(train, jobs, ranks=ranks) if jobs else ():
-            merge(record, asdict(result), keys)
-            write_json(args.out, record)
-            print({**asdict(result), "losses": "..."}, file=sys.stderr, flush=True)
-    table = quality_rates_table if len(args.rates) > 1 else quality_table
+            add_result(args.out, record, asdict(result), keys)
+    table = quality_rates_table if len(args.rates) > 1 else of.table
     print_rows("loss beside BF16", table(record))
 
 

@@ -1,7 +1,8 @@
-"""Shared code of all benchmarks: the environment, printed tables, JSON records, divergence."""
+"""Shared code of all benchmarks: options, environment, printed tables, JSON records, divergence."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
@@ -46,6 +47,15 @@ def _version(package: str) -> str | None:
         return None
 
 
+def record_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of scripts that add results to a record."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--again", action="store_true", help="discard the results in the file")
+    parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
+    parser.add_argument("--out", type=Path, help="results to add to")
+    return parser
+
+
 def resume(path: Path, settings: dict[str, Any], *, again: bool = False) -> dict[str, Any]:
     """Return the record in `path`; an empty record if `again` is set or the file does not exist.
 
@@ -70,9 +80,14 @@ def merge(record: dict[str, Any], result: dict[str, Any], keys: tuple[str, ...])
     record["results"].append(result)
 
 
-def print_table(title: str, rows: list[dict[str, str]]) -> None:
-    """Print dicts with equal keys as rows of a table."""
-    print_rows(title, [list(rows[0]), *(list(row.values()) for row in rows)])
+def add_result(
+    path: Path, record: dict[str, Any], result: dict[str, Any], keys: tuple[str, ...]
+) -> None:
+    """Add a result to a record, write the record, and print the result without its curves."""
+    merge(record, result, keys)
+    write_json(path, record)
+    shown = {key: value for key, value in result.items() if not isinstance(value, list)}
+    print(shown, file=sys.stderr, flush=True)
 
 
 def print_rows(title: str, rows: list[list[str]]) -> None:

@@ -20,10 +20,8 @@ run only sets the weights. Each run is written to the results as soon as it ends
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -32,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convergence import corpus
-from report import RISE, finite, first_divergence, merge, print_rows, resume, write_json
+from quality import corpus, standard_library
+from report import RISE, add_result, finite, first_divergence, print_rows, record_parser, resume
 from tables_runs import stability_ranks, stability_table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -196,17 +194,7 @@ class Job:
     until: float
 
 
-def list_jobs(
-    args: argparse.Namespace, done: set[tuple[str, float, int]], size: Size, until: float
-) -> Iterator[Job]:
-    """List the runs without a result, ordered by variant."""
-    for variant, rate in itertools.product(args.variants, args.rates):
-        if seeds := tuple(s for s in args.seeds if (variant, rate, s) not in done):
-            yield Job(variant, rate, seeds, size, until)
-
-
 models = cache(compiled)
-data_of = cache(corpus)
 
 
 def work(job: Job, device: torch.device) -> Iterator[Result]:
@@ -214,37 +202,34 @@ def work(job: Job, device: torch.device) -> Iterator[Result]:
     for seed in job.seeds:
         if time.time() > job.until:
             return
-        model, data = models(job.variant, job.size, device), data_of(device)
+        model, data = models(job.variant, job.size, device), corpus(standard_library, device)
         yield run(model, job.variant, job.rate, seed, job.size, data)
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = record_parser(__doc__)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--rates", nargs="*", type=float, default=list(RATES))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help=f"instead of {MODEL.steps}")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no later run")
-    parser.add_argument("--again", action="store_true", help="discard the results in the file")
-    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
-    default = Path(__file__).parent / "results/stability.json"
-    parser.add_argument("--out", type=Path, default=default, help="results to add to")
     args = parser.parse_args()
+    path = args.out or Path(__file__).parent / "results/stability.json"
     until = time.time() + args.seconds
     size = TINY if args.tiny else MODEL
     size = replace(size, steps=args.steps or size.steps)
-    record = resume(
-        args.out, {**asdict(size), "window": WINDOW, "rise": RISE, "holds": HOLDS}, again=args.again
-    )
+    settings = {**asdict(size), "window": WINDOW, "rise": RISE, "holds": HOLDS}
+    record = resume(path, settings, again=args.again)
     keys = "variant", "rate", "seed"
     done = {tuple(r[key] for key in keys) for r in record["results"]}
-    for found in run_jobs(work, list(list_jobs(args, done, size, until))):
-        result = asdict(found)
-        merge(record, result, keys)
-        write_json(args.out, record)
-        short = {**result, "losses": result["losses"][-1], "sharpness": result["sharpness"][-1:]}
-        print(short, file=sys.stderr, flush=True)
+    jobs = [
+        Job(variant, rate, seeds, size, until)
+        for variant, rate in itertools.product(args.variants, args.rates)
+        if (seeds := tuple(s for s in args.seeds if (variant, rate, s) not in done))
+    ]
+    for found in run_jobs(work, jobs):
+        add_result(path, record, asdict(found), keys)
     print_rows("where training falls over", stability_table(record))
     print_rows("sharpness in the corner, beside that of the search", stability_ranks(record))
 

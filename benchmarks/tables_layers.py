@@ -25,7 +25,7 @@ def layer_table(data: dict[str, Any]) -> list[list[str]]:
         rows.append([f"**{case}**, {results[0]['rounds']} rounds", *[""] * 7])
         for r in results:
             graphed = GRAPHED * r["variant"].endswith(GRAPHED)
-            base = next(b for b in results if b["variant"] == BASELINE + graphed)
+            base = next((b for b in results if b["variant"] == BASELINE + graphed), r)
             rows.append(_compare(r, base))
     return rows
 

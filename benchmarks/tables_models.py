@@ -82,7 +82,11 @@ def model_table(data: dict[str, Any]) -> list[list[str]]:
         base: dict[str, Any] = next((r for r in results if _is_model_baseline(r)), {})
         rows.append([f"**{model}**", *[""] * (len(header) - 1)])
         for r in results:
-            rows.append([r["variant"], r["optimizer"], *_model_cells(r, base)])
+            if r["error"]:
+                cells = [r["error"].splitlines()[0], *[""] * 4]
+            else:
+                cells = [*_speed_cells(r, base), f"{r['loss']:.4f}"]
+            rows.append([r["variant"], r["optimizer"], *cells])
     return rows
 
 
@@ -90,44 +94,31 @@ def _is_model_baseline(result: dict[str, Any]) -> bool:
     return result["variant"] == BASELINE and result["optimizer"] == "AdamW" and not result["error"]
 
 
-def _model_cells(result: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    if result["error"]:
-        return [result["error"].splitlines()[0], *[""] * 4]
+def _speed_cells(result: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    """Return speed and peak memory, each followed by its ratio to `base`."""
+    cells = [f"{result['tokens_per_second']:,.0f}", _ratio(result, base, "tokens_per_second")]
+    peak = f"{result['peak_bytes'] / 2**30:.1f}" if result["peak_bytes"] else ""
+    return [*cells, peak, _ratio(result, base, "peak_bytes")]
 
-    def ratio(key: str) -> str:
-        return f"{result[key] / base[key]:.3f}" if base.get(key) else ""
 
-    peak = result["peak_bytes"]
-    return [
-        f"{result['tokens_per_second']:,.0f}",
-        ratio("tokens_per_second"),
-        f"{peak / 2**30:.1f}" if peak else "",
-        ratio("peak_bytes"),
-        f"{result['loss']:.4f}",
-    ]
+def _ratio(result: dict[str, Any], base: dict[str, Any], key: str) -> str:
+    return f"{result[key] / base[key]:.3f}" if result[key] and base.get(key) else ""
 
 
 def lora_table(data: dict[str, Any]) -> list[list[str]]:
     """Return speed and memory of training adapters, relative to BF16."""
+    steps = data["settings"]["warm_up"] + data["settings"]["timed"]
     header = ["", "tokens/s", "× BF16", "peak GiB", "× BF16", "weights GiB"]
-    rows = [
-        [*header, f"loss after {data['settings']['warm_up'] + data['settings']['timed']} steps"]
-    ]
+    rows = [[*header, f"loss after {steps} steps"]]
     done = [r for r in data["results"] if not r["error"]]
     base: dict[str, Any] = next((r for r in done if r["variant"] == "BF16"), {})
     for r in data["results"]:
         if r["error"]:
             rows.append([r["variant"], r["error"].split(".")[0], *[""] * 5])
             continue
-        cells = [f"{r['tokens_per_second']:,.0f}", _share(r, base, "tokens_per_second")]
-        peak = f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else ""
-        cells += [peak, _share(r, base, "peak_bytes"), f"{r['weight_bytes'] / 2**30:.1f}"]
-        rows.append([r["variant"], *cells, f"{r['loss']:.4f}"])
+        weights = f"{r['weight_bytes'] / 2**30:.1f}"
+        rows.append([r["variant"], *_speed_cells(r, base), weights, f"{r['loss']:.4f}"])
     return rows
-
-
-def _share(result: dict[str, Any], base: dict[str, Any], key: str) -> str:
-    return f"{result[key] / base[key]:.3f}" if result[key] and base.get(key) else ""
 
 
 def formats_table(data: dict[str, Any]) -> list[list[str]]:

@@ -11,15 +11,14 @@ from scipy.stats import spearmanr
 
 def lora_losses_table(data: dict[str, Any]) -> list[list[str]]:
     """Return losses of adapters. Speed is left out, because it means little for a small model."""
-    rows = convergence_table(data, baseline="BF16")
-    return [row[:4] for row in rows]
+    return [row[:4] for row in convergence_table(data)]
 
 
-def convergence_table(data: dict[str, Any], baseline: str = "bf16") -> list[list[str]]:
-    """Return final validation losses, relative to the baseline with the same seed."""
-    rows = [["variant", "seed", "validation loss", f"vs {baseline}", "tokens/s", "peak GiB"]]
+def convergence_table(data: dict[str, Any]) -> list[list[str]]:
+    """Return final losses on held-out text, relative to BF16 with the same seed."""
+    rows = [["variant", "seed", "held-out loss", "vs BF16", "tokens/s", "peak GiB"]]
     results = data["results"]
-    base = {r["seed"]: r["validation_loss"] for r in results if r["variant"] == baseline}
+    base = {r["seed"]: r["held_out_loss"] for r in results if r["variant"] == "BF16"}
     for variant in dict.fromkeys(r["variant"] for r in results):
         runs = sorted((r for r in results if r["variant"] == variant), key=lambda r: r["seed"])
         for r in runs:
@@ -165,8 +164,8 @@ def _sharpness_around_divergence(runs: list[dict[str, Any]]) -> tuple[str, str]:
 
 
 def _convergence_cells(runs: list[dict[str, Any]], base: dict[int, float | None]) -> list[str]:
-    losses = [r["validation_loss"] for r in runs]
-    if any(r["diverged"] for r in runs):
+    losses = [r["held_out_loss"] for r in runs]
+    if any(r["diverged"] or r["held_out_loss"] is None for r in runs):
         loss, versus = "diverged", ""
     else:
         references = [base.get(r["seed"]) for r in runs]

@@ -213,7 +213,7 @@ def test_the_table_of_adapters_is_right(load):
 
 
 def test_the_mixture_of_experts_is_balanced_by_its_gradient(load):
-    models, size = load("models"), load("convergence").TINY
+    models, size = load("models"), load("quality").TINY
     model = models.MoEDecoder(size)
     tokens = torch.randint(256, (2, size.batch, size.seq)).unbind()
     loss = model(*tokens)

@@ -76,6 +76,47 @@ def test_learning_rates_are_compared(quality, monkeypatch, tmp_path):
 
 
 @pytest.mark.long
+def test_experts_train(quality, monkeypatch, tmp_path):
+    path = tmp_path / "x.json"
+    monkeypatch.setattr(sys, "argv", ["x", "experts", "--tiny", "--steps", "8", "--out", str(path)])
+    quality.main()
+    record = json.loads(path.read_text())
+    losses = {(r["variant"], r["seed"]): r["held_out_loss"] for r in record["results"]}
+    assert len(losses) == 6
+    for seed in range(3):
+        assert losses["coat", seed] == pytest.approx(losses["BF16", seed], rel=0.02)
+        assert losses["coat", seed] != losses["BF16", seed]
+    assert losses["BF16", 0] != losses["BF16", 1]
+    stdlib = sum(file.stat().st_size for file in quality.standard_library())
+    assert record["settings"]["text_bytes"] == stdlib
+
+
+@pytest.mark.long
+def test_adapters_are_trained_on_other_text(quality, load, monkeypatch, tmp_path):
+    lora, path = load("lora"), tmp_path / "x.json"
+    monkeypatch.setattr(quality, "TINY", quality.replace(quality.TINY, steps=8))
+    argv = ["x", "losses", "--tiny", "--seeds", "0", "--out", str(path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    trained = []
+    optimizers = quality.Trainer.optimizers
+
+    def spied(trainer, rate):
+        found = optimizers(trainer, rate)
+        trained.append(sum(p.numel() for g in found[0].param_groups for p in g["params"]))
+        return found
+
+    monkeypatch.setattr(quality.Trainer, "optimizers", spied)
+    lora.main()
+    bf16, fp8, frozen = (r["held_out_loss"] for r in json.loads(path.read_text())["results"])
+    assert fp8 == pytest.approx(bf16, rel=0.01)
+    assert frozen == pytest.approx(bf16, rel=0.01)
+    assert fp8 != bf16
+    adapters = 2 * 16 * (4 * (64 + 64) + 3 * (64 + 256))  # two layers, rank 16
+    assert trained[1:] == [adapters] * 3
+    assert trained[0] > 2 * (4 * 64 * 64 + 3 * 64 * 256)
+
+
+@pytest.mark.long
 def test_ranks_share_a_batch(load):
     """Two ranks train with the batches and weights of one rank, and compile with Inductor."""
     quality = load("quality")
@@ -83,7 +124,8 @@ def test_ranks_share_a_batch(load):
     variants = quality.BASELINE, "coat, FP8 AdamW, 8-bit wire, 2 ranks"
     found = []
     for variant, ranks in zip(variants, (1, 2), strict=True):
-        job = quality.Job(variant, size.peak_lr, (0,), size)
+        of = quality.Experiment((), size)
+        job = quality.Job(variant, size.peak_lr, (0,), of)
         found += quality.run_jobs(quality.train, [job], ranks=ranks)
     assert found[1].loss == pytest.approx(found[0].loss, rel=0.01)
 
@@ -110,7 +152,8 @@ def test_every_experiment_has_variants_and_a_table(load):
     quality, tables = load("quality"), load("tables")
     for name, experiment in quality.EXPERIMENTS.items():
         assert set(experiment.variants) <= set(quality.VARIANTS)
-        assert ("quality" if name == "recipes" else f"quality_{name}") in tables.TABLES
+        record = quality.RECORDS.get(name, f"quality_{name}")
+        assert tables.TABLES[record] in (experiment.table, tables.quality_rates_table)
     assert len(quality.ACCUMULATION) == 8
 
 
