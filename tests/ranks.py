@@ -58,7 +58,9 @@ class Ranks:
 @contextmanager
 def ranks(folder: Path, device: str, world: int = 2) -> Iterator[Ranks]:
     """Start processes with a process group: NCCL on GPUs, gloo on CPUs."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    # The server imports once and forks the ranks. CUDA does not work in forked processes.
+    context.set_forkserver_preload(["fp8pass.dynamo", "torch.distributed.fsdp"])
     tasks, results = [context.Queue() for _ in range(world)], context.Queue()
     store = folder / "store"
     processes = [
