@@ -17,10 +17,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Import PyTorch, but not in the process of pytest-xdist that only hands out tests."""
-    if getattr(config.option, "dist", "no") == "no":
-        config.pluginmanager.import_plugin("worker")
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Set up this process, unless it is the one of pytest-xdist that only hands out tests.
+
+    pytest calls this hook before it imports the conftest files of folders. These files import
+    Triton, which reads an environment variable that `worker.py` sets.
+    """
+    options = pluginmanager.get_plugin("pytestconfig").known_args_namespace
+    if "PYTEST_XDIST_WORKER" in os.environ or not getattr(options, "numprocesses", None):
+        pluginmanager.import_plugin("worker")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
