@@ -1,5 +1,5 @@
 # make demo       train a small language model with and without fp8pass
-# make test       run the tests; a hash of the sources draws some of the long tests and of the many cases
+# make test       run a part of the tests, which a hash of the sources draws
 # make test-all   run all tests, with all long tests and all pairs of features
 # make test-long  run all tests, with 500 random examples each
 # make lint       ruff, mypy, and the check of prose

@@ -1,16 +1,15 @@
 """Draw the tests that `make test` runs.
 
-The draw depends on the sources alone. It takes one in 24 cases of tests marked `long`, and two
-cases of every other function, or three cases if the function is marked `drawn(3)`.
+The draw depends on the sources alone. It takes one in 48 cases of tests marked `long`. It takes one
+case of every second function of each file, and three cases of a function marked `drawn(3)`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import random
-from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -21,18 +20,32 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("fp8pass", "tests", "benchmarks", "examples", "docs")
 SUFFIXES = (".py", ".md")
 # Long tests take nine tenths of the time of all tests.
-LONG_SHARE = 1 / 24
-# Cases of a function without a mark.
-CASES = 2
+LONG_SHARE = 1 / 48
 # All cases in these files run, because each takes milliseconds.
 CHEAP = (
+    "tests/activation_memory/test_budget_option.py",
+    "tests/benchmarks/test_quality_benchmark.py",
     "tests/cli/test_cli_usage.py",
+    "tests/codegen/test_programs.py",
     "tests/codegen/test_verify.py",
     "tests/dialect/",
-    "tests/graph/",
+    "tests/graph/test_classify.py",
+    "tests/graph/test_order.py",
+    "tests/graph/test_patterns.py",
+    "tests/graph/test_pointwise.py",
     "tests/optim/test_optim_checkpoints.py",
+    "tests/optim/test_optim_protocols.py",
+    "tests/passes/test_fuse_tiles.py",
+    "tests/passes/test_pin_layouts.py",
+    "tests/runtime/",
+    "tests/stability/test_callbacks.py",
+    "tests/stability/test_lower_rate.py",
+    "tests/tools/test_landscape.py",
     "tests/whole/test_architecture.py",
+    "tests/whole/test_cache.py",
     "tests/whole/test_config.py",
+    "tests/whole/test_draw.py",
+    "tests/whole/test_inductor_options.py",
 )
 
 
@@ -61,27 +74,23 @@ def undrawn(tests: Iterable[pytest.Item], asked_for: list[str]) -> Iterator[pyte
         tests: all tests of the collected files.
         asked_for: arguments of the command line. A test that is named there runs.
     """
-    functions: dict[str, list[pytest.Item]] = {}
+    plain: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for test in tests:
         if draws_all() or any("::" in name and test.nodeid.startswith(name) for name in asked_for):
             continue
         if test.get_closest_marker("long"):
-            if _draw(test) >= LONG_SHARE:
+            if _draw(test.nodeid) >= LONG_SHARE:
                 yield test
-            continue
-        function = functions.setdefault(test.nodeid.split("[")[0], [])
-        insort(function, test, key=_draw)
-        if len(function) > _cases(test):
-            yield function.pop()
+        elif test.get_closest_marker("drawn") or not test.nodeid.startswith(CHEAP):
+            function = test.nodeid.split("[")[0]
+            plain[function.split("::")[0]][function].append(test)
+    for functions in plain.values():
+        for place, function in enumerate(sorted(functions, key=_draw)):
+            cases = sorted(functions[function], key=lambda case: _draw(case.nodeid))
+            marker = cases[0].get_closest_marker("drawn")
+            yield from cases[marker.args[0] if marker else 1 - place % 2 :]
 
 
-def _cases(test: pytest.Item) -> float:
-    """Return how many cases of the function run."""
-    if marker := test.get_closest_marker("drawn"):
-        return marker.args[0]
-    return math.inf if test.nodeid.startswith(CHEAP) else CASES
-
-
-def _draw(test: pytest.Item) -> float:
-    """Draw a number between 0 and 1 for a test, which does not depend on other tests."""
-    return random.Random(f"{os.environ['FP8PASS_SEED']} {test.nodeid}").random()
+def _draw(name: str) -> float:
+    """Draw a number between 0 and 1, which depends on the seed and the name only."""
+    return random.Random(f"{os.environ['FP8PASS_SEED']} {name}").random()

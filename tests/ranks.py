@@ -60,7 +60,9 @@ class Ranks:
 @contextmanager
 def ranks(folder: Path, device: str, world: int = 2) -> Iterator[Ranks]:
     """Start processes with a process group: NCCL on GPUs, gloo on CPUs."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    # The server imports once and forks the ranks. CUDA does not work in forked processes.
+    context.set_forkserver_preload(["fp8pass.dynamo", "torch.distributed.fsdp"])
     tasks, results = [context.Queue() for _ in range(world)], context.Queue()
     store = folder / "store"
     processes = [
@@ -84,7 +86,7 @@ def _serve(rank: int, world: int, device: str, store: Path, tasks: Any, results:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-        hardware.rates_of = lambda device: None  # as `all_in_fp8` in conftest.py
+        hardware.rates_of = lambda device: None  # as `all_in_fp8` in worker.py
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT

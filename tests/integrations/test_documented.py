@@ -35,7 +35,7 @@ def tokenizer():
     )
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", examples())
 def test_documented_example_runs(name, plans, monkeypatch, tmp_path):
     code = examples()[name].replace(

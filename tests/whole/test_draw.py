@@ -21,8 +21,9 @@ class Case:
 
 LONG = [Case(f"tests/a.py::test_long[{i}]", pytest.mark.long.mark) for i in range(1000)]
 MANY = [Case(f"tests/a.py::test_many[{i}]", pytest.mark.drawn(3).mark) for i in range(20)]
-PLAIN = [Case(f"tests/a.py::test_plain[{i}]", pytest.Mark("other", (), {})) for i in range(20)]
-CHEAP = [Case(f"tests/graph/test_a.py::test[{i}]", pytest.Mark("other", (), {})) for i in range(20)]
+OTHER = pytest.Mark("other", (), {})
+PLAIN = [Case(f"tests/b.py::test_{i}[{j}]", OTHER) for i in range(9) for j in range(20)]
+CHEAP = [Case(f"tests/dialect/test_a.py::test[{i}]", OTHER) for i in range(20)]
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +39,18 @@ def runs(tests: list[Case], *asked_for: str) -> list[Case]:
 
 
 def test_each_seed_selects_different_tests(monkeypatch):
-    long, many = runs(LONG), runs(MANY)
-    assert 30 < len(long) < 120
+    long, many, plain = runs(LONG), runs(MANY), runs(PLAIN)
+    assert 10 < len(long) < 40
     assert len(many) == 3
-    assert len(runs(PLAIN)) == draw.CASES
+    assert len({case.nodeid.split("[")[0] for case in plain}) == len(plain) == 5
+    assert len(runs(PLAIN[:20])) == 1
     assert runs(CHEAP) == CHEAP
     assert (long, many) == (runs(LONG), runs(MANY))
     assert runs(LONG[:500]) == [case for case in long if case in LONG[:500]]
     monkeypatch.setenv("FP8PASS_SEED", "2")
     assert long != runs(LONG)
     assert many != runs(MANY)
+    assert plain != runs(PLAIN)
 
 
 def test_a_test_named_on_the_command_line_runs():
