@@ -107,6 +107,8 @@ class Compilation:
         hooks: called while the graph is compiled.
         requests: the optional parts of the plan to compute.
         by_name: the result of `match_names` for the graph.
+        input_names: the names of the graph's inputs in the model. They are not part of the cache
+            key, so that equal layers share compiled code.
         is_main: whether this version runs in most steps, and not only when `Monitor` measures.
         compiled: the graph after the joint or inference passes; None before.
     """
@@ -116,6 +118,7 @@ class Compilation:
     hooks: tuple[Hooks, ...] = ()
     requests: Requests = field(default_factory=Requests)
     by_name: tuple[object, ...] = ()
+    input_names: tuple[str, ...] = ()
     is_main: bool = True
     compiled: CompiledGraph | None = None
 

@@ -48,7 +48,6 @@ class CompiledGraph:
         ctx: the context of the passes, with decisions about the nodes of `gm`.
         runs: the runs of the forward. Equal blocks that are compiled one by one share a graph,
             which then runs once for each block.
-        inputs: names of the Dynamo graph's inputs, as in the model; empty if not recorded.
         stock: the result of PyTorch's own partitioner; None if not recorded.
     """
 
@@ -56,7 +55,6 @@ class CompiledGraph:
     gm: fx.GraphModule
     ctx: Context
     runs: list[GraphRun] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
     stock: StockPartition | None = None
 
     @property
@@ -119,7 +117,7 @@ Observer = Callable[[CompiledGraph], None]
 
 @dataclass(frozen=True)
 class Observing(Hooks):
-    """Calls `observer` with each compiled graph, and records the graph's inputs and runs."""
+    """Calls `observer` with each compiled graph, and records the graph's runs."""
 
     observer: Observer
     records = True
@@ -127,14 +125,10 @@ class Observing(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that records the names of the inputs and each run of the program."""
+        """Return a function that records each run of the program."""
         weights = weights_by_path(gm)
-        names = [compat.input_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
 
         def wrap(program: Program, compiled: CompiledGraph | None) -> Program:
-            if compiled:
-                compiled.inputs = [graph.clean_path(name) for name in names]
-
             def run(*args: Any) -> Any:
                 if compiled:
                     compiled.runs.append(GraphRun(weights(args), compat.is_checkpointing()))

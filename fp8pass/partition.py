@@ -64,6 +64,7 @@ class Partitioner(compat.CustomPartitionerFn):
         """Normalize a joint graph and return the context for the passes on it."""
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
+        graph.tag_inputs(primals, self.compilation.input_names)
         # The Dynamo graph has one input for a tensor subclass, such as a DTensor. The joint graph
         # has a primal for each inner tensor. `select_inputs` maps the indices to primals.
         inputs = self.compilation.inputs
