@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ LEAST_HIDDEN = 2048
 # Fewer chunks save less memory than the accumulated gradient takes. More chunks round that gradient
 # more often.
 FEWEST, MOST = 4, 8
+
+
+class ReturnsLogits(NotRowwise):
+    """The graph returns the logits of a head."""
 
 
 def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
@@ -79,6 +84,9 @@ def _chunk_first(
     try:
         part = find_part(head)
         Chunking(gm, head, part, count).run()
+    except ReturnsLogits as reason:
+        whole = _describe_whole(head, str(reason))
+        return {head: replace(whole, avoidable_bytes=2 * (whole.bytes - whole.bytes // count))}
     except NotRowwise as reason:
         return {head: _describe_whole(head, str(reason))}
     finally:
@@ -111,7 +119,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
     These are the tensors of the size of the logits, their users, and the nodes between them.
 
     Raises:
-        NotRowwise: the graph returns logits.
+        ReturnsLogits: the graph returns logits.
     """
     most = graph.numel(tensor(head)) // 2
     part, pending = {head}, [head]
@@ -126,7 +134,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
         pending = list(_between(head.graph, part) - part)
         part |= set(pending)
     if any(node.op == "output" for node in part):
-        raise NotRowwise("the model returns the logits: set return_logits=False")
+        raise ReturnsLogits("the model returns the logits: set return_logits=False")
     return sorted(part)
 
 
