@@ -99,6 +99,8 @@ class Compilation:
     hooks: tuple[Hooks, ...] = ()
     requests: Requests = field(default_factory=Requests)
     by_name: tuple[object, ...] = ()  # the result of `match_names`
+    # Names in the model. Not part of the cache key, so that equal layers share compiled code.
+    input_names: tuple[str, ...] = ()
     # This version runs in most steps, and not only when `Monitor` measures.
     is_main: bool = True
     # After the joint or inference passes.

@@ -99,7 +99,11 @@ class Captured:
         moving = moving_weights(self.gm, self.example_inputs) if graphed else frozenset[int]()
         inputs = Inputs.of(self.example_inputs, moving)
         by_name = match_names(self.gm, config)
-        return Compilation(config, inputs, self.hooks, by_name=by_name, **options)
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        names = tuple(graph.clean_path(compat.input_name(n)) for n in placeholders)
+        return Compilation(
+            config, inputs, self.hooks, by_name=by_name, input_names=names, **options
+        )
 
     def compile(
         self,
@@ -162,6 +166,7 @@ def rewrite_inference(
     if compat.captures_backward():
         return
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    graph.tag_inputs(placeholders, compilation.input_names)
     static = frozenset(placeholders[i] for i in parameters)
     facts = JointFacts(static, select_inputs(static, compilation.inputs.weights))
     ctx = Context(compilation.config, facts)

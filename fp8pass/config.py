@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NoReturn, cast, get_args
 
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.option_checks import (
@@ -251,6 +251,13 @@ class Config:
         for conflicts, message in CONFLICTS:
             if conflicts(self):
                 raise ConfigError(message.format_map(vars(self)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise TypeError, because `torch.compile` got this object as its backend."""
+        raise TypeError(
+            "A Config is not a backend. Write torch.compile(model, "
+            "backend=fp8pass.backend(config))."
+        )
 
     @classmethod
     def recipe(cls, name: Recipe, /, **overrides: Any) -> Config:

@@ -43,8 +43,6 @@ class CompiledGraph:
     ctx: Context  # with decisions about the nodes of `gm`
     # Equal blocks that are compiled one by one share a graph, which runs once for each block.
     runs: list[GraphRun] = field(default_factory=list)
-    # Names of inputs, as in the model; empty if not recorded.
-    inputs: list[str] = field(default_factory=list)
     # PyTorch's own partitioner; None if not recorded.
     stock: StockPartition | None = None
 
@@ -104,7 +102,7 @@ Observer = Callable[[CompiledGraph], None]
 
 @dataclass(frozen=True)
 class Observing(Hooks):
-    """Calls `observer` with each compiled graph, and records the graph's inputs and runs."""
+    """Calls `observer` with each compiled graph, and records the graph's runs."""
 
     observer: Observer
     records = True
@@ -113,12 +111,8 @@ class Observing(Hooks):
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
         weights = weights_by_path(gm)
-        names = [compat.input_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
 
         def wrap(program: Program, compiled: CompiledGraph | None) -> Program:
-            if compiled:
-                compiled.inputs = [graph.clean_path(name) for name in names]
-
             def run(*args: Any) -> Any:
                 if compiled:
                     compiled.runs.append(GraphRun(weights(args), compat.is_checkpointing()))

@@ -58,6 +58,7 @@ class Partitioner(compat.CustomPartitionerFn):
         """Normalize a joint graph and return the context for its passes."""
         compat.normalize_joint_graph(gm)
         primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
+        graph.tag_inputs(primals, self.compilation.input_names)
         # A tensor subclass, such as a DTensor, is one input of the Dynamo graph, but several
         # primals. `select_inputs` maps the indices.
         inputs = self.compilation.inputs

@@ -187,6 +187,8 @@ class Head:
         chunks: number of chunks of tokens. Logits, loss and gradients are computed chunk by chunk.
         reason: why there is only one chunk; '' if there are several.
         can_chunk: whether the option `head_chunks` could split the head into chunks.
+        avoidable_bytes: bytes of logits and of their gradients that do not exist at once if the
+            model does not return its logits; 0 if the head is whole for another reason.
     """
 
     module: str
@@ -195,6 +197,7 @@ class Head:
     chunks: int
     reason: str
     can_chunk: bool = True
+    avoidable_bytes: int = 0
 
 
 @dataclass(frozen=True)

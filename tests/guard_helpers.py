@@ -18,12 +18,23 @@ def network(seed=0):
 
 
 class Training:
-    """A regression with a guard. The number of a step determines its batch."""
+    """A regression with a guard. The number of a step determines its batch.
 
-    def __init__(self, make_optimizer=torch.optim.AdamW, **options):
+    With `make_muon`, two optimizers train the model: one the weights, the other one the biases.
+    """
+
+    def __init__(self, make_optimizer=torch.optim.AdamW, make_muon=None, **options):
         self.model = network()
-        self.optimizer = make_optimizer(self.model.parameters(), lr=1e-3)
-        self.guard = Guard(None, self.optimizer, model=self.model, **options)
+        parameters = list(self.model.parameters())
+        if make_muon:
+            matrices = [p for p in parameters if p.ndim == 2]
+            self.optimizers = [make_muon(matrices, lr=1e-3)]
+            parameters = [p for p in parameters if p.ndim != 2]
+        else:
+            self.optimizers = []
+        self.optimizer = make_optimizer(parameters, lr=1e-3)
+        self.optimizers.append(self.optimizer)
+        self.guard = Guard(None, *self.optimizers, model=self.model, **options)
         self.step = 0
 
     def run(self, steps, factor=1.0):
@@ -32,17 +43,17 @@ class Training:
             x = torch.randn(32, 16, generator=torch.Generator().manual_seed(self.step))
             loss = factor * (self.model(x) - x.roll(1, dims=1).tanh()).square().mean()
             loss.backward()
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             self.guard.step(loss)
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             self.step += 1
         return self
 
     def state(self):
         """Return copies of all weights and optimizer states."""
         found = [p.detach().clone() for p in self.model.parameters()]
-        for p in self.model.parameters():
-            state = self.optimizer.state[p]
+        for state in (state for x in self.optimizers for state in x.state.values()):
             found += [x.clone() for x in state.values() if isinstance(x, torch.Tensor)]
         return found
 

@@ -16,6 +16,7 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.host_transfer import HostTransfer
 from fp8pass.activation_memory.needs import Needs
 from fp8pass.activation_memory.propagated_errors import propagate_errors
+from fp8pass.graph.tags import INPUT_NAME
 from fp8pass.option_checks import ConfigError, bytes_text
 from fp8pass.plan import FrontierPoint
 
@@ -91,8 +92,8 @@ class Planner:
         plan, facts = self.problem.smallest(), self.choices.facts
         sizes = {node: saved_bytes({node: d}, facts) for node, d in plan.items()}
         node = max(sizes, key=lambda node: sizes[node])
-        of = f" of {path}" if (path := graph.module_path(node)) else ""
-        return f"the largest tensor is {node.name}{of}, {bytes_text(sizes[node])}"
+        name = node.meta.get(INPUT_NAME) or graph.value_names(self.graph)[node]
+        return f"the largest tensor is {name}, {bytes_text(sizes[node])}"
 
     def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
         """Return the costs of plans, from the smallest possible budget up to no budget.

@@ -28,7 +28,7 @@ This package re-exports the most common helpers: `graph.emit`, `graph.tensor`, .
 
 from __future__ import annotations
 
-from fp8pass.graph.names import clean_path, module_path, operator_name, value_names
+from fp8pass.graph.names import clean_path, module_path, operator_name, tag_inputs, value_names
 from fp8pass.graph.nodes import (
     bytes_of,
     copy_module,

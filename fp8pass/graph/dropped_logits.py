@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import fx
 from torch.nn import functional as F
 
-LOSSES = (F.cross_entropy, F.nll_loss, F.log_softmax)
+LOSSES = (F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax")
 # Operators between the GEMM of a head and its loss. Their first tensor holds the logits.
 BETWEEN = {
     *("float", "to", "type", "view", "reshape", "flatten", "contiguous", "getitem", "mul"),
-    *("truediv", "tanh", "log_softmax"),
+    *("truediv", "tanh"),
 }
 
 
@@ -31,9 +33,8 @@ def drop_logits(gm: fx.GraphModule) -> None:
 
     The graph is changed in place.
     """
-    output = next(n for n in gm.graph.nodes if n.op == "output")
-    logits = {x for n in gm.graph.nodes if n.target in LOSSES for x in _logits_of(n)}
-    returned = {n for n in logits if output in n.users}
+    output = gm.graph.output_node()
+    returned = find_returned_logits(gm)
     for node in returned:
         with gm.graph.inserting_before(output):
             number = gm.graph.call_method("new_full", (node, (), math.nan))
@@ -43,12 +44,22 @@ def drop_logits(gm: fx.GraphModule) -> None:
         gm.recompile()
 
 
-def _logits_of(loss: fx.Node) -> Iterator[fx.Node]:
-    """Yield the values between a loss and the GEMM that computes its logits, and the GEMM."""
-    node = loss.args[0] if loss.args else loss.kwargs.get("input")
+def find_returned_logits(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the logits among the outputs of a Dynamo graph that computes a loss of them.
+
+    Logits may be cast before they are returned, e.g. by accelerate with mixed precision.
+    """
+    losses = [n for n in gm.graph.nodes if n.target in LOSSES]
+    inputs = [n.args[0] if n.args else n.kwargs.get("input") for n in losses]
+    logits = {x for node in inputs for x in _path_to_gemm(node)}
+    outputs = gm.graph.output_node().all_input_nodes
+    return [n for n in outputs if not logits.isdisjoint(_path_to_gemm(n))]
+
+
+def _path_to_gemm(node: Any) -> Iterator[fx.Node]:
+    """Yield `node` and the values that it was cast or viewed from, up to the result of a GEMM."""
     while isinstance(node, fx.Node) and node.op in ("call_function", "call_method"):
         yield node
-        name = node.target if isinstance(node.target, str) else node.target.__name__
-        if name not in BETWEEN:
+        if getattr(node.target, "__name__", node.target) not in BETWEEN:
             return
         node = next((x for x in node.args if isinstance(x, fx.Node)), None)

@@ -7,15 +7,15 @@ import fnmatch
 import itertools
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
-from fp8pass.compat import is_operator
+from fp8pass.compat import input_index, is_operator
 from fp8pass.config import Pattern
 from fp8pass.graph.nodes import operator_of, value
 from fp8pass.graph.patterns import RESHAPES
-from fp8pass.graph.tags import ADDED_BY_PASS, ORIGINAL_OPERATOR
+from fp8pass.graph.tags import ADDED_BY_PASS, INPUT_NAME, ORIGINAL_OPERATOR
 
 # How many names or reasons a message lists.
 MAX_LISTED = 3
@@ -119,6 +119,14 @@ def value_names(g: fx.Graph) -> dict[fx.Node, str]:
         counts[prefix] = counts.get(prefix, -1) + 1
         names[node] = f"{prefix}:{counts[prefix]}"
     return names
+
+
+def tag_inputs(inputs: Iterable[fx.Node], names: Sequence[str]) -> None:
+    """Tag inputs of a joint or inference graph with the names of the Dynamo graph's inputs."""
+    for node in inputs:
+        index = input_index(node)
+        if index is not None and index < len(names):
+            node.meta[INPUT_NAME] = names[index]
 
 
 def module_path(node: fx.Node) -> str:

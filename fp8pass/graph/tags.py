@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+# On an input of a graph: its name in the model, such as `ids` or `layers.0.up.weight`.
+INPUT_NAME = "fp8pass_input_name"
+
 # On a node that replaces an operator: the name of the replaced operator, for use in value names.
 ORIGINAL_OPERATOR = "fp8pass_original_operator"
 

@@ -15,7 +15,9 @@ from torch import fx
 
 from fp8pass import compat
 from fp8pass.config import Config
+from fp8pass.graph.dropped_logits import find_returned_logits
 from fp8pass.hooks import CompiledGraph, CompileVersion, Hooks, Program, Wrap
+from fp8pass.option_checks import bytes_text
 from fp8pass.plan import Plan
 from fp8pass.progress.stored import StoredMessages
 
@@ -23,6 +25,8 @@ log = logging.getLogger("fp8pass")
 
 # If more than this share of a graph's weights unexpectedly stays in high precision, log a warning.
 ROUTINE_SHARE = 0.05
+# If `return_logits=False` saves more than this number of bytes, log a hint.
+LARGE_LOGITS = 1 << 30
 # The kind of the line that summarizes a graph. All other kinds of messages are warnings.
 SUMMARY = "summary"
 
@@ -40,10 +44,13 @@ class CompileLog(Hooks):
     ) -> Wrap:
         """Return a function that logs a cached graph's stored messages, or stores new messages."""
         stored = StoredMessages.find(gm, config)
+        returns_logits = bool(find_returned_logits(gm))
 
         def finish(program: Program, compiled: CompiledGraph | None) -> Program:
             if compiled:
-                stored.write(describe(compiled))
+                hint = {"logits": large_logits(compiled.plan)} if returns_logits else {}
+                _log(hint)
+                stored.write(describe(compiled) | hint)
             elif stored.key not in _logged:
                 _log(stored.read())
             _logged.add(stored.key)
@@ -100,6 +107,18 @@ def unexpected_precision(plan: Plan) -> str:
         f"{share:.0%} of the weights of a graph unexpectedly stay in high precision, for example "
         f"{first.module or 'the top level'}: {first.reason}. fp8pass.explain(model, ...) lists "
         "them."
+    )
+
+
+def large_logits(plan: Plan) -> str:
+    """Return a hint about large logits that a model returns, or ''."""
+    avoidable = sum(head.avoidable_bytes for head in plan.heads)
+    if plan.inference or avoidable <= LARGE_LOGITS:
+        return ""
+    return (
+        "The model returns its logits together with the loss. If training needs only the loss, "
+        f"return_logits=False saves {bytes_text(avoidable)} of logits and their gradients: "
+        "options={'return_logits': False}."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -37,7 +37,7 @@ class StepObserver(ABC):
         return make_lightning_callback(self)
 
     @abstractmethod
-    def _begin(self, model: Any, optimizer: Any, steps: int) -> None:
+    def _begin(self, model: Any, optimizers: Sequence[Any], steps: int) -> None:
         """Start to watch a training that has done `steps` optimizer steps already."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ def make_trainer_callback(observer: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             optimizer = kwargs.get("optimizer")
             optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-            observer._begin(kwargs.get("model"), optimizer, state.global_step)
+            observer._begin(kwargs.get("model"), [optimizer], state.global_step)
 
         def on_log(
             self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
@@ -92,7 +92,7 @@ def make_lightning_callback(observer: Any) -> Any:
     class LightningStepCallback(library.Callback):  # type: ignore[name-defined]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.seen = trainer.global_step
-            observer._begin(pl_module, trainer.optimizers[0], self.seen)
+            observer._begin(pl_module, trainer.optimizers, self.seen)
 
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any

@@ -34,7 +34,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from fp8pass import explain, graph
+from fp8pass import backend, explain, graph
 from fp8pass.activation_memory.budget import (
     RECOMPUTE_EXACT,
     RECOMPUTE_INEXACT,
@@ -244,10 +244,24 @@ def test_inductor_raises_the_same_error():
     program = torch.compile(MLP(), backend="fp8pass", options={"memory_budget": "1B"})
     with pytest.raises(
         Exception,
-        match=r"of 1 B cannot be met.* at least [\d.]+ KiB \(the largest tensor is \w+ of up, "
-        r".*to \d+",
+        match=r"of 1 B cannot be met.* at least [\d.]+ KiB \(the largest tensor is "
+        r"up:[\w.]+( for FP8)?:0, .*to \d+",
     ):
         program(torch.randn(32, 64) * 1)
+
+
+@pytest.mark.parametrize("index", [None, 1])
+def test_the_error_names_an_input_as_the_model_does(index):
+    class Wave(nn.Module):
+        def forward(self, hidden, states):
+            x = hidden if index is None else states[index]
+            return x.sin() * x.exp()
+
+    config = Config.recipe("exact", compiler="eager", memory_budget="1B")
+    inputs = [torch.randn(32, 64, requires_grad=True) * 1 for _ in range(3)]
+    name = "hidden" if index is None else f"states.{index}"
+    with pytest.raises(Exception, match=rf"the largest tensor is {name}, 8 KiB\)"):
+        torch.compile(Wave(), backend=backend(config))(inputs[0], inputs[1:])
 
 
 def test_a_budget_without_a_unit_is_probably_in_gib():

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 from training import CHANGE, Feature, Training
-from ways import WAYS
+from ways import FSDP, WAYS
 
 import fp8pass
+from fp8pass.demo.model import Decoder
 from fp8pass.graph.tags import ROLE
 from fp8pass.hardware import GPUS
 from fp8pass.runtime import copies
@@ -49,6 +51,34 @@ def _gain_by_shape(gemm: Any, layer: Any, gpu: Any) -> float:
     if layer.out_features == layer.in_features:
         return 0.0
     return math.inf if gemm.meta[ROLE] in ("forward", "wgrad" if widens else "dgrad") else 0.0
+
+
+class DecoderWithLogits(Decoder):
+    """Returns its logits together with the loss, as models of Hugging Face do."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        logits = self.lm_head(self.norm(x))
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return loss, logits
+
+
+class DroppedLogits(Option):
+    """A model that returns logits and loss, with `return_logits=False`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, head_chunks=2, return_logits=False)
+
+    def change_model(self, t: Training) -> None:
+        t.model.__class__ = DecoderWithLogits
+
+    def finish(self, t: Training) -> None:
+        if t.way is BY_NAME["pipeline"]:
+            return
+        # Under FSDP2 only the blocks are compiled, so the logits are values.
+        assert t.logits.isnan().all() == (not isinstance(t.way, FSDP))
 
 
 class Optimizer(Feature):
@@ -242,7 +272,7 @@ class Guarded(Feature):
     def start(self, t: Training) -> None:
         act = () if t.steps_in_backward else ("lower lr",)
         act = (*act, "roll back") if t.way.ranks == 1 else ()
-        t.guard = fp8pass.Guard(model=t.model, optimizer=t.optimizers[0], act=act, every=2)
+        t.guard = fp8pass.Guard(None, *t.optimizers, model=t.model, act=act, every=2)
 
     def after_step(self, t: Training, step: int) -> None:
         t.guard.step(torch.tensor(t.losses[-1] if t.losses else 5.5))
@@ -336,6 +366,7 @@ FEATURES: tuple[Feature, ...] = (
     Option("memory budget", "budget", memory_budget=0.5),
     OffloadedActivations("activations in host memory"),
     Option("head in chunks", head_chunks=2),
+    DroppedLogits("logits not returned"),
     Option("precise accumulation", fast_accumulation=()),
     Mixed("FP8 in some GEMMs"),
     Optimizer("fp8pass AdamW"),

@@ -166,6 +166,7 @@ class Training:
         way: how ranks share the training.
         model: the decoder, or the part of it that this rank trains in a pipeline.
         outer: the module that is called: the model, or DistributedDataParallel around it.
+        logits: the logits of the last micro-batch, if the model returns them, too.
         patches: contexts that end with the training.
         measured: weights and gradients, by step.
     """
@@ -185,6 +186,7 @@ class Training:
     scaler: Any = None
     attached: Any = None
     way: Way = ALONE
+    logits: Any = None
     patches: ExitStack = field(default_factory=ExitStack)
     measured: dict[int, Any] = field(default_factory=dict)
 
@@ -309,7 +311,10 @@ class Training:
         """The loss of a batch."""
         enabled = self.autocast is not None
         with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=enabled):
-            return (self.outer if model is None else model)(batch[:, :-1], batch[:, 1:])
+            result = (self.outer if model is None else model)(batch[:, :-1], batch[:, 1:])
+        if isinstance(result, tuple):
+            result, self.logits = result
+        return result
 
 
 def batches_of(accumulate: int, share: int = 0) -> list[list[Tensor]]:

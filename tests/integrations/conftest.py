@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -28,6 +28,12 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
     _forget()
     yield found
     _forget()
+
+
+@pytest.fixture
+def forget_accelerate() -> Callable[[], None]:
+    """A function that resets the state of accelerate."""
+    return _forget
 
 
 def _forget() -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Residuals, llama, tokens
+from helpers import Residuals, llama, relative, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8pass
+from fp8pass import compat
 
 pytest.importorskip("accelerate")
 
@@ -126,6 +128,117 @@ def test_a_transformers_trainer_compiles_with_fp8pass(plans, tmp_path):
     assert [sum(bool(y.fp8) for y in plan.linears) for plan in plans] == [7]
     trainer.save_model(str(tmp_path))
     assert set(load_file(tmp_path / "model.safetensors")) == names
+
+
+# --- models that return logits ------------------------------------------------------------------
+
+ROWS, LENGTH, VOCABULARY, CHUNKS = 8, 32, 512, 4
+
+
+class Sizes(TorchDispatchMode):
+    """Records the most elements of a floating-point tensor in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in compat.tensor_leaves(result):
+            if x.is_floating_point():
+                self.most = max(self.most, x.untyped_storage().nbytes() // x.itemsize)
+        return result
+
+
+@pytest.fixture
+def sizes(monkeypatch) -> Sizes:
+    """The sizes of all tensors that the forward and backward graphs compute."""
+    found = Sizes()
+
+    def compile_watched(gm, inputs, **kwargs):
+        def run(arguments):
+            with found:
+                return gm(*arguments)
+
+        return compat.interpret(gm, run)
+
+    monkeypatch.setattr(compat, "compile_fx_inner", compile_watched)
+    return found
+
+
+def with_trainer(model, data, options, folder, bf16) -> list[float]:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=ROWS,
+        optim="sgd",
+        learning_rate=0.1,
+        logging_steps=1,
+        bf16=bf16,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    model.compile(backend="fp8pass", options=options)
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def with_accelerate(model, data, options, folder, bf16) -> list[float]:
+    plugin = TorchDynamoPlugin(backend="fp8pass", options=options)
+    precision = "bf16" if bf16 else "no"
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin, mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(data, batch_size=ROWS)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        output = model(**batch)
+        is_small = output.logits.untyped_storage().nbytes() <= 8  # also after casts by accelerate
+        assert is_small != options["return_logits"]
+        accelerator.backward(output.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output.loss.item())
+    return losses
+
+
+@pytest.mark.long
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("train", [with_trainer, with_accelerate])
+def test_without_logits_no_tensor_has_their_size(
+    train, bf16, plans, sizes, forget_accelerate, tmp_path
+):
+    """The logits, their gradients and their casts by accelerate are never in memory at once."""
+    data = [{"input_ids": t, "labels": t} for t in tokens(2 * ROWS, LENGTH, VOCABULARY)]
+    most, losses, gradients = [], [], []
+    for returns in (True, False):
+        torch._dynamo.reset()
+        forget_accelerate()
+        model, found = llama(vocab_size=VOCABULARY), []
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda p, found=found: found.append(p.grad.clone())
+            )
+        options = {"recipe": "exact", "head_chunks": CHUNKS, "return_logits": returns}
+        sizes.most = 0
+        with compat.fresh_compilation():
+            losses.append(train(model, data, options, tmp_path, bf16))
+        most.append(sizes.most)
+        gradients.append(found)
+    whole = ROWS * LENGTH * VOCABULARY
+    assert most[0] >= whole
+    assert most[1] < whole // 2  # the activations of the MLP are larger than a chunk of logits
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if bf16 else 1e-5)
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    for ours, theirs in zip(*gradients, strict=True):
+        assert relative(ours, theirs) < (2e-2 if bf16 else 1e-5)
+    assert [head.chunks for plan in plans for head in plan.heads] == [1, CHUNKS]
 
 
 # --- accelerate launch --------------------------------------------------------------------------

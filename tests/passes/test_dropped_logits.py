@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
-from head_helpers import Model, batch, plain
+from head_helpers import LOSSES, VOCABULARY, Model, batch, plain
 from helpers import relative
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8pass import Config
+from fp8pass import Config, backend, compat
 from fp8pass.dynamo import Backend
+from fp8pass.progress import log as compile_log
 
 
 class WithLogits(Model):
@@ -34,6 +37,19 @@ def by_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
     return F.nll_loss(F.log_softmax(logits.flatten(0, 1), dim=-1), targets.flatten())
 
 
+def by_function(logits: Tensor, targets: Tensor) -> Tensor:
+    log_p = torch.log_softmax(logits.flatten(0, 1), dim=-1)
+    return -log_p.gather(-1, targets.reshape(-1, 1)).mean()
+
+
+class Cast(WithLogits):
+    """Returns logits of another dtype and shape than the logits of the loss."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss, logits = super().forward(ids, targets)
+        return loss, logits.to(torch.float16).flatten(0, 1)
+
+
 def train(model: nn.Module, **options) -> tuple[Tensor, Tensor, Tensor, list]:
     torch._dynamo.reset()
     model.zero_grad()
@@ -45,9 +61,16 @@ def train(model: nn.Module, **options) -> tuple[Tensor, Tensor, Tensor, list]:
     return loss, logits, model.lm_head.weight.grad, graphs[0].plan.heads
 
 
-@pytest.mark.parametrize("loss_of", [plain, softcapped, by_log_softmax])
-def test_the_head_runs_in_chunks_and_the_logits_are_nan(loss_of):
-    model = WithLogits(loss_of)
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize(
+    "model",
+    [
+        *map(WithLogits, (*LOSSES, softcapped, by_log_softmax, by_function)),
+        Cast(),
+    ],
+    ids=lambda model: f"{type(model).__name__} {model.loss_of.__name__}",
+)
+def test_the_head_runs_in_chunks_and_the_logits_are_nan(model):
     want, returned, gradient, (head,) = train(model, head_chunks=3)
     assert head.chunks == 1
     assert "return_logits=False" in head.reason
@@ -59,6 +82,66 @@ def test_the_head_runs_in_chunks_and_the_logits_are_nan(loss_of):
     assert logits.dtype == returned.dtype
     assert logits.isnan().all()
     assert logits.untyped_storage().nbytes() <= 8
+
+
+# --- the hint -----------------------------------------------------------------------------------
+
+# Bytes of the FP32 logits of 24 tokens and of their gradients, without one of three chunks.
+AVOIDABLE = 2 * (4 * 24 * VOCABULARY - 4 * 8 * VOCABULARY)
+
+
+def hints(caplog, model: nn.Module, *data: Tensor, grad: bool = True, **options) -> list[str]:
+    """Compile and call a model, and return the hints about returned logits."""
+    torch._dynamo.reset()
+    caplog.clear()
+    config = Config.recipe("exact", compiler="eager", **options)
+    with compat.fresh_compilation(), torch.set_grad_enabled(grad):
+        program = torch.compile(model, backend=backend(config), dynamic=False)
+        for tokens in (data or batch(), batch((3, 12))):  # compiled twice
+            program(*tokens)
+    texts = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    return [text for text in texts if "return_logits" in text]
+
+
+@pytest.mark.parametrize("least", [AVOIDABLE - 1, AVOIDABLE])
+def test_large_logits_cause_one_hint(monkeypatch, caplog, least):
+    monkeypatch.setattr(compile_log, "LARGE_LOGITS", least)
+    found = hints(caplog, WithLogits(), head_chunks=3)
+    # Only the logits of the second batch, which has more tokens, are above the second limit.
+    size = "20 KiB" if least < AVOIDABLE else "30 KiB"
+    assert len(found) == 1
+    assert f"return_logits=False saves {size} of logits" in found[0]
+
+
+def test_small_logits_cause_no_hint(caplog):
+    assert not hints(caplog, WithLogits(), head_chunks=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "grad", "options"),
+    [
+        (WithLogits, True, {"head_chunks": 3, "return_logits": False}),
+        (WithLogits, True, {"head_chunks": 1}),
+        (WithLogits, True, {}),  # too few tokens for chunks
+        (WithLogits, False, {"head_chunks": 3}),
+        (Model, True, {"head_chunks": 3}),
+    ],
+)
+def test_no_hint_where_the_option_would_save_nothing(monkeypatch, caplog, make, grad, options):
+    monkeypatch.setattr(compile_log, "LARGE_LOGITS", 0)
+    assert not hints(caplog, make(), grad=grad, **options)
+
+
+def test_no_hint_if_the_option_does_not_know_the_loss(monkeypatch, caplog):
+    def by_logsumexp(logits: Tensor, targets: Tensor) -> Tensor:
+        picked = logits.gather(-1, targets[..., None]).squeeze(-1)
+        return (logits.logsumexp(-1) - picked).mean()
+
+    monkeypatch.setattr(compile_log, "LARGE_LOGITS", 0)
+    assert not hints(caplog, WithLogits(by_logsumexp), head_chunks=3)
+
+
+# --- results that stay values -------------------------------------------------------------------
 
 
 def test_logits_of_an_evaluation_are_values():
@@ -73,6 +156,17 @@ def test_logits_without_a_loss_are_values():
     model = nn.Sequential(nn.Linear(16, 32))
     config = Config.recipe("exact", compiler="eager", return_logits=False)
     assert torch.compile(model, backend=Backend(config))(torch.randn(4, 16)).isfinite().all()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_log_probabilities_without_a_loss_are_values(whole):
+    class Scores(Model):
+        def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+            log_p = self.lm_head(self.block(self.embedding(ids))).float().log_softmax(-1)
+            return log_p if whole else log_p.flatten(0, 1)[range(24), targets.flatten()]
+
+    config = Config.recipe("exact", compiler="eager", return_logits=False)
+    assert torch.compile(Scores(), backend=Backend(config))(*batch()).isfinite().all()
 
 
 def test_other_results_are_values():

@@ -1,5 +1,6 @@
 """Actions of a `Guard`: lower learning rates, high precision, rolling back to good weights."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -19,38 +20,102 @@ OPTIMIZERS = {
     "momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
     "fp8pass AdamW": fp8pass.optim.AdamW,
 }
+# Arguments of `Training`.
+TRAININGS = {name: (make,) for name, make in OPTIMIZERS.items()}
+BOTH = {
+    "Muon": (torch.optim.AdamW, torch.optim.Muon),
+    "fp8pass Muon": (fp8pass.optim.AdamW, fp8pass.optim.Muon),
+}
 
 
 # --- rolling back -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_snapshot_restores_every_bit(name):
-    training = Training(OPTIMIZERS[name]).run(5)
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize("makers", (TRAININGS | BOTH).values(), ids=TRAININGS | BOTH)
+def test_a_snapshot_restores_every_bit(makers):
+    training = Training(*makers).run(5)
     before = training.state()
     snapshot = Snapshot()
-    snapshot.take(5, training.model, training.optimizer)
+    snapshot.take(5, training.model, *training.optimizers)
     training.run(5)
-    assert not all(map(identical, training.state(), before))
-    snapshot.restore(training.model, training.optimizer)
+    assert not any(map(identical, training.state(), before))
+    snapshot.restore(training.model, *training.optimizers)
     assert all(map(identical, training.state(), before))
     # Training continues with the same values.
     training.step = 5
     again = training.run(3).state()
-    other = Training(OPTIMIZERS[name]).run(8)
+    other = Training(*makers).run(8)
     assert all(map(identical, again, other.state()))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "fp8pass AdamW"])
+@pytest.mark.parametrize("name", ["AdamW", "fp8pass AdamW", "Muon", "fp8pass Muon"])
 def test_states_that_did_not_exist_are_dropped(name):
-    training = Training(OPTIMIZERS[name])
+    makers = (TRAININGS | BOTH)[name]
+    training = Training(*makers)
     snapshot = Snapshot()
-    snapshot.take(0, training.model, training.optimizer)
+    snapshot.take(0, training.model, *training.optimizers)
     training.run(3)
-    snapshot.restore(training.model, training.optimizer)
-    assert not training.optimizer.state
-    training.step, other = 0, Training(OPTIMIZERS[name]).run(4)
+    snapshot.restore(training.model, *training.optimizers)
+    assert not any(optimizer.state for optimizer in training.optimizers)
+    training.step, other = 0, Training(*makers).run(4)
     assert all(map(identical, training.run(4).state(), other.state()))
+
+
+def test_states_that_only_one_optimizer_had_stay():
+    training = Training(*BOTH["fp8pass Muon"])
+    muon, adamw = training.optimizers
+    training.optimizers = [adamw]
+    training.run(3)
+    before, snapshot = training.state(), Snapshot()
+    snapshot.take(3, training.model, muon, adamw)
+    training.optimizers = [muon, adamw]
+    training.run(3)
+    snapshot.restore(training.model, muon, adamw)
+    assert not muon.state
+    assert all(map(identical, training.state(), before))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_guard_acts_on_all_optimizers(name):
+    training = Training(*BOTH[name], act=("lower lr", "roll back"), every=1, quiet=5)
+    rates = [[], []]
+    for optimizer, found in zip(training.optimizers, rates, strict=True):
+        optimizer.register_step_pre_hook(lambda x, *_, to=found: to.append(x.param_groups[0]["lr"]))
+    states = {}
+    while not (events := training.guard.events) or events[-1].kind != "roll back":
+        assert training.step < 40
+        training.run(1, factor=torch.nan if training.step == 20 else 1.0)
+        states[training.step] = training.state()
+    restored = int(re.search(r"step (\d+)$", events[-1].message)[1])
+    assert restored < 20
+    assert not all(map(identical, states[20], states[restored]))
+    assert all(map(identical, training.state(), states[restored]))
+    training.run(1)
+    assert all(found[:20] == [1e-3] * 20 for found in rates)
+    assert all(found[-1] == pytest.approx(1e-4) for found in rates)
+    assert all(p.isfinite().all() for p in training.model.parameters())
+
+
+@pytest.mark.long
+def test_updates_of_two_optimizers_in_the_backward_are_rolled_back():
+    model, states = network(), {}
+    muon = fp8pass.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-3)
+    adamw = fp8pass.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-3)
+    fp8pass.optim.step_in_backward(model, muon, adamw)
+    with pytest.raises(ConfigError, match="'lower lr' has no effect with"):
+        Guard(None, torch.optim.SGD(network().parameters()), adamw, model=model, act="lower lr")
+    guard = Guard(None, muon, adamw, model=model, act="roll back", every=1, quiet=5)
+    while "roll back" not in event_kinds(guard):
+        assert guard.steps < 40
+        loss = model(torch.randn(32, 16)).square().mean()
+        (loss * torch.nan if guard.steps == 20 else loss).backward()
+        guard.step(loss * torch.nan if guard.steps == 20 else loss)
+        every = (x for optimizer in (muon, adamw) for x in optimizer.state.values())
+        tensors = [*model.parameters(), *(x for state in every for x in state.values())]
+        states[guard.steps] = [x.detach().clone() for x in tensors if isinstance(x, torch.Tensor)]
+    restored = int(re.search(r"step (\d+)$", guard.events[-1].message)[1])
+    assert all(map(identical, states[guard.steps], states[restored]))
 
 
 def test_fp8_data_follow_restored_weights(monkeypatch):
@@ -80,7 +145,10 @@ def test_quantized_frozen_weights_are_not_copied():
         optimizer.zero_grad()
     snapshot = Snapshot()
     snapshot.take(3, model, optimizer)
-    assert {name for of, name in snapshot.tensors if of == "model"} == {"down.weight", "down.bias"}
+    assert {name for of, name, *_ in snapshot.tensors if of == "model"} == {
+        "down.weight",
+        "down.bias",
+    }
     snapshot.restore(model, optimizer)
 
 

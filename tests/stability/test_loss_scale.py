@@ -17,14 +17,21 @@ def make_foreach(parameters, lr):
     return torch.optim.AdamW(parameters, lr=lr, foreach=True)
 
 
+def make_two(parameters, lr):
+    """Return two optimizers. Only the second optimizer leaves gradients scaled."""
+    first, *others = parameters
+    return [make_foreach([first], lr), AdamW(others, lr)]
+
+
 class Scaled:
     """A regression with a guard that reads every step, optionally with a GradScaler."""
 
     def __init__(self, make_optimizer, scaler=None):
         self.model = network()
-        self.optimizer = make_optimizer(self.model.parameters(), lr=1e-3)
+        found = make_optimizer(self.model.parameters(), lr=1e-3)
+        self.optimizers = found if isinstance(found, list) else [found]
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-        self.guard = Guard(None, self.optimizer, model=self.model, every=1)
+        self.guard = Guard(None, *self.optimizers, model=self.model, every=1)
         self.measured = []
         self.guard._signals.read = self.read  # type: ignore[method-assign]
 
@@ -38,15 +45,17 @@ class Scaled:
             loss = (self.model(x) - x.roll(1, dims=1).tanh()).square().mean()
             self.scaler.scale(loss).backward()
             if clips:
-                self.scaler.unscale_(self.optimizer)
+                for optimizer in self.optimizers:
+                    self.scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1e3)
-            self.scaler.step(self.optimizer)
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
             if updates_first:
                 self.scaler.update()
             self.guard.step(loss)
             if not updates_first:
                 self.scaler.update()
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
         return torch.stack(self.measured)
 
 
@@ -54,7 +63,8 @@ def scaler(**options):
     return torch.amp.GradScaler("cpu", init_scale=2.0**12, **options)
 
 
-@pytest.mark.parametrize("make_optimizer", [AdamW, make_fused, make_foreach])
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("make_optimizer", [AdamW, make_fused, make_foreach, make_two])
 @pytest.mark.parametrize("order", [{}, {"updates_first": True}, {"clips": True}], ids=str)
 def test_gradients_are_measured_without_the_scale(make_optimizer, order):
     """The scale grows in every second step."""

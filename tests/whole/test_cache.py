@@ -200,19 +200,47 @@ torch.compile(model, backend="fp8pass")(torch.randn(32, 64)).sum().backward()
 """
 
 
+HINTED = """
+import torch
+from torch import nn
+from fp8pass.progress import log
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.lm_head = nn.Linear(64, 64), nn.Linear(64, 256)
+
+    def forward(self, x, targets):
+        logits = self.lm_head(self.body(x))
+        return nn.functional.cross_entropy(logits, targets), logits
+
+log.LARGE_LOGITS = 0
+program = torch.compile(Head(), backend="fp8pass", options={"head_chunks": 2})
+program(torch.randn(32, 64), torch.randint(256, (32,)))[0].backward()
+"""
+
+
 @pytest.mark.long
-def test_messages_about_cached_graphs_are_logged_again(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "messages"),
+    [
+        (LOGGED, ["2 of 2 linear layers in FP8"]),
+        (HINTED, ["1 of 2 linear layers in FP8", "return_logits=False saves 32 KiB"]),
+    ],
+)
+def test_messages_about_cached_graphs_are_logged_again(tmp_path, script, messages):
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "FP8PASS_CHECK": "0"}
     found = []
     for _ in range(2):
         result = subprocess.run(
-            [sys.executable, "-c", LOGGED],
+            [sys.executable, "-c", script],
             env=environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr[-3000:]
         found.append([line for line in result.stderr.splitlines() if "fp8pass:" in line])
     assert found[0] == found[1]
-    assert "2 of 2 linear layers in FP8" in found[0][0]
+    for message in messages:
+        assert any(message in line for line in found[0])
 
 
 def named(path: str) -> fx.GraphModule:

@@ -201,6 +201,12 @@ def test_the_backend_is_made_by_a_call(options):
         compiled(torch.randn(16, 64))
 
 
+def test_a_config_is_not_a_backend():
+    compiled = torch.compile(MLP(), backend=Config())
+    with pytest.raises(Exception, match=r"TypeError: .*backend=fp8pass\.backend\(config\)"):
+        compiled(torch.randn(16, 64))
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [({"recipe": "caot"}, "Did you mean 'coat'"), ({"grup_size": 16}, "Did you mean 'group_size'")],

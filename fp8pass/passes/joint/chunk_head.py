@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ LEAST_HIDDEN = 2048
 FEWEST, MOST = 4, 8
 
 
+class ReturnsLogits(NotRowwise):
+    """The graph returns the logits of a head."""
+
+
 def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
     found = find_logit_gemms(gm.graph) if ctx.config.head_chunks != 1 else []
     heads = sorted(head for head in found if head.target in (aten.mm.default, aten.addmm.default))
@@ -69,6 +74,9 @@ def _chunk_first(
     try:
         part = find_part(head)
         Chunking(gm, head, part, count).run()
+    except ReturnsLogits as reason:
+        whole = _describe_whole(head, str(reason))
+        return {head: replace(whole, avoidable_bytes=2 * (whole.bytes - whole.bytes // count))}
     except NotRowwise as reason:
         return {head: _describe_whole(head, str(reason))}
     finally:
@@ -100,7 +108,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
     order.
 
     Raises:
-        NotRowwise: the graph returns logits.
+        ReturnsLogits: the graph returns logits.
     """
     most = graph.numel(tensor(head)) // 2
     part, pending = {head}, [head]
@@ -115,7 +123,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
         pending = list(_between(head.graph, part) - part)
         part |= set(pending)
     if any(node.op == "output" for node in part):
-        raise NotRowwise("the model returns the logits: set return_logits=False")
+        raise ReturnsLogits("the model returns the logits: set return_logits=False")
     return sorted(part)
 
 

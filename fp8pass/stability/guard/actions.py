@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,27 +57,28 @@ class Actions:
         self._times = 0  # how often lasting actions started since the last quiet time
         self._until: int | None = None  # step at which lasting actions end; None if none is on
         self._quiet_since = 0  # last step with an alarm or a lasting action
-        self._rate: LowerRate | None = None
+        self._rates: list[LowerRate] = []
         self._has_stepped = False
         self._snapshots = Snapshots(quiet)
-        self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
+        self._model: nn.Module | None = None
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
-    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Set the model and the optimizer that actions change.
+    def bind(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Set the model and the optimizers that actions change.
 
         Raises:
-            ConfigError: an action is not possible with this model or optimizer.
+            ConfigError: an action is not possible with this model or these optimizers.
         """
         if self.act and _count_ranks() > 1:
             raise ConfigError(
                 f"act={self.act!r} does not support several ranks, because each rank would decide "
                 "by itself. Leave act out: Guard then warns on every rank."
             )
-        self._check_steps(optimizer)
-        if self._rate is not None:
-            self._rate.close()
-        self._training = model, optimizer
-        self._rate = LowerRate(optimizer) if LOWER_LR in self.act else None
+        self._check_steps(optimizers)
+        self._close_rates()
+        self._model, self._optimizers = model, tuple(optimizers)
+        if LOWER_LR in self.act:
+            self._rates = [LowerRate(optimizer) for optimizer in optimizers]
         self._apply()
 
     @property
@@ -108,47 +109,44 @@ class Actions:
     def roll_back(self) -> int | None:
         """Restore the last good snapshot. Return its step, or None without a good snapshot."""
         good = self._snapshots.good
-        if good is None or self._training is None:
+        if good is None or self._model is None:
             return None
-        good.restore(*self._training)
+        good.restore(self._model, *self._optimizers)
         return good.step
 
     def follow_trained(self, names: Collection[str]) -> None:
         """Add the parameters `names` to the snapshots if they were frozen until now."""
-        if self._training is not None:
-            self._snapshots.add(self._training[0], names)
+        if self._model is not None:
+            self._snapshots.add(self._model, names)
 
     def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
         """End actions that are over. Without an alarm, take snapshots. Called in each step."""
-        if self._training is not None and not self._has_stepped:
-            self._check_steps(
-                self._training[1]
-            )  # optim.step_in_backward may be called after `bind`
+        if not self._has_stepped:
+            self._check_steps(self._optimizers)  # step_in_backward may be called after `bind`
         self._has_stepped = True
-        rolls_back = ROLL_BACK in self.act and self._training is not None
+        snapshots = self._snapshots if ROLL_BACK in self.act else None
         if self._until is not None and step >= self._until:
             self._until = None
             self._apply()
-            if not alarmed and rolls_back and self._training is not None:
+            if not alarmed and snapshots and self._model is not None:
                 # Trust these weights at once: the next steps, without the action, may fail again.
-                self._snapshots.keep(step, *self._training)
+                snapshots.keep(step, self._model, *self._optimizers)
             for action in self._lasting[: self._level]:
                 yield f"end of {action}", "its planned steps are over"
         if alarmed or self._until is not None:
             self._quiet_since = step
         if alarmed:
             self._snapshots.distrust()
-        elif rolls_back and self._training is not None:
-            self._snapshots.tend(step, *self._training)
+        elif snapshots and self._model is not None:
+            snapshots.tend(step, self._model, *self._optimizers)
         if step - self._quiet_since >= self.quiet:
             self._level = self._times = 0
 
     def close(self) -> None:
-        """End all actions, and remove the hooks from the optimizer."""
+        """End all actions, and remove the hooks from the optimizers."""
         self._until = None
         self._apply()
-        if self._rate is not None:
-            self._rate.close()
+        self._close_rates()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of lasting actions, without snapshots, for a checkpoint."""
@@ -165,8 +163,13 @@ class Actions:
         self._until, self._quiet_since = state["until"], state["quiet_since"]
         self._apply()
 
-    def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        if LOWER_LR in self.act and steps_in_backward(optimizer):
+    def _close_rates(self) -> None:
+        for rate in self._rates:
+            rate.close()
+        self._rates = []
+
+    def _check_steps(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        if LOWER_LR in self.act and any(map(steps_in_backward, optimizers)):
             raise ConfigError(
                 "act='lower lr' has no effect with fp8pass.optim.step_in_backward, because it "
                 "changes learning rates in optimizer.step(). Leave out 'lower lr' or "
@@ -179,8 +182,8 @@ class Actions:
         return f"layers {', '.join(self._monitor.fallback if self._monitor else ())}"
 
     def _apply(self) -> None:
-        if self._rate is not None:
-            self._rate.factor = self.rate_factor
+        for rate in self._rates:
+            rate.factor = self.rate_factor
         if self._monitor is not None and HIGH_PRECISION in self.act:
             on = HIGH_PRECISION in self._lasting[: self._level]
             self._monitor.falls_back = self.active and on

@@ -32,6 +32,7 @@ log = logging.getLogger("fp8pass")
 AGREEMENT = 10  # two weak signals of different kinds within so many steps raise an alarm
 REACTION = 20  # minimum number of steps between two rollbacks
 MOST_ROLLBACKS = 10  # maximum number of rollbacks after one alarm
+NO_OPTIMIZER = "Guard has no optimizer: write Guard(monitor, optimizer, model=model)."
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Alarm:
 class Guard(StepObserver):
     """Watches a training: loss, gradient norm, update size, weights, and a `Monitor`'s samples.
 
-    Call `step(loss)` after each `optimizer.step()` and before `zero_grad()`. The measured numbers
+    Call `step(loss)` after the steps of all optimizers and before `zero_grad()`. Measured numbers
     are copied from the device without a wait, and read some steps later. Each number is compared
     with the median of its past values. An alarm is raised if numbers of two kinds rose together, or
     if one number rose very far or is not finite. An alarm adds an event with the most likely
@@ -65,12 +66,12 @@ class Guard(StepObserver):
 
     Args:
         monitor: a Monitor whose samples the guard also watches. Also call `monitor.step()`.
-        optimizer: the optimizer. Callbacks set it.
+        *optimizers: the optimizers of the model, e.g. Muon and AdamW. Callbacks set them.
         model: the module that is trained, by default the monitor's. Callbacks set it.
         every: steps between readings, which measure the norms of all parameters.
         act: actions after an alarm, by default none. `high precision`: the layers named by
             `Monitor(fallback=...)` run in high precision. `lower lr`: learning rates are multiplied
-            by `factor` within the optimizer's step; the user's schedule is unchanged. If `act`
+            by `factor` within the optimizers' steps; the user's schedule is unchanged. If `act`
             contains both actions, the second starts only if the first was not enough. `roll back`:
             once the loss has risen, weights, buffers and optimizer states are restored from a copy
             in host memory, taken at least `quiet` steps before the alarm. Host memory holds two
@@ -92,8 +93,7 @@ class Guard(StepObserver):
     def __init__(
         self,
         monitor: Monitor | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
+        *optimizers: torch.optim.Optimizer,
         model: nn.Module | None = None,
         every: int = 5,
         act: Iterable[str] = (),
@@ -118,18 +118,18 @@ class Guard(StepObserver):
         self._actions = Actions(actions, factor, hold, quiet, monitor)
         self._readings = Readings()
         self._norms: ParameterNorms | None = None
-        self._loss_scale: LossScale | None = None
-        self._handle: RemovableHandle | None = None
+        self._loss_scales: list[LossScale] = []
+        self._handles: list[RemovableHandle] = []
         self._signals = Signals()
         self._pending: list[tuple[int, Signal]] = []  # steps and signals that may become an alarm
         self._alarm: Alarm | None = None
         self._sampled: int | None = None  # step of the last sample that was read
         self._needs_gradients = False
-        if optimizer is not None:
-            self.watch(model, optimizer)
+        if optimizers:
+            self.watch(model, *optimizers)
 
-    def watch(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
-        """Set the model (by default the monitor's) and the optimizer. Callbacks call this method.
+    def watch(self, model: nn.Module | None, *optimizers: torch.optim.Optimizer) -> None:
+        """Set the model (by default the monitor's) and the optimizers. Callbacks call this method.
 
         Raises:
             ConfigError: no model was passed, or an action is not possible with this training.
@@ -141,22 +141,25 @@ class Guard(StepObserver):
             raise ConfigError(
                 "Guard needs the model: write Guard(monitor, optimizer, model=model)."
             )
-        if not hasattr(optimizer, "param_groups"):  # wrappers are not instances of Optimizer
-            raise ConfigError(
-                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
-            )
+        if not optimizers:
+            raise ConfigError(NO_OPTIMIZER)
+        for optimizer in optimizers:
+            if not hasattr(optimizer, "param_groups"):  # wrappers are not instances of Optimizer
+                raise ConfigError(
+                    f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
+                )
         self.model = model
-        self._actions.bind(model, optimizer)
+        self._actions.bind(model, optimizers)
         self._norms = ParameterNorms(model)
         self._detach()
-        self._loss_scale = LossScale(optimizer)
-        self._handle = optimizer.register_step_pre_hook(self._follow_trained)
-        self._needs_gradients = not steps_in_backward(optimizer)
+        self._loss_scales = [LossScale(x) for x in optimizers]
+        self._handles = [x.register_step_pre_hook(self._follow_trained) for x in optimizers]
+        self._needs_gradients = not all(map(steps_in_backward, optimizers))
 
     def step(
         self, loss: Tensor | float | None = None, *, gradient_norm: Tensor | float | None = None
     ) -> None:
-        """Count an optimizer step; call it after the step and before `zero_grad()`.
+        """Count a step of all optimizers; call it after the step and before `zero_grad()`.
 
         Args:
             loss: scalar loss of the step, averaged over micro-batches. Optional.
@@ -171,9 +174,7 @@ class Guard(StepObserver):
             ValueError: a tensor has more or less than one element.
         """
         if self._norms is None:
-            raise ConfigError(
-                "Guard has no optimizer: write Guard(monitor, optimizer, model=model)."
-            )
+            raise ConfigError(NO_OPTIMIZER)
         self._follow_trained()
         self.steps += 1
         self._readings.add(loss, gradient_norm)
@@ -196,12 +197,12 @@ class Guard(StepObserver):
         self.steps = steps
 
     def close(self) -> None:
-        """End all actions, and remove the hooks from the optimizer."""
+        """End all actions, and remove the hooks from the optimizers."""
         self._actions.close()
         self._detach()
 
-    def _begin(self, model: Any, optimizer: Any, steps: int) -> None:
-        self.watch(model, optimizer)
+    def _begin(self, model: Any, optimizers: Sequence[Any], steps: int) -> None:
+        self.watch(model, *optimizers)
         self.resume(steps)
 
     def _end_step(self, loss: Any, gradient_norm: Any) -> None:
@@ -253,24 +254,22 @@ class Guard(StepObserver):
 
     def _measure(self, norms: ParameterNorms) -> Tensor:
         weights, gradients, changes = norms.measure()
-        if self._loss_scale is not None:
-            gradients = self._loss_scale.unscale(gradients)
+        for scale in self._loss_scales:
+            gradients = scale.unscale(gradients, norms.parameters)
         return torch.stack([weights, gradients, changes])
 
     def _detach(self) -> None:
-        if self._loss_scale is not None:
-            self._loss_scale.close()
-            self._loss_scale = None
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        for scale in self._loss_scales:
+            scale.close()
+        for handle in self._handles:
+            handle.remove()
+        self._loss_scales, self._handles = [], []
 
     def _follow_trained(self, *_: Any) -> None:
         """Watch the parameters that are trained now, if the user froze or unfroze some.
 
-        Snapshots add the values of unfrozen parameters. So this is a hook that runs before the
-        optimizer's step changes them. If the backward updates parameters, they have changed
-        already.
+        Snapshots add the values of unfrozen parameters. So this is a hook that runs before a step
+        of an optimizer changes them. If the backward updates parameters, they have changed already.
         """
         assert self._norms is not None
         assert self.model is not None

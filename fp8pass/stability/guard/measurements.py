@@ -35,7 +35,8 @@ class ParameterNorms:
     spread elements. Therefore only these elements are copied, not all weights.
 
     Attributes:
-        trained: names of the model's parameters that require a gradient.
+        parameters: the model's parameters that require a gradient.
+        trained: names of `parameters`.
         names: pair of module path and parameter name, for each parameter in `trained`.
         gradients_seen: whether any parameter had a gradient in the last measurement.
     """
@@ -46,7 +47,7 @@ class ParameterNorms:
         named = [(graph.clean_path(name), parameters[name]) for name in self.trained]
         self.names = [(n.rpartition(".")[0], n.rpartition(".")[2]) for n, _ in named]
         self.gradients_seen = False
-        self._parameters = [p for _, p in named]
+        self.parameters = [p for _, p in named]
         self._before: list[Tensor] = []
 
     @torch.no_grad()
@@ -58,7 +59,7 @@ class ParameterNorms:
         rows are measured, because the weights may be in host memory or are being copied there.
         """
         weights = [
-            p.scales if isinstance(p, QuantizedWeight) else local(p) for p in self._parameters
+            p.scales if isinstance(p, QuantizedWeight) else local(p) for p in self.parameters
         ]
         samples = [_take_sample(w) for w in weights]
         absent = weights[0].new_full((), ABSENT, dtype=torch.float32)
@@ -79,7 +80,7 @@ class ParameterNorms:
         self._before = []
 
     def _measure_gradients(self, absent: Tensor) -> list[Tensor]:
-        gradients = [p.grad for p in self._parameters]
+        gradients = [p.grad for p in self.parameters]
         dense = [local(g) for g in gradients if g is not None and not g.is_sparse]
         self.gradients_seen = bool(dense)
         norms = iter(_compute_norms(dense))
@@ -117,17 +118,26 @@ class LossScale:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._factor: Tensor | None = None
         self._skipped: Tensor | None = None
+        self._optimizer = optimizer
         self._leaves_factor = isinstance(optimizer, Optimizer)
         self._handle = optimizer.register_step_pre_hook(self._read)
 
-    def unscale(self, norms: Tensor) -> Tensor:
-        """Return `norms` of gradients divided by the factor; `ABSENT` if the step was skipped."""
-        present = norms != ABSENT
+    def unscale(self, norms: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """Divide the gradient norms of the optimizer's parameters by the factor.
+
+        They are `ABSENT` if the step was skipped. Norms of other `parameters` do not change.
+        """
+        if self._factor is None and self._skipped is None:
+            return norms
+        mine = {p for group in self._optimizer.param_groups for p in group["params"]}
+        chosen = torch.tensor([p in mine for p in parameters])
+        chosen = chosen.to(norms.device, non_blocking=True) & (norms != ABSENT)
         if self._factor is not None:
-            norms = norms / self._factor.to(norms.device)
+            norms = torch.where(chosen, norms / self._factor.to(norms.device), norms)
         if self._skipped is not None:
-            present &= self._skipped.to(norms.device) == 0
-        return torch.where(present, norms, ABSENT)
+            chosen &= self._skipped.to(norms.device) != 0
+            norms = torch.where(chosen, ABSENT, norms)
+        return norms
 
     def close(self) -> None:
         """Remove the hook from the optimizer."""

@@ -12,7 +12,7 @@ buffers in turn.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ from fp8pass.optim.optimizer import Optimizer
 from fp8pass.optim.shards import local
 from fp8pass.runtime.arena import Arena
 
-# ("model", name) of a parameter or buffer; (parameter index, name) of an optimizer state.
-Key = tuple[str | int, str]
+# The number of an optimizer, the index of a parameter, and the name of a state.
+StateKey = tuple[int, int, str]
+# Parameters and buffers have the key ("model", name).
+Key = tuple[str, str] | StateKey
 
 
 @dataclass
@@ -39,12 +41,12 @@ class Snapshot:
 
     step: int = 0
     tensors: dict[Key, Tensor] = field(default_factory=dict)
-    values: dict[Key, Any] = field(default_factory=dict)
+    values: dict[StateKey, Any] = field(default_factory=dict)
 
     @torch.no_grad()
-    def take(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def take(self, step: int, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Copy weights, buffers and optimizer states into this snapshot. Reuse its host memory."""
-        tensors, self.values = _collect_tensors(model, optimizer)
+        tensors, self.values = _collect_tensors(model, optimizers)
         before, self.step, self.tensors = self.tensors, step, {}
         arenas: dict[torch.device, Arena] = {}
         for key, x in tensors.items():
@@ -63,26 +65,28 @@ class Snapshot:
                 self.tensors["model", name] = Arena(x.device).take(x)
 
     @torch.no_grad()
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def restore(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Restore weights, buffers and optimizer states bit for bit.
 
-        This does not change options of the optimizer, frozen parameters, or tensors that were
+        This does not change options of the optimizers, frozen parameters, or tensors that were
         created after the snapshot.
         """
-        tensors, _ = _collect_tensors(model, optimizer)
+        tensors, _ = _collect_tensors(model, optimizers)
         if tensors.keys() != self.tensors.keys():
-            self._load_states(optimizer)  # some states were created after the snapshot
-            tensors, _ = _collect_tensors(model, optimizer)
+            for number, optimizer in enumerate(optimizers):
+                self._load_states(number, optimizer)  # some states are newer than the snapshot
+            tensors, _ = _collect_tensors(model, optimizers)
         for key in tensors.keys() & self.tensors.keys():
             tensors[key].copy_(self.tensors[key], non_blocking=True)
-        _set_values(optimizer, self.values)
-        if isinstance(optimizer, Optimizer):
-            optimizer.prepare_again()
+        _set_values(optimizers, self.values)
+        for optimizer in optimizers:
+            if isinstance(optimizer, Optimizer):
+                optimizer.prepare_again()
 
-    def _load_states(self, optimizer: torch.optim.Optimizer) -> None:
+    def _load_states(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """Drop optimizer states of parameters that had no state in the snapshot."""
         live = optimizer.state_dict()
-        known = {index for index, _ in self.tensors if isinstance(index, int)}
+        known = {index for of, index, *_ in self.tensors if of == number}
         states = {index: state for index, state in live["state"].items() if index in known}
         optimizer.load_state_dict({**live, "state": copy.deepcopy(states)})
 
@@ -100,7 +104,7 @@ class Snapshots:
         self._trial: Snapshot | None = None
         self._spare: Snapshot | None = None
 
-    def tend(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def tend(self, step: int, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """After a quiet step: trust the copy on trial if it is old enough, and take a new copy."""
         trial = self._trial
         if trial is not None:
@@ -109,7 +113,7 @@ class Snapshots:
             self._spare, self.good = self.good, trial
         self._trial = self._spare or Snapshot()
         self._spare = None
-        self._trial.take(step, model, optimizer)
+        self._trial.take(step, model, *optimizers)
 
     def add(self, model: nn.Module, names: Collection[str]) -> None:
         """Add the parameters `names` to both copies if they were frozen until now."""
@@ -117,11 +121,11 @@ class Snapshots:
             if snapshot is not None:
                 snapshot.add(model, names)
 
-    def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def keep(self, step: int, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Take a copy that is good at once, without a trial."""
         self.distrust()
         self._spare, self.good = self.good, self._spare or Snapshot()
-        self.good.take(step, model, optimizer)
+        self.good.take(step, model, *optimizers)
 
     def distrust(self) -> None:
         """After an alarm: drop the copy on trial."""
@@ -130,25 +134,28 @@ class Snapshots:
 
 
 def _collect_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[Key, Tensor], dict[Key, Any]]:
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[dict[Key, Tensor], dict[StateKey, Any]]:
     """Return all tensors of a snapshot, and the optimizer states that are not tensors."""
     tensors: dict[Key, Tensor] = {}
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     for name, x in (*trained, *model.named_buffers()):
         tensors["model", name] = local(x).detach()
-    values: dict[Key, Any] = {}
-    # state_dict() waits until offloaded states have been copied to the host.
-    for index, state in optimizer.state_dict()["state"].items():
-        for name, x in state.items():
-            if isinstance(x, Tensor):
-                tensors[index, name] = local(x)
-            else:
-                values[index, name] = copy.copy(x)
+    values: dict[StateKey, Any] = {}
+    for number, optimizer in enumerate(optimizers):
+        # state_dict() waits until offloaded states have been copied to the host.
+        for index, state in optimizer.state_dict()["state"].items():
+            for name, x in state.items():
+                if isinstance(x, Tensor):
+                    tensors[number, index, name] = local(x)
+                else:
+                    values[number, index, name] = copy.copy(x)
     return tensors, values
 
 
-def _set_values(optimizer: torch.optim.Optimizer, values: dict[Key, Any]) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for (index, name), value in values.items():
-        optimizer.state[parameters[int(index)]][name] = value
+def _set_values(
+    optimizers: Sequence[torch.optim.Optimizer], values: Mapping[StateKey, Any]
+) -> None:
+    parameters = [[p for group in x.param_groups for p in group["params"]] for x in optimizers]
+    for (number, index, name), value in values.items():
+        optimizers[number].state[parameters[number][index]][name] = value

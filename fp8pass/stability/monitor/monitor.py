@@ -135,7 +135,7 @@ class Monitor(StepObserver):
         for writer in self._writers:
             writer.close()
 
-    def _begin(self, model: Any, optimizer: Any, steps: int) -> None:
+    def _begin(self, model: Any, optimizers: Sequence[Any], steps: int) -> None:
         if self.model is None:
             self.model = model
         self.resume(steps)

@@ -21,13 +21,14 @@ from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
+from fp8pass.graph.tags import INPUT_NAME
 from fp8pass.option_checks import bytes_text
 from fp8pass.plan import Plan
 from fp8pass.tools import folding
 from fp8pass.tools.explanation_data import describe_operands
 from fp8pass.tools.report.comparison import compare
 from fp8pass.tools.report.diffs import diff_modules
-from fp8pass.tools.report.picture import OPERATOR_KINDS, draw, find_source_line, name_input
+from fp8pass.tools.report.picture import OPERATOR_KINDS, draw, find_source_line
 from fp8pass.tools.report.repeated_layers import fold
 from fp8pass.tools.report.timeline import trace_timeline
 from fp8pass.tools.running import find_recipe
@@ -127,7 +128,7 @@ def _make_section(number: int, compiled: CompiledGraph, modules: list[str]) -> d
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     sources = {name: find_source_line(n) for name, n in nodes.items()}
     saved = (
-        replace(s, module=name_input(nodes[s.name], compiled.inputs) or s.module)
+        replace(s, module=nodes[s.name].meta.get(INPUT_NAME) or s.module)
         for s in describe_operands(compiled)
     )
     return {

@@ -11,7 +11,7 @@ they are saved for the backward.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.patterns import is_dequantized_saved_value
-from fp8pass.graph.tags import COPIED_VALUE, ROLE
+from fp8pass.graph.tags import COPIED_VALUE, INPUT_NAME, ROLE
 from fp8pass.tools.explanation_data import describe_operands
 
 fp8 = torch.ops.fp8pass
@@ -148,7 +148,6 @@ class _Drawing:
             terms = [self.column[n] for n in self.operands[node] if n not in self.forward]
             is_sum = self._is_gradient_sum(node) and terms
             self.column[node] = min(terms) if is_sum else columns.find(node)
-        self.inputs = compiled.inputs
         self.decisions = {n.name: d for n, d in self.ctx.decisions.items()}
         saved = describe_operands(compiled)
         self.saved = {s.name: s for s in saved}
@@ -174,7 +173,7 @@ class _Drawing:
         module = self.modules[column] if self._is_gradient_sum(node) else graph.module_path(node)
         return DrawnOperator(
             id=node.name,
-            label=name_input(node, self.inputs) or _make_label(node),
+            label=node.meta.get(INPUT_NAME) or _make_label(node),
             kind=self._find_kind(node),
             module=module,
             column=column,
@@ -250,12 +249,6 @@ def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
         seen.update(dict.fromkeys(new))
         pending.extend(new)
     return [n for n in seen if n in drawn]
-
-
-def name_input(node: fx.Node, names: Sequence[str]) -> str:
-    """Return an input's name in the model, or ''."""
-    index = compat.input_index(node) if node.op == "placeholder" else None
-    return names[index] if index is not None and index < len(names) else ""
 
 
 def _make_label(node: fx.Node) -> str:
