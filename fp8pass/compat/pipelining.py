@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 __all__ = [
-    "PipelineAction", "find_schedule", "gradient_divisor", "in_shape_inference", "pipeline_actions",
-    "planned_schedule", "runs_one_stage_a_rank", "schedule_class", "schedule_names",
+    "PipelineAction", "count_schedules", "find_schedule", "gradient_divisor", "in_shape_inference",
+    "pipeline_actions", "planned_schedule", "runs_one_stage_a_rank", "schedule_class",
+    "schedule_names",
 ]  # fmt: skip
 
 
@@ -38,20 +40,49 @@ def _flatten(row: list[Any]) -> Iterator[PipelineAction]:
 
 
 def find_schedule(model: nn.Module) -> Any:
-    """Return the pipeline schedule that trains `model` or a part of it, if any.
+    """Return the newest pipeline schedule that trains `model` or a part of it, or None.
 
-    Modules and stages hold no reference to their schedule, so this searches all objects.
+    The search covers all objects, because modules and stages hold no reference to their schedule.
     """
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is None:
         return None
     parameters = {id(p) for p in model.parameters()}
-    for found in gc.get_objects():
-        if issubclass(type(found), schedules._PipelineSchedule) and any(
-            id(p) in parameters for module in _iterate_modules(found) for p in module.parameters()
-        ):
-            return found
-    return None
+    found = [
+        x
+        for x in gc.get_objects()
+        if issubclass(type(x), schedules._PipelineSchedule)
+        and any(id(p) in parameters for m in _iterate_modules(x) for p in m.parameters())
+        and x._loss_fn is not None  # otherwise it only evaluates
+    ]
+    return max(found, key=lambda x: vars(x).get(_NUMBER, 0), default=None)
+
+
+def count_schedules() -> int:
+    """Return how many schedules were created since the first call; -1 before they are imported."""
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    if schedules is None:
+        return -1
+    kind = schedules._PipelineSchedule
+    if not hasattr(kind, _COUNT):
+        _number_schedules(kind)
+    return getattr(kind, _COUNT)
+
+
+_COUNT, _NUMBER = "fp8pass_count", "fp8pass_number"
+
+
+def _number_schedules(kind: Any) -> None:
+    construct = kind.__init__
+
+    @wraps(construct)
+    def construct_and_count(schedule: Any, *args: Any, **kwargs: Any) -> None:
+        construct(schedule, *args, **kwargs)
+        setattr(kind, _COUNT, getattr(kind, _COUNT) + 1)
+        setattr(schedule, _NUMBER, getattr(kind, _COUNT))
+
+    setattr(kind, _COUNT, 0)
+    kind.__init__ = construct_and_count
 
 
 def in_shape_inference() -> bool:

@@ -225,7 +225,7 @@ class BackwardHooks:
     sums: Sequence[tuple[ref[Tensor], GradientSum]]
     _running: dict[int, Backward] = field(default_factory=dict)
     _schedule: ref[Any] | None = None
-    _has_begun: bool = False
+    _schedules: int = -1  # `count_schedules()` in the last search
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Check that all trainable parameters have hooks, unlike those that `fully_shard` creates.
@@ -338,15 +338,14 @@ class BackwardHooks:
         return len(trained)
 
     def find_schedule(self) -> None:
-        """Find the pipeline schedule that trains the model, if it exists already.
+        """Find the newest pipeline schedule that trains the model.
 
         Raises:
             ConfigError: the schedule computes gradients of weights and of inputs separately.
         """
+        self._schedules = compat.count_schedules()
         model = self.model()
-        if model is None or self._schedule is not None:
-            return
-        schedule = compat.find_schedule(model)
+        schedule = None if model is None else compat.find_schedule(model)
         if schedule is None:
             return
         rows = compat.pipeline_actions(schedule)
@@ -359,10 +358,13 @@ class BackwardHooks:
         self._schedule = ref(schedule)
 
     def _gradient_divisor(self) -> int:
-        """PyTorch's schedules divide gradients too late, after the last micro-batch."""
-        if not self._has_begun:  # the schedule exists in the first backward at the latest
+        """Return the number by which the pipeline schedule divides gradients; 1 without a schedule.
+
+        PyTorch's schedules divide gradients after the last micro-batch, which is too late for
+        updates within the backward.
+        """
+        if self._schedules != compat.count_schedules():
             self.find_schedule()
-            self._has_begun = True
         schedule = self._schedule() if self._schedule else None
         return 1 if schedule is None else compat.gradient_divisor(schedule)
 

@@ -59,7 +59,8 @@ class Pipeline:
         stages = [PipelineStage(x, i, count, torch.device(device)) for i, x in parts.items()]
         kind = get_schedule_class(name)
         of = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-        self.schedule = kind(of, MICROBATCHES, loss_fn=parallel.loss_of, **options)
+        self.new_schedule = partial(kind, of, MICROBATCHES, loss_fn=parallel.loss_of)
+        self.schedule = self.new_schedule(**options)
         if base is not None:
             configs = fp8pass.distributed.pipeline_configs(self.schedule, base=base)
             assert len(configs) == count
@@ -104,9 +105,12 @@ def trains(device: str, schedule: str) -> None:
 
 
 def moments_after_two_steps(
-    device: str, schedule: str, attaches: int, **options: bool
+    device: str, schedule: str, attaches: int, *, replaces: bool = False, **options: bool
 ) -> list[Tensor]:
-    """Return first moments, which are proportional to gradients. `attaches` is `accumulate`."""
+    """Return first moments, which are proportional to gradients.
+
+    `attaches` is `accumulate`. If `replaces` is set, a new schedule runs the second step.
+    """
     pipeline = Pipeline(schedule, device, None, **options)
     exact = {"first_moment": "fp32", "second_moment": "fp32"}
     optimizer = fp8pass.optim.AdamW(pipeline.parameters, lr=1e-3, **exact)
@@ -119,6 +123,9 @@ def moments_after_two_steps(
         if not attaches:
             optimizer.step()
             optimizer.zero_grad()
+        if replaces:
+            replaced, pipeline.schedule = pipeline.schedule, pipeline.new_schedule()
+            assert replaced._loss_fn is not None  # the old schedule is still alive
     return [parallel.full(optimizer.state[p]["exp_avg"]) for p in pipeline.parameters]
 
 
@@ -140,12 +147,13 @@ def backwards_in_two_parts_are_refused(device: str) -> None:
     )
     with refused:
         fp8pass.optim.step_in_backward(pipeline.model, optimizer, accumulate=MICROBATCHES)
-    with mock.patch(
-        "fp8pass.compat.find_schedule", return_value=None
-    ):  # as if the schedule were created later
+    with mock.patch("fp8pass.compat.find_schedule", return_value=None):
         fp8pass.optim.step_in_backward(pipeline.model, optimizer, accumulate=MICROBATCHES)
+    optimizer.step()
+    later = pipeline.new_schedule()
     with refused:
         optimizer.step()
+    del later
 
 
 @pytest.mark.long
@@ -157,7 +165,11 @@ def test_pipelines_train(two, schedule, claim):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"scale_grads": False}, {"shards": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale_grads": False}, {"shards": True}, {"scale_grads": False, "replaces": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("schedule", STAGES_EACH)
 def test_updates_in_the_backward_of_a_pipeline_equal_a_step(two, schedule, options):
     two(partial(attached_equals_a_step, **options), schedule)
