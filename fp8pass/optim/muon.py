@@ -165,7 +165,6 @@ class MuonUpdate(PreparedUpdate):
         group: Group,
         control: Tensor,
     ) -> None:
-        counts = rule is update_momentum
         streamed: list[tuple[Slot, Tensor]] = []
         present: list[tuple[Slot, Tensor]] = []
         for i, pair in zip(members, zip(slots, gradients, strict=True), strict=True):
@@ -173,11 +172,11 @@ class MuonUpdate(PreparedUpdate):
             (streamed if self.offloaded[i] and on_host else present).append(pair)
         if present:
             some, found = zip(*present, strict=True)
-            EagerUpdate(some, self.storage, rule, counts=counts).step(found, group, control)
+            EagerUpdate(some, self.storage, rule).step(found, group, control)
         if streamed:
             assert self.staging is not None
             some, found = zip(*streamed, strict=True)
-            update = StreamedUpdate(some, found, self.storage, self.staging, rule, counts=counts)
+            update = StreamedUpdate(some, found, self.storage, self.staging, rule)
             update.step(found, group, control)
             self.staging.join()
 
@@ -217,6 +216,7 @@ def _rounds(parameters: Tensors) -> Iterator[list[int]]:
 
 def update_momentum(batch: Batch, gradient: Tensor) -> None:
     """Write the direction u into the parameters of the slots, too."""
+    batch.count_step()
     beta = batch.group["momentum"]
     momentum = batch.read(MOMENTUM).lerp(gradient, 1 - beta)
     batch.write({MOMENTUM: momentum})

@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ CPU_BATCH = 1 << 17
 DEVICE_BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
-Launches = Sequence[Callable[[], object]]
 # Prevents a division by zero for elements whose gradients were all zero.
 SMALLEST_EPS = 2.0**-100
 
@@ -114,55 +112,17 @@ class PreparedUpdate(ABC):
         """
 
 
-class LaunchedUpdate(PreparedUpdate):
-    """Consists of independent launches."""
+class EagerUpdate(PreparedUpdate):
+    """Updates `slots` of one dtype and device with PyTorch operators."""
 
-    @abstractmethod
-    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
-        """Increment step counts, and return the launches of this step."""
+    def __init__(self, slots: Sequence[Slot], storage: Storage, rule: Rule) -> None:
+        self.slots, self.storage, self.rule = slots, storage, rule
 
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        for launch in self.prepare(gradients, group, control):
-            launch()
-
-
-class EagerUpdate(LaunchedUpdate):
-    """Updates `slots` of one dtype and device with PyTorch operators.
-
-    With `separate`, `prepare` returns one launch for each slot. With `counts`, it increments step
-    counts.
-    """
-
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        storage: Storage,
-        rule: Rule,
-        *,
-        separate: bool = False,
-        counts: bool = True,
-    ) -> None:
-        self.storage, self.rule = storage, rule
-        self.batches = [slice(i, i + 1) for i in range(len(slots))] if separate else [slice(None)]
-        self.slots = slots
-        self.steps = list({id(slot.step): slot.step for slot in slots}.values()) if counts else []
-
-    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
-        for step in self.steps:
-            step.add_(1)
-        return [
-            partial(self._update, self.slots[i], gradients[i], group, control[0])
-            for i in self.batches
-        ]
-
-    def _update(
-        self, slots: Sequence[Slot], gradients: Tensors, group: Group, factor: Tensor
-    ) -> None:
-        """Multiply gradients by `factor`, fp32 []."""
-        for found in _batches(slots, gradients, self.storage.group_size):
-            some = [slot for slot, _ in found]
-            batch = Batch(some, group, self.storage)
-            self.rule(batch, batch.rows.join([g for _, g in found], torch.float32) * factor)
+        for found in _batches(self.slots, gradients, self.storage.group_size):
+            batch = Batch([slot for slot, _ in found], group, self.storage)
+            joined = batch.rows.join([g for _, g in found], torch.float32)
+            self.rule(batch, joined * control[0])
 
 
 def _batches(
@@ -195,11 +155,11 @@ class Batch:
     """Slots that are updated at once, and access to their parameters and states as rows [R, G].
 
     Attributes:
-        slots: parameters of one dtype and device; their step counts include this update.
+        slots: parameters of one dtype and device.
         group: options of the update.
         storage: how the states are stored.
         rows: the layout of the rows.
-        steps: the step count of each slot, fp32 [n].
+        steps: the step count of each slot, fp32 [n]; includes this update after `count_step`.
     """
 
     def __init__(self, slots: Sequence[Slot], group: Group, storage: Storage) -> None:
@@ -207,6 +167,13 @@ class Batch:
         self.rows = Rows(tuple(s.parameter.numel() for s in slots), storage.group_size)
         self.steps = torch.stack([s.step for s in slots])
         self.dtype = slots[0].parameter.dtype
+
+    def count_step(self) -> None:
+        """Increment the step counts of slots that begin their parameter."""
+        for slot in self.slots:
+            if slot.first == 0:
+                slot.step.add_(1)
+        self.steps = torch.stack([s.step for s in self.slots])
 
     def read(self, name: str) -> Tensor:
         """Return fp32 [R, G]."""
@@ -275,6 +242,7 @@ Rule = Callable[[Batch, Tensor], None]
 
 def update_adamw(batch: Batch, gradient: Tensor) -> None:
     """Update a batch by the formulas in the module's docstring."""
+    batch.count_step()
     group = batch.group
     decay, rate, correction = (batch.rows.repeat(x) for x in factors(group, batch.steps))
     (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)
