@@ -42,7 +42,7 @@ from fp8pass.optim.shards import local
 from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.runtime.arena import Arena, available
 from fp8pass.weights.choice import choose_layers
-from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, save_values
 
 log = logging.getLogger("fp8pass")
 
@@ -277,7 +277,7 @@ def offload_weights(
     for users, parameter in moved:
         for layer in users:
             layer.weight = parameter
-            layer.register_state_dict_post_hook(_save_exact_weight)
+            layer.register_state_dict_post_hook(save_values)
     return model
 
 
@@ -314,11 +314,3 @@ def _quantize_weight(weight: Tensor, device: torch.device, arena: Arena) -> nn.P
     quantized.source = arena.take(weight.detach())
     quantized.mark_quantized()
     return nn.Parameter(quantized, requires_grad=weight.requires_grad)
-
-
-def _save_exact_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace FP8 data in a state dict."""
-    weight = module.weight
-    if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
-        weight.wait_for_source()
-        state[f"{prefix}weight"] = weight.source

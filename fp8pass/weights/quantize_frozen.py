@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from fp8pass import graph
 from fp8pass.graph.names import common_reasons, first_reasons
 from fp8pass.option_checks import ConfigError, bytes_text, checked_patterns
 from fp8pass.weights.choice import choose_layers
-from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, save_values
 
 log = logging.getLogger("fp8pass")
 
@@ -73,7 +72,7 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
         after += parameter.fp8_data.nbytes + parameter.scales.nbytes
         for layer in users:
             layer.weight = parameter
-            layer.register_state_dict_post_hook(_save_values)
+            layer.register_state_dict_post_hook(save_values)
     log.info(
         "quantize_frozen: %d of %d frozen linear layers in FP8, %s instead of %s%s",
         *(layers, frozen, bytes_text(after), bytes_text(before)),
@@ -112,10 +111,3 @@ def _quantize(weight: Tensor) -> QuantizedWeight:
     found = QuantizedWeight(data, scales, weight.dtype)
     found.is_only_copy = True
     return nn.Parameter(found, requires_grad=False)  # type: ignore[return-value]
-
-
-def _save_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Save dequantized values in host memory."""
-    weight = module.weight
-    if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
-        state[f"{prefix}weight"] = weight.dequantize().cpu()
