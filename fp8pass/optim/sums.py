@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,10 +145,8 @@ def add_to(
     The first gradient (`stamp.count == 1`) overwrites data and scales. `first` is the position of
     `gradient` in the parameter.
     """
-    if _has_kernel(gradient.device, format):
-        from fp8pass.optim import sum_kernel
-
-        sum_kernel.add_to(sum_, gradient, format, stamp, first)
+    if (kernels := _load_kernels(gradient.device, format)) is not None:
+        kernels.add_to(sum_, gradient, format, stamp, first)
         return
     key = stamp.key()
     for begin, part, stored in _chunks(gradient, sum_):
@@ -163,18 +162,21 @@ def add_to(
 
 def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
     """Add a sum to a gradient [N] in place."""
-    if _has_kernel(gradient.device, format):
-        from fp8pass.optim import sum_kernel
-
-        sum_kernel.add_from(sum_, gradient, format)
+    if (kernels := _load_kernels(gradient.device, format)) is not None:
+        kernels.add_from(sum_, gradient, format)
         return
     for _, part, stored in _chunks(gradient, sum_):
         rows = to_rows(part, SUM_GROUP_SIZE, torch.float32) + dequantize(stored, format)
         part.copy_(rows.view(-1)[: len(part)])
 
 
-def _has_kernel(device: torch.device, format: StateFormat) -> bool:
-    return fused.why_not(device) is None and not format.values
+def _load_kernels(device: torch.device, format: StateFormat) -> Any:
+    """Return the module `sum_kernel`, if it supports the device and the format."""
+    if fused.why_not(device) is not None or format.values:
+        return None
+    from fp8pass.optim import sum_kernel  # imports Triton
+
+    return sum_kernel
 
 
 def _chunks(gradient: Tensor, sum_: Quantized) -> Iterator[tuple[int, Tensor, Quantized]]:
