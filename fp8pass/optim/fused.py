@@ -30,12 +30,11 @@ from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.state_formats import Quantized
 from fp8pass.optim.update import (
-    EagerUpdate,
     Group,
-    PreparedUpdate,
     Rule,
     Tensors,
     factors,
+    update_eagerly,
 )
 
 Launches = Sequence[Callable[[], object]]
@@ -49,7 +48,7 @@ def why_not(device: torch.device) -> str | None:
     return hardware.why_no_triton_kernels(device)
 
 
-class FusedUpdate(PreparedUpdate):
+class FusedUpdate:
     """Updates `slots` with the Triton kernel. Each program of the kernel updates a chunk of a slot.
 
     The step counts in `optimizer.state` become views of one tensor. Slots have contiguous
@@ -181,7 +180,7 @@ class Piece:
     requantize: Callable[[], object] | None  # writes the FP8 data of offloaded weights
 
 
-class StreamedUpdate(PreparedUpdate):
+class StreamedUpdate:
     """Updates `slots` whose states are in host memory, by `rule`, or else by the Triton kernel."""
 
     def __init__(
@@ -240,10 +239,9 @@ class StreamedUpdate(PreparedUpdate):
     def _prepare(self, parts: Tensors, group: Group, control: Tensor) -> Launches:
         if self.rule is None:
             return self.fused.prepare(parts, group, control)
-        updates = [EagerUpdate([piece.slot], self.storage, self.rule) for piece in self.pieces]
         return [
-            partial(update.step, [part], group, control)
-            for update, part in zip(updates, parts, strict=True)
+            partial(update_eagerly, [x.slot], self.storage, self.rule, [part], group, control)
+            for x, part in zip(self.pieces, parts, strict=True)
         ]
 
     def _divide_gradients(self, gradients: Tensors) -> list[Tensor]:

@@ -12,7 +12,6 @@ to one matrix with one row for each group, so that small parameters share launch
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,10 @@ CPU_BATCH = 1 << 17
 DEVICE_BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
+# Updates the same parameters in every step, given gradients, the group, and `control`, fp32 [2].
+# Gradients are multiplied by `control[0]`. A fused update does nothing if `control[1]` is not 0.
+# Callers of other updates must check it.
+PreparedUpdate = Callable[[Tensors, Group, Tensor], None]
 # Prevents a division by zero for elements whose gradients were all zero.
 SMALLEST_EPS = 2.0**-100
 
@@ -100,29 +103,19 @@ class Rows:
         return [part.view(-1)[:n] for part, n in zip(parts, self.sizes, strict=True)]
 
 
-class PreparedUpdate(ABC):
-    """The same parameters in every step."""
-
-    @abstractmethod
-    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        """Multiply the gradients by `control[0]`.
-
-        A fused update does nothing if `control[1]` is not 0. Callers of other updates must check
-        it.
-        """
-
-
-class EagerUpdate(PreparedUpdate):
-    """Updates `slots` of one dtype and device with PyTorch operators."""
-
-    def __init__(self, slots: Sequence[Slot], storage: Storage, rule: Rule) -> None:
-        self.slots, self.storage, self.rule = slots, storage, rule
-
-    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        for found in _batches(self.slots, gradients, self.storage.group_size):
-            batch = Batch([slot for slot, _ in found], group, self.storage)
-            joined = batch.rows.join([g for _, g in found], torch.float32)
-            self.rule(batch, joined * control[0])
+def update_eagerly(
+    slots: Sequence[Slot],
+    storage: Storage,
+    rule: Rule,
+    gradients: Tensors,
+    group: Group,
+    control: Tensor,
+) -> None:
+    """Update `slots` of one dtype and device with PyTorch operators."""
+    for found in _batches(slots, gradients, storage.group_size):
+        batch = Batch([slot for slot, _ in found], group, storage)
+        joined = batch.rows.join([g for _, g in found], torch.float32)
+        rule(batch, joined * control[0])
 
 
 def _batches(
