@@ -287,16 +287,16 @@ def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, 
     Raises:
         ConfigError: no weight can be offloaded.
     """
-    choice = choose_layers(model, skip, _why_not_offloaded)
-    for path, why in choice.reasons.items():
+    layers, reasons = choose_layers(model, skip, _why_not_offloaded)
+    for path, why in reasons.items():
         log.info("offload_weights moves the weight of %s to the device: %s.", path, why)
-    if not choice.layers:
-        listed = "; ".join(common_reasons(choice.reasons))
+    if not layers:
+        listed = "; ".join(common_reasons(reasons))
         raise ConfigError(
             "offload_weights cannot offload any weight: "
             f"{listed or 'the model has no linear layer'}."
         )
-    return choice.layers
+    return layers
 
 
 def _why_not_offloaded(weight: Tensor) -> str:

@@ -59,15 +59,15 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
     Raises:
         ConfigError: no linear layer is frozen, or no frozen layer can be quantized.
     """
-    choice = choose_layers(model, checked_patterns("skip", skip), _why_not, _is_frozen)
-    layers = sum(map(len, choice.layers.values()))
-    frozen = layers + len(choice.reasons)
-    if not choice.layers and not any(map(_is_quantized, model.modules())):
-        raise ConfigError(_why_nothing(frozen, choice.reasons))
-    before = sum(w.nbytes for w in choice.layers)
+    chosen, reasons = choose_layers(model, checked_patterns("skip", skip), _why_not, _is_frozen)
+    layers = sum(map(len, chosen.values()))
+    frozen = layers + len(reasons)
+    if not chosen and not any(map(_is_quantized, model.modules())):
+        raise ConfigError(_why_nothing(frozen, reasons))
+    before = sum(w.nbytes for w in chosen)
     after = 0
-    while choice.layers:  # each weight is freed before the next one is quantized
-        weight, users = choice.layers.popitem()
+    while chosen:  # each weight is freed before the next one is quantized
+        weight, users = chosen.popitem()
         parameter = _quantize(weight)
         after += parameter.fp8_data.nbytes + parameter.scales.nbytes
         for layer in users:
@@ -76,7 +76,7 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
     log.info(
         "quantize_frozen: %d of %d frozen linear layers in FP8, %s instead of %s%s",
         *(layers, frozen, bytes_text(after), bytes_text(before)),
-        "".join(f"; {line}" for line in first_reasons(choice.reasons)),
+        "".join(f"; {line}" for line in first_reasons(reasons)),
     )
     return model
 

@@ -274,14 +274,9 @@ def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]
     for weight in written:
         if weight.source is None or not changes_values:
             raise RuntimeError(_explain_refusal(func, weight))
-    values: dict[int, Tensor] = {}
-
-    def exact(weight: QuantizedWeight) -> Tensor:
-        if id(weight) not in values:
-            values[id(weight)] = weight.exact()
-        return values[id(weight)]
-
-    args, kwargs = compat.tree_map_only(QuantizedWeight, exact, (args, kwargs))
+    used = [x for x in compat.tree_leaves((args, kwargs)) if isinstance(x, QuantizedWeight)]
+    values = {id(weight): weight.exact() for weight in dict.fromkeys(used)}
+    args, kwargs = compat.tree_map_only(QuantizedWeight, lambda x: values[id(x)], (args, kwargs))
     found = func(*args, **kwargs)
     for weight in written:
         weight.change(values[id(weight)])
