@@ -181,7 +181,10 @@ class Piece:
 
 
 class StreamedUpdate:
-    """Updates `slots` whose states are in host memory, by `rule`, or else by the Triton kernel."""
+    """Updates `slots` with states in host memory.
+
+    `rule` is for `update_eagerly`. Without `rule`, the Triton kernel runs.
+    """
 
     def __init__(
         self,

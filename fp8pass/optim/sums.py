@@ -73,7 +73,10 @@ class GradientSum:
             self.memory = []
 
     def _split(self, gradient: Tensor) -> Sequence[Tensor]:
-        """Split a gradient into pieces whose sums fit into a staging buffer, if offloaded."""
+        """Return views of the gradient. The sum of a view fits into a staging buffer.
+
+        Without offload, return one view.
+        """
         flat = gradient.view(-1)
         if self.offload is None:
             return (flat,)
