@@ -305,6 +305,7 @@ def _sequence_step(
 def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
     """Measure the share of a copy's bandwidth that the kernels of `compress` reach."""
     from fp8pass.distributed import weight_gather, wire
+    from fp8pass.weights.quantized_parameter import quantize_rows
 
     def seconds(function: Callable[[], Any]) -> float:
         step_seconds(function, 5, device)
@@ -328,7 +329,7 @@ def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
             "pack": (partial(wire.pack, rows), rows.numel() * dtype.itemsize + coded),
             "add up": (partial(wire.add_up, sent.unsqueeze(1), into, 0.5), summed),
             "code rows": (
-                partial(weight_gather.quantize_rows, [matrix], torch.bfloat16),
+                partial(quantize_rows, [matrix], torch.bfloat16),
                 weights_moved,
             ),
         }

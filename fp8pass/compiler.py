@@ -163,7 +163,7 @@ def rewrite_inference(
     A graph that compiled autograd captured is a backward, and is left unchanged. `parameters` are
     the indices of inputs with fixed addresses.
     """
-    if compat.captures_backward():
+    if compat.compiles_backward():
         return
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     graph.tag_inputs(placeholders, compilation.input_names)

@@ -10,6 +10,7 @@ launching.py      makes Inductor's generated code use fp8pass's kernels and buff
 fakes.py          runs a model without memory
 tracing.py        traces a function into operators that Inductor lowers
 frames.py         looks up the function that Dynamo is tracing
+attributes.py     sets attributes for a limited time
 loading.py        prepares and completes loads of distributed checkpoints
 pipelining.py     schedules of pipeline parallelism
 data_parallel.py  FSDP2 and `replicate`; imported separately, as it needs torch.distributed

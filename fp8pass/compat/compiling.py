@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
 from weakref import ref
@@ -28,9 +27,11 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._logging import trace_structured
 
+from fp8pass.compat.attributes import Attribute, set_attributes
+
 __all__ = [
     "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of",
-    "box", "cache_folder", "captures_backward", "compile_fx", "compile_fx_inner",
+    "box", "cache_folder",  "compile_fx", "compile_fx_inner",
     "compiled_in_vain", "compiles_backward", "copy_captured", "disable_gradient_hooks",
     "find_replayed_memory", "fresh_compilation", "get_cpp_compiler", "half_of",
     "has_cpp_compiler", "interpret", "is_checkpointing", "is_of_fsdp", "is_region",
@@ -77,11 +78,6 @@ def is_checkpointing() -> bool:
     """Whether the caller runs inside `torch.utils.checkpoint`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def captures_backward() -> bool:
-    """Whether compiled autograd is compiling a whole backward."""
-    return bool(compiled_autograd.in_compiled_autograd_region)
 
 
 def type_of_option(name: str) -> type | None:
@@ -195,23 +191,7 @@ def compiled_in_vain(module: nn.Module) -> bool:
     if module._compiled_call_impl is None:
         return False
     called = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    return trace_rules.check(called.forward) and not _compiles_torch_classes_in_place()
-
-
-@cache
-def _compiles_torch_classes_in_place() -> bool:
-    """Compile a `torch.nn.Sequential` in place, and return whether Dynamo traces it."""
-    graphs: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        graphs.append(gm)
-        return gm.forward
-
-    probe = nn.Sequential(nn.ReLU())
-    probe.compile(backend=backend)
-    with fresh_compilation(), torch.compiler.set_stance("default"):
-        probe(torch.ones(1))
-    return bool(graphs)
+    return trace_rules.check(called.forward) and torch.__version__ < "2.14"
 
 
 def original_of(model: nn.Module) -> nn.Module:
@@ -219,36 +199,23 @@ def original_of(model: nn.Module) -> nn.Module:
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
-@contextmanager
-def recompile(parts: Iterable[nn.Module], backend: Any) -> Iterator[None]:
+def recompile(parts: Iterable[nn.Module], backend: Any) -> AbstractContextManager[None]:
     """Use `backend` for `parts`, which were compiled with another backend."""
-    earlier: list[tuple[nn.Module, str, Any]] = []
+    changes: list[Attribute] = []
     for part in parts:
         if isinstance(part, OptimizedModule):
             wrapped: Any = torch.compile(part._orig_mod, backend=backend)
-            name, call = "forward", wrapped.forward
+            changes.append((part, "forward", wrapped.forward))
         else:
-            name, call = "_compiled_call_impl", torch.compile(part._call_impl, backend=backend)
-        earlier.append((part, name, getattr(part, name)))
-        setattr(part, name, call)
-    try:
-        yield
-    finally:
-        for part, name, call in earlier:
-            setattr(part, name, call)
+            call = torch.compile(part._call_impl, backend=backend)
+            changes.append((part, "_compiled_call_impl", call))
+    return set_attributes(changes)
 
 
-@contextmanager
-def run_uncompiled(module: nn.Module) -> Iterator[None]:
+def run_uncompiled(module: nn.Module) -> AbstractContextManager[None]:
     """Run a module and its submodules without in-place compilation."""
-    compiled = {m: m._compiled_call_impl for m in module.modules() if m._compiled_call_impl}
-    for m in compiled:
-        m._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for m, call in compiled.items():
-            m._compiled_call_impl = call
+    compiled = [m for m in module.modules() if m._compiled_call_impl]
+    return set_attributes([(m, "_compiled_call_impl", None) for m in compiled])
 
 
 @contextmanager
@@ -284,9 +251,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 def source_of(node: fx.Node) -> str:
     """Return the Python expression from which Dynamo read a graph input, or ''."""
     source = getattr(node, "_dynamo_source", None)
-    # A method in older versions, an attribute in newer versions.
-    name = "" if source is None else source.name
-    return name() if callable(name) else name
+    return "" if source is None else source.name
 
 
 def is_region(node: fx.Node) -> bool:
@@ -394,6 +359,7 @@ def running_backward() -> int:
 
 
 def compiles_backward() -> bool:
+    """Whether compiled autograd is compiling a whole backward."""
     return compiled_autograd.in_compiled_autograd_region
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from torch.distributed._composable.replicate import DDP as Replicated
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from fp8pass.compat.attributes import Attribute, set_attributes
 
 # PyTorch renamed this collective, and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,28 +61,20 @@ def find_factor(op: Any, ranks: int) -> float | None:
     return float(factor)
 
 
-@contextmanager
-def reduce_separately(model: nn.Module) -> Iterator[None]:
+def reduce_separately(model: nn.Module) -> AbstractContextManager[None]:
     """Let FSDP2 reduce new gradients, but not those accumulated before, which return on exit."""
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
     # A parameter has this attribute only after the first forward.
     unsharded = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
-    changes = [
+    changes: list[Attribute] = [
         *((g, "reduce_grads", True) for g in groups),
         *((g, "all_reduce_grads", True) for g in groups),
         *((g, "_partial_reduce_output", None) for g in groups),
         *((p, "unsharded_accumulated_grad", None) for p in parameters),
         *((x, "grad", None) for x in unsharded),
     ]
-    before = [getattr(holder, name) for holder, name, _ in changes]
-    for holder, name, value in changes:
-        setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        for (holder, name, _), value in zip(changes, before, strict=True):
-            setattr(holder, name, value)
+    return set_attributes(changes)
 
 
 class GradientBuffer(Tensor):

@@ -38,17 +38,19 @@ def use_fake_tensors() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-class OperatorObserver(TorchDispatchMode):
+class _CompilableMode(TorchDispatchMode):
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, because Dynamo does not compile under other modes."""
+        return True
+
+
+class OperatorObserver(_CompilableMode):
     """Calls `observe(operator, (args, kwargs), result)` for every operator."""
 
     def __init__(self, observe: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()
         self.observe = observe
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True, because Dynamo does not compile under other modes."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -56,16 +58,11 @@ class OperatorObserver(TorchDispatchMode):
         return result
 
 
-class RealPositions(TorchDispatchMode):
+class RealPositions(_CompilableMode):
     """Makes results of `arange`, and values computed only from them, real tensors.
 
     Hugging Face models read position ids to decide whether they need an attention mask.
     """
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True, because Dynamo does not compile under other modes."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = tensor_leaves((args, kwargs))

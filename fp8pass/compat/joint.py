@@ -77,8 +77,7 @@ def is_primal(node: fx.Node) -> bool:
 def input_name(node: fx.Node) -> str:
     """Return e.g. `L['ids']`; '' if unknown."""
     source = getattr(node.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", "")
-    return name() if callable(name) else name  # a method in old versions of PyTorch
+    return getattr(source, "name", "")
 
 
 def must_recompute(node: fx.Node) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
+
+from fp8pass.compat.attributes import set_attributes
 
 __all__ = ["ceil_div", "load_source", "lower_to_buffer", "lower_to_parts", "lower_to_triton"]
 
@@ -86,21 +88,16 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
     return triton.autotune(configs=[triton.Config({}, num_warps=num_warps)], key=[])(kernel)
 
 
-@contextmanager
-def _cache_kernel_analyses() -> Iterator[None]:
+def _cache_kernel_analyses() -> AbstractContextManager[None]:
     """Cache Inductor's slow analysis of the arguments that a kernel writes.
 
     PyTorch 2.13 renamed the analysis, so both names are tried.
     """
     names = ("identify_mutated_tensors", "identify_accessed_tensors")
-    originals = {name: f for name in names if (f := getattr(triton_kernel_wrap, name, None))}
-    try:
-        for name, analyse in originals.items():
-            setattr(triton_kernel_wrap, name, _cache_analysis(analyse))
-        yield
-    finally:
-        for name, analyse in originals.items():
-            setattr(triton_kernel_wrap, name, analyse)
+    found = {name: f for name in names if (f := getattr(triton_kernel_wrap, name, None))}
+    return set_attributes(
+        [(triton_kernel_wrap, name, _cache_analysis(f)) for name, f in found.items()]
+    )
 
 
 _analysed: dict[Any, Any] = {}

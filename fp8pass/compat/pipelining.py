@@ -6,15 +6,13 @@ import gc
 import sys
 from collections.abc import Iterator
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 __all__ = [
     "PipelineAction", "count_schedules", "find_schedule", "gradient_divisor", "in_shape_inference",
-    "pipeline_actions", "planned_schedule", "runs_one_stage_a_rank", "schedule_class",
-    "schedule_names",
+    "pipeline_actions",
 ]  # fmt: skip
 
 
@@ -105,43 +103,8 @@ def gradient_divisor(schedule: Any) -> int:
 
 
 def _iterate_modules(schedule: Any) -> Iterator[nn.Module]:
-    """Stages of a `planned_schedule` have no module."""
+    """Stages of a schedule that `pipeline_configs` plans have no module."""
     one = getattr(schedule, "_stage", None)
     for stage in getattr(schedule, "_stages", [one]):
         if (module := getattr(stage, "submod", None)) is not None:
             yield module
-
-
-def schedule_names() -> list[str]:
-    """Return the names that `schedule_class` accepts."""
-    from torch.distributed.pipelining import schedules
-
-    bases = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-    classes = (n for n in schedules.__all__ if n.startswith("Schedule") and n not in bases)
-    return [name.removeprefix("Schedule") for name in classes]
-
-
-def schedule_class(name: str) -> type:
-    """Return the class for a name such as `1F1B`; raise ValueError for an unknown name."""
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    return get_schedule_class(name)
-
-
-def runs_one_stage_a_rank(schedule: type) -> bool:
-    """Whether each rank has one stage, as in 1F1B and GPipe."""
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-
-    return issubclass(schedule, PipelineScheduleSingle)
-
-
-def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int) -> object:
-    """Return a schedule without models, which cannot run.
-
-    Raises:
-        ValueError: the schedule does not support these numbers of stages, ranks or micro-batches.
-    """
-    place = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
-    local = [SimpleNamespace(stage_index=i, **place) for i in range(0, stages, ranks)]
-    of = local[0] if runs_one_stage_a_rank(schedule) else local
-    return schedule(of, microbatches)

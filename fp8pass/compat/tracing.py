@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp8pass.compat.attributes import set_attributes
 from fp8pass.compat.operators import fake_mode_of
 
 __all__ = ["trace"]
@@ -40,14 +41,8 @@ def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Gr
     return graph
 
 
-@contextmanager
-def _without_layouts() -> Iterator[None]:
-    describe = proxy_tensor._extract_tensor_metadata
-    proxy_tensor._extract_tensor_metadata = lambda *args: None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        proxy_tensor._extract_tensor_metadata = describe
+def _without_layouts() -> AbstractContextManager[None]:
+    return set_attributes([(proxy_tensor, "_extract_tensor_metadata", lambda *args: None)])
 
 
 @cache

@@ -11,6 +11,9 @@ the most micro-batches, needs in 4 bits. If rank i holds N_i micro-batches, it s
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+
+from torch.distributed.pipelining import schedules
 
 from fp8pass import compat
 from fp8pass.compat import PipelineAction
@@ -129,16 +132,21 @@ def _find_class(schedule: str | type) -> type:
     if isinstance(schedule, type):
         return schedule
     try:
-        return compat.schedule_class(schedule)
+        return schedules.get_schedule_class(schedule)
     except ValueError as error:
-        names = compat.schedule_names()
+        names = schedule_names()
         raise ConfigError(
             f"{unknown('schedule', schedule, names)} Schedules are: {', '.join(names)}."
         ) from error
 
 
+def schedule_names() -> list[str]:
+    classes = (n for n in schedules.__all__ if n.startswith("Schedule"))
+    return [name.removeprefix("Schedule") for name in classes]
+
+
 def _plan(schedule: type, numbers: dict[str, int | None]) -> object:
-    one_each = compat.runs_one_stage_a_rank(schedule)
+    one_each = issubclass(schedule, schedules.PipelineScheduleSingle)
     if one_each and numbers["ranks"] is None:
         numbers["ranks"] = numbers["stages"]
     stages, ranks, microbatches = (_check_count(*pair) for pair in numbers.items())
@@ -147,9 +155,21 @@ def _plan(schedule: type, numbers: dict[str, int | None]) -> object:
         several = "one stage" if one_each else "the same number of stages"
         raise ConfigError(f"{schedule.__name__} needs {several} on every rank, got {described}.")
     try:
-        return compat.planned_schedule(schedule, stages, ranks, microbatches)
+        return planned_schedule(schedule, stages, ranks, microbatches)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{schedule.__name__} does not support {described}: {error}") from error
+
+
+def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int) -> object:
+    """Return a schedule without models, which cannot run.
+
+    Raises:
+        ValueError: the schedule does not support these numbers of stages, ranks or micro-batches.
+    """
+    place = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
+    local = [SimpleNamespace(stage_index=i, **place) for i in range(0, stages, ranks)]
+    is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
+    return schedule(local[0] if is_single else local, microbatches)
 
 
 def _check_count(name: str, number: int | None) -> int:

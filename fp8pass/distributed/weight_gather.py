@@ -33,7 +33,7 @@ from fp8pass.graph import dtype_text
 from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import clean_path, first_reasons, warn_about_idle_patterns
 from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_precision
-from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, split_buffers
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows_into, split_rows
 
 log = logging.getLogger("fp8pass")
 
@@ -47,7 +47,8 @@ class PackedWeights:
     Attributes:
         memory: uint8 [ΣM·K + Σ4·M]: the FP8 data of all matrices, then all fp32 scales.
         sizes: bytes of the data of each matrix, then of the scales of each matrix.
-        views: typed views of `memory`: `data`, `scales`, and `parts`, the pair of each matrix.
+        data, scales: typed views of `memory`.
+        parts: views of the data [M, K] and scales [M, 1] of each matrix.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
@@ -55,9 +56,8 @@ class PackedWeights:
         self.sizes = (*data, *scales)
         self.memory = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
         of_data, of_scales = self.memory.split([sum(data), sum(scales)])
-        self.views = split_buffers(
-            of_data.view(torch.float8_e4m3fn), of_scales.view(torch.float32), shapes
-        )
+        self.data, self.scales = of_data.view(torch.float8_e4m3fn), of_scales.view(torch.float32)
+        self.parts = split_rows(self.data, self.scales, shapes)
 
 
 class ShardKey(NamedTuple):
@@ -151,8 +151,8 @@ class WeightGather:
         if self._key is None:  # the shards were replaced
             self._key = ShardKey.of(shards)
         packed = self.buffers.get(self._key)
-        self.traffic.add(packed.views.data.numel(), packed.memory.numel(), copies)
-        quantize_rows(shards, dtype, packed.views)
+        self.traffic.add(packed.data.numel(), packed.memory.numel(), copies)
+        quantize_rows_into(shards, dtype, packed.data, packed.scales)
         return (packed.memory,)
 
     def _make_post_all_gather(self, i: int) -> Any:
@@ -165,7 +165,7 @@ class WeightGather:
                 return None
             assert self.received is not None
             owned = (self.received.memory,) if i == 0 else ()
-            return QuantizedWeight(*self.received.views.parts[i], dtype), owned
+            return QuantizedWeight(*self.received.parts[i], dtype), owned
 
         return post_all_gather
 

@@ -8,7 +8,6 @@ A buffer takes 1.016 bytes per element. All elements of a group with NaN or infi
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -78,11 +77,8 @@ def _round_up_to_even(length: int) -> int:
 
 def load_kernels(device: torch.device) -> Any:
     """Return the module `wire_kernels`, if the device runs Triton kernels."""
-    return None if hardware.why_no_triton_kernels(device) else _import_kernels()
-
-
-@functools.cache
-def _import_kernels() -> Any:
+    if hardware.why_no_triton_kernels(device) is not None:
+        return None
     from fp8pass.distributed import wire_kernels  # late, because CPU builds of PyTorch lack Triton
 
     return wire_kernels

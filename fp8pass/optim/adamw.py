@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from fp8pass.optim.fused import FusedUpdate, StreamedUpdate
 from fp8pass.optim.group_options import PRESET_OPTIONS, preset_options, warn_about_ignored
 from fp8pass.optim.optimizer import How, Optimizer
 from fp8pass.optim.slots import Slot
-from fp8pass.optim.update import EagerUpdate, Group, PreparedUpdate, Tensors, update_adamw
+from fp8pass.optim.update import Group, PreparedUpdate, Tensors, update_adamw, update_eagerly
 
 
 class AdamW(Optimizer):
@@ -115,7 +116,7 @@ class AdamW(Optimizer):
         if how.streams:
             staging = self._staging_of(parameters[0].device)
             rule = None if how.fuses else update_adamw
-            return StreamedUpdate(slots, gradients, how.storage, staging, rule)
+            return StreamedUpdate(slots, gradients, how.storage, staging, rule).step
         if how.fuses:
-            return FusedUpdate(slots, gradients, how.storage)
-        return EagerUpdate(slots, how.storage, update_adamw)
+            return FusedUpdate(slots, gradients, how.storage).step
+        return partial(update_eagerly, slots, how.storage, update_adamw)

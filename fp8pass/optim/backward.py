@@ -27,6 +27,7 @@ from fp8pass.optim.optimizer import Optimizer
 from fp8pass.optim.shards import like_parameter, local, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GradientSum
+from fp8pass.optim.update import Group
 from fp8pass.option_checks import ConfigError
 
 log = logging.getLogger("fp8pass")
@@ -34,7 +35,8 @@ log = logging.getLogger("fp8pass")
 # Larger sums have 16 bits by default.
 FEW_GRADIENTS = 8
 BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
-# `compat.running_backward` outside of a backward.
+# `compat.running_backward` outside of a backward. FSDP2 reduces the gradients of a pipeline stage
+# outside of autograd, so PyTorch does not report the end of this backward.
 NO_BACKWARD = -1
 # Pipeline actions for gradients of inputs alone, or of weights alone, call no parameter hooks.
 IN_TWO_PARTS = {"I", "W"}
@@ -123,19 +125,19 @@ def step_in_backward(
     if torch.distributed.is_available():
         _watch_wrappers()
     # Loading a checkpoint replaces the groups, so indices are stored.
-    groups = {
-        p: (number, i)
-        for number, optimizer in enumerate(optimizers)
+    owners = {
+        p: (optimizer, i)
+        for optimizer in optimizers
         for i, group in enumerate(optimizer.param_groups)
         for p in group["params"]
     }
-    if len(groups) < sum(len(g["params"]) for x in optimizers for g in x.param_groups):
+    if len(owners) < sum(len(g["params"]) for x in optimizers for g in x.param_groups):
         raise ConfigError(
             "Several optimizers have the same parameter. Pass each parameter to one optimizer, for "
             "example with fp8pass.optim.split_parameters(model)."
         )
     # Frozen parameters may be unfrozen later.
-    updated = {name: p for name, p in model.named_parameters() if p in groups}
+    updated = {name: p for name, p in model.named_parameters() if p in owners}
     trained = (name for name, p in model.named_parameters() if p.requires_grad)
     if missing := [name for name in trained if name not in updated]:
         raise ConfigError(
@@ -153,8 +155,8 @@ def step_in_backward(
     if accumulate > 1:
         format = moment_format(buffer, signed=True)
         for p in updated.values():
-            number, group = groups[p]
-            sums[p] = optimizers[number].make_sum(group, p, format)
+            optimizer, group = owners[p]
+            sums[p] = optimizer.make_sum(group, p, format)
     hooks = BackwardHooks(
         [ref(optimizer) for optimizer in optimizers],
         ref(model),
@@ -165,18 +167,16 @@ def step_in_backward(
     )
     hooks.find_schedule()
     handles = [x.register_step_pre_hook(hooks.before_step) for x in optimizers]
-    for number, optimizer in enumerate(optimizers) if accumulate > 1 else ():
+    for optimizer in optimizers if sums else ():
         # The step's closure may run the last backward, so the hook runs after the step.
-        own = {p: (groups[p][1], x) for p, x in sums.items() if groups[p][0] == number}
+        own = {p: (owners[p][1], x) for p, x in sums.items() if owners[p][0] is optimizer}
         finish = partial(_update_by_incomplete_sums, own)
         handles.append(optimizer.register_step_post_hook(finish))
     for parameter in updated.values():
-        number, group = groups[parameter]
-        take: Callable[[Optimizer, Tensor], bool] = partial(_step, group)
-        if accumulate > 1:
-            take = partial(_accumulate, group, sums[parameter], accumulate)
+        optimizer, group = owners[parameter]
+        take = partial(_take, group, sums.get(parameter), accumulate)
         # Dynamo would trace the hook if compiled autograd runs the backward.
-        hook = torch.compiler.disable(partial(hooks.take_gradient, number, take))
+        hook = torch.compiler.disable(partial(hooks.take_gradient, ref(optimizer), take))
         # PyTorch refuses to register hooks on frozen parameters.
         was_trained = parameter.requires_grad
         parameter.requires_grad_(True)
@@ -186,7 +186,7 @@ def step_in_backward(
             parameter.requires_grad_(was_trained)
     attached = Attached(optimizers, frozenset(updated.values()), sums, handles)
     for module in model.modules():
-        if any(p in groups for p in module.parameters(recurse=False)):
+        if any(p in owners for p in module.parameters(recurse=False)):
             _ATTACHED.setdefault(module, []).append(attached)
     return attached
 
@@ -208,9 +208,6 @@ class Backward:
     parameters: int  # trainable parameters
     gradients: int = 0  # final gradients
     updates: int = 0  # other gradients were added to sums
-    # FSDP2 reduces the gradients of a pipeline stage outside of autograd, so PyTorch does not
-    # report the end of this backward.
-    reports_end: bool = True
 
 
 @dataclass(eq=False)
@@ -244,14 +241,17 @@ class BackwardHooks:
             )
 
     def take_gradient(
-        self, number: int, take: Callable[[Optimizer, Tensor], bool], parameter: Tensor
+        self,
+        reference: ref[Optimizer],
+        take: Callable[[Optimizer, Tensor], bool],
+        parameter: Tensor,
     ) -> None:
         """Pass a final gradient to `take`, which returns whether it updated the parameter.
 
-        `number` is the optimizer's index. The gradient is dropped even if `take` fails, because
-        autograd would add the next gradient to it.
+        The gradient is dropped even if `take` fails, because autograd would add the next gradient
+        to it.
         """
-        optimizer = self.optimizers[number]()
+        optimizer = reference()
         if optimizer is None:
             raise RuntimeError(
                 "A parameter got a gradient after its module and its optimizer were deleted. Keep "
@@ -259,20 +259,19 @@ class BackwardHooks:
             )
         try:
             number = compat.running_backward()
-            if number == NO_BACKWARD:
-                backward = Backward(self._begin(), reports_end=False)
-            elif number not in self._running:
-                backward = self._running[number] = Backward(self._begin())
-                compat.after_backward(partial(self._end, number), partial(self._fail, number))
-            else:
-                backward = self._running[number]
+            backward = self._running.get(number)
+            if backward is None:
+                backward = Backward(self._begin())
+                if number != NO_BACKWARD:
+                    self._running[number] = backward
+                    compat.after_backward(partial(self._end, number), partial(self._fail, number))
             backward.gradients += 1
             divisor = self._gradient_divisor()
             if divisor != 1:
                 with torch.no_grad():
                     parameter.grad.div_(divisor)  # type: ignore[union-attr]
             backward.updates += take(optimizer, parameter)
-            if not backward.reports_end:
+            if number == NO_BACKWARD:
                 optimizer.join()
         finally:
             parameter.grad = None
@@ -436,36 +435,34 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _step(group: int, optimizer: Optimizer, parameter: Tensor) -> bool:
-    optimizer.update(optimizer.param_groups[group], [parameter])
-    return True
-
-
 @torch.no_grad()
-def _accumulate(
-    group: int, accumulated: GradientSum, backwards: int, optimizer: Optimizer, parameter: Tensor
+def _take(
+    group: int, sum_: GradientSum | None, backwards: int, optimizer: Optimizer, parameter: Tensor
 ) -> bool:
-    """Return whether the sum is complete and the parameter was updated."""
+    """Update the parameter if its sum is complete. Return whether it was updated."""
     options = optimizer.param_groups[group]
+    if sum_ is None:
+        optimizer.update(options, [parameter])
+        return True
     gradient = local_gradient(parameter).contiguous()
-    if accumulated.count + 1 < backwards:
+    if sum_.count + 1 < backwards:
         # get_state_dict of torch.distributed.checkpoint would run a step to create missing states,
         # which would use up the sum. `count_updates` creates them.
-        accumulated.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
+        sum_.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
         return False
-    _update_by_sum(group, accumulated, optimizer, parameter, gradient)
+    _update_by_sum(options, sum_, optimizer, parameter, gradient)
     return True
 
 
 def _update_by_sum(
-    group: int, accumulated: GradientSum, optimizer: Optimizer, parameter: Tensor, gradient: Tensor
+    group: Group, sum_: GradientSum, optimizer: Optimizer, parameter: Tensor, gradient: Tensor
 ) -> None:
     """Add the last gradient to the sum."""
-    accumulated.move_to(gradient)
-    if not is_offloaded(optimizer.param_groups[group], "states", parameter):
+    sum_.move_to(gradient)
+    if not is_offloaded(group, "states", parameter):
         optimizer.join()
     parameter.grad = like_parameter(gradient, parameter)
-    _step(group, optimizer, parameter)
+    optimizer.update(group, [parameter])
 
 
 @torch.no_grad()
@@ -481,7 +478,7 @@ def _update_by_incomplete_sums(
         for parameter, (group, sum_) in pending.items():
             shape = local(parameter).shape
             zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-            _update_by_sum(group, sum_, optimizer, parameter, zeros)
+            _update_by_sum(optimizer.param_groups[group], sum_, optimizer, parameter, zeros)
     finally:
         for parameter in pending:
             parameter.grad = None

@@ -30,16 +30,14 @@ from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.state_formats import Quantized
 from fp8pass.optim.update import (
-    EagerUpdate,
     Group,
-    LaunchedUpdate,
-    Launches,
-    PreparedUpdate,
     Rule,
     Tensors,
     factors,
+    update_eagerly,
 )
 
+Launches = Sequence[Callable[[], object]]
 # For vectors, addresses (bytes) and sizes (elements) are multiples of this.
 VECTOR_ALIGNMENT = 16
 
@@ -50,7 +48,7 @@ def why_not(device: torch.device) -> str | None:
     return hardware.why_no_triton_kernels(device)
 
 
-class FusedUpdate(LaunchedUpdate):
+class FusedUpdate:
     """Updates `slots` with the Triton kernel. Each program of the kernel updates a chunk of a slot.
 
     The step counts in `optimizer.state` become views of one tensor. Slots have contiguous
@@ -84,7 +82,12 @@ class FusedUpdate(LaunchedUpdate):
             for format in storage.moments.values()
         ]
 
+    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
+        for launch in self.prepare(gradients, group, control):
+            launch()
+
     def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
+        """Increment step counts, and return the launches of this step."""
         self._set_gradients(gradients)
         self.steps.add_(1 - control[1])
         table = torch.stack(factors(group, self.steps))
@@ -176,15 +179,11 @@ class Piece:
     out: Copies  # buffer -> host memory
     requantize: Callable[[], object] | None  # writes the FP8 data of offloaded weights
 
-    def of(self, x: Tensor) -> Tensor:
-        """Select this piece's elements of `x`, shaped like the parameter."""
-        return x.reshape(-1)[self.slot.first : self.slot.first + self.slot.parameter.numel()]
 
+class StreamedUpdate:
+    """Updates `slots` with states in host memory.
 
-class StreamedUpdate(PreparedUpdate):
-    """Updates `slots` whose states are in host memory.
-
-    `rule` and `counts` are for an `EagerUpdate`. Without `rule`, the Triton kernel runs.
+    `rule` is for `update_eagerly`. Without `rule`, the Triton kernel runs.
     """
 
     def __init__(
@@ -194,18 +193,12 @@ class StreamedUpdate(PreparedUpdate):
         storage: Storage,
         staging: Staging,
         rule: Rule | None,
-        *,
-        counts: bool = True,
     ) -> None:
-        self.slots, self.storage, self.staging = slots, storage, staging
+        self.slots, self.storage, self.staging, self.rule = slots, storage, staging, rule
         self.pieces = [piece for i, slot in enumerate(slots) for piece in self._divide(i, slot)]
-        staged = [piece.slot for piece in self.pieces]
-        self.update: LaunchedUpdate
         if rule is None:
-            parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
-            self.update = FusedUpdate(staged, parts, storage, separate=True)
-        else:
-            self.update = EagerUpdate(staged, storage, rule, separate=True, counts=counts)
+            staged, parts = [piece.slot for piece in self.pieces], self._divide_gradients(gradients)
+            self.fused = FusedUpdate(staged, parts, storage, separate=True)
 
     def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
         """Divide a slot into pieces that fit into a buffer, and begin with a chunk, a group and a
@@ -239,13 +232,27 @@ class StreamedUpdate(PreparedUpdate):
     def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
         self.staging.begin([control], gradients)
         with self.staging.on_compute_stream():
-            parts = [piece.of(gradients[piece.parameter]) for piece in self.pieces]
-            launches = self.update.prepare(parts, group, control)
+            launches = self._prepare(self._divide_gradients(gradients), group, control)
         for piece, launch in zip(self.pieces, launches, strict=True):
             self.staging.run(piece.buffer, piece.into, launch, piece.out, piece.requantize)
         for slot in self.slots:
             if slot.offloaded is not None:
                 slot.offloaded.mark_quantized()
+
+    def _prepare(self, parts: Tensors, group: Group, control: Tensor) -> Launches:
+        if self.rule is None:
+            return self.fused.prepare(parts, group, control)
+        return [
+            partial(update_eagerly, [x.slot], self.storage, self.rule, [part], group, control)
+            for x, part in zip(self.pieces, parts, strict=True)
+        ]
+
+    def _divide_gradients(self, gradients: Tensors) -> list[Tensor]:
+        """Select each piece's elements, given gradients shaped like the parameters."""
+        return [
+            gradients[x.parameter].reshape(-1)[x.slot.first :][: x.slot.parameter.numel()]
+            for x in self.pieces
+        ]
 
 
 def _host_tensors(slot: Slot) -> list[Tensor]:

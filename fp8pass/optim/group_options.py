@@ -74,16 +74,12 @@ class Storage:
         """
         method = method_of(group)
         formats = tuple(group[option] for option in method.moments)
-        weights, size = group["weights"], group["group_size"]
+        weights, size = group["weights"], group_size or group["group_size"]
         # Missing in checkpoints of older versions.
         state_rounding = group.get("state_rounding", "stochastic")
-        storage = _make_storage(method, formats, weights, size, state_rounding)
-        if group_size is None:
-            return storage
-        if group_size:
-            return _make_storage(method, formats, weights, group_size, state_rounding)
-        weights = "fp32" if weights == "fp16" else weights
-        formats = ("fp32",) * len(formats)
+        if group_size == 0:
+            weights = "fp32" if weights == "fp16" else weights
+            formats = ("fp32",) * len(formats)
         return _make_storage(method, formats, weights, size, state_rounding)
 
     def master(self, dtype: torch.dtype) -> StateFormat | None:

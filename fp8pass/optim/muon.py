@@ -25,7 +25,7 @@ from fp8pass.optim.offload import Staging, is_offloaded
 from fp8pass.optim.optimizer import How, Optimizer
 from fp8pass.optim.shards import like_parameter
 from fp8pass.optim.slots import Slot
-from fp8pass.optim.update import Batch, EagerUpdate, Group, PreparedUpdate, Rule, Tensors
+from fp8pass.optim.update import Batch, Group, PreparedUpdate, Rule, Tensors, update_eagerly
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 # Elements of a round on each rank, with at least one matrix for each rank. Small rounds need little
@@ -121,10 +121,10 @@ class Muon(Optimizer):
     ) -> PreparedUpdate:
         offloaded = [is_offloaded(group, "states", p) for p in parameters]
         staging = self._staging_of(parameters[0].device) if how.streams else None
-        return MuonUpdate(parameters, slots, how.storage, staging, offloaded)
+        return MuonUpdate(parameters, slots, how.storage, staging, offloaded).step
 
 
-class MuonUpdate(PreparedUpdate):
+class MuonUpdate:
     """Updates matrices of one dtype and device in rounds, so that few directions are in memory."""
 
     def __init__(
@@ -165,7 +165,6 @@ class MuonUpdate(PreparedUpdate):
         group: Group,
         control: Tensor,
     ) -> None:
-        counts = rule is update_momentum
         streamed: list[tuple[Slot, Tensor]] = []
         present: list[tuple[Slot, Tensor]] = []
         for i, pair in zip(members, zip(slots, gradients, strict=True), strict=True):
@@ -173,11 +172,11 @@ class MuonUpdate(PreparedUpdate):
             (streamed if self.offloaded[i] and on_host else present).append(pair)
         if present:
             some, found = zip(*present, strict=True)
-            EagerUpdate(some, self.storage, rule, counts=counts).step(found, group, control)
+            update_eagerly(some, self.storage, rule, found, group, control)
         if streamed:
             assert self.staging is not None
             some, found = zip(*streamed, strict=True)
-            update = StreamedUpdate(some, found, self.storage, self.staging, rule, counts=counts)
+            update = StreamedUpdate(some, found, self.storage, self.staging, rule)
             update.step(found, group, control)
             self.staging.join()
 
@@ -217,6 +216,7 @@ def _rounds(parameters: Tensors) -> Iterator[list[int]]:
 
 def update_momentum(batch: Batch, gradient: Tensor) -> None:
     """Write the direction u into the parameters of the slots, too."""
+    batch.count_step()
     beta = batch.group["momentum"]
     momentum = batch.read(MOMENTUM).lerp(gradient, 1 - beta)
     batch.write({MOMENTUM: momentum})

@@ -42,7 +42,7 @@ from fp8pass.optim.shards import local
 from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.runtime.arena import Arena, available
 from fp8pass.weights.choice import choose_layers
-from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, save_values
 
 log = logging.getLogger("fp8pass")
 
@@ -277,7 +277,7 @@ def offload_weights(
     for users, parameter in moved:
         for layer in users:
             layer.weight = parameter
-            layer.register_state_dict_post_hook(_save_exact_weight)
+            layer.register_state_dict_post_hook(save_values)
     return model
 
 
@@ -287,16 +287,16 @@ def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, 
     Raises:
         ConfigError: no weight can be offloaded.
     """
-    choice = choose_layers(model, skip, _why_not_offloaded)
-    for path, why in choice.reasons.items():
+    layers, reasons = choose_layers(model, skip, _why_not_offloaded)
+    for path, why in reasons.items():
         log.info("offload_weights moves the weight of %s to the device: %s.", path, why)
-    if not choice.layers:
-        listed = "; ".join(common_reasons(choice.reasons))
+    if not layers:
+        listed = "; ".join(common_reasons(reasons))
         raise ConfigError(
             "offload_weights cannot offload any weight: "
             f"{listed or 'the model has no linear layer'}."
         )
-    return choice.layers
+    return layers
 
 
 def _why_not_offloaded(weight: Tensor) -> str:
@@ -314,11 +314,3 @@ def _quantize_weight(weight: Tensor, device: torch.device, arena: Arena) -> nn.P
     quantized.source = arena.take(weight.detach())
     quantized.mark_quantized()
     return nn.Parameter(quantized, requires_grad=weight.requires_grad)
-
-
-def _save_exact_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace FP8 data in a state dict."""
-    weight = module.weight
-    if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
-        weight.wait_for_source()
-        state[f"{prefix}weight"] = weight.source

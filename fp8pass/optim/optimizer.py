@@ -142,7 +142,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             gradients = [local_gradient(p) for p in batch]
             if how.fuses:
                 gradients = [g.contiguous() for g in gradients]
-            self._prepare(group, batch, gradients, how).step(gradients, group, control)
+            self._prepare(group, batch, gradients, how)(gradients, group, control)
             if how.fuses:
                 # As in-place operators do. A backward that needs the old weights then raises an
                 # error.

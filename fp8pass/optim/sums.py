@@ -7,9 +7,10 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +26,6 @@ from fp8pass.runtime.arena import Arena
 SCALE_DTYPE = torch.bfloat16
 
 
-@dataclass(frozen=True)
-class SumPiece:
-    first: int  # position in the parameter
-    stored: Quantized  # data [R, G] and scales bf16 [R]; in a staging buffer if offloaded
-    # Bytes of an offloaded sum. Data and scales share a tensor, because launching a copy takes the
-    # CPU as long as launching a kernel.
-    host: Tensor | None = None
-    device: Tensor | None = None
-    buffer: int = 0  # index
-
-
 @dataclass
 class GradientSum:
     """The sum of a parameter's gradients over several backwards."""
@@ -43,13 +33,15 @@ class GradientSum:
     format: StateFormat
     offload: tuple[Arena, Staging] | None = None
     number: int = 0  # of the parameter; selects the staging buffer of the first piece
-    pieces: list[SumPiece] = field(default_factory=list, repr=False)
+    # Bytes of each piece's sum, uint8, in host memory if offloaded. Data and scales share a tensor,
+    # because launching a copy takes the CPU as long as launching a kernel.
+    memory: list[Tensor] = field(default_factory=list, repr=False)
     count: int = 0  # of gradients
 
     def add(self, gradient: Tensor, seed: int, step: Tensor) -> None:
         """Add a contiguous local gradient. `step`, fp32 [], counts the parameter's updates."""
-        if not self.pieces:
-            self.pieces = list(self._allocate(gradient))
+        if not self.memory:
+            self.memory = [self._allocate(part) for part in self._split(gradient)]
         self.count += 1
         stamp = SumStamp(seed, self.number, step, self.count)
         if self.offload is not None:
@@ -78,23 +70,24 @@ class GradientSum:
         """Reuse the host memory of the old sum."""
         self.count = 0
         if self.offload is None:
-            self.pieces = []
+            self.memory = []
 
-    def _allocate(self, gradient: Tensor) -> Iterator[SumPiece]:
-        device, count = gradient.device, gradient.numel()
+    def _split(self, gradient: Tensor) -> Sequence[Tensor]:
+        """Return views of the gradient. The sum of a view fits into a staging buffer.
+
+        Without offload, return one view.
+        """
+        flat = gradient.view(-1)
         if self.offload is None:
-            memory = torch.empty(_sum_bytes(count, self.format), dtype=torch.uint8, device=device)
-            yield SumPiece(0, _view_sum(memory, self.format))
-            return
-        arena, staging = self.offload
-        largest = largest_piece(
-            _sum_bytes(SUM_GROUP_SIZE, self.format) / SUM_GROUP_SIZE, SUM_GROUP_SIZE
-        )
-        for turn, first in enumerate(range(0, count, largest), start=self.number):
-            size = _sum_bytes(min(largest, count - first), self.format)
-            host, buffer = arena.empty(torch.Size([size]), torch.uint8), turn % DEPTH
-            (staged,) = staging.allocate(buffer, [host])
-            yield SumPiece(first, _view_sum(staged, self.format), host, staged, buffer)
+            return (flat,)
+        bytes_per_element = _sum_bytes(SUM_GROUP_SIZE, self.format) / SUM_GROUP_SIZE
+        return flat.split(largest_piece(bytes_per_element, SUM_GROUP_SIZE))
+
+    def _allocate(self, part: Tensor) -> Tensor:
+        size = _sum_bytes(len(part), self.format)
+        if self.offload is None:
+            return torch.empty(size, dtype=torch.uint8, device=part.device)
+        return self.offload[0].empty(torch.Size([size]), torch.uint8)
 
     def _run(
         self,
@@ -108,18 +101,20 @@ class GradientSum:
 
         `read` copies offloaded sums to the device first, and `write` copies them back.
         """
-        flat = gradient.view(-1)
-        if self.offload is None:
-            compute(self.pieces[0].stored, flat, 0)
-            return
-        for piece in self.pieces:
-            assert piece.host is not None
-            assert piece.device is not None
-            part = flat[piece.first : piece.first + piece.stored.data.numel()]
-            into = [(piece.host, piece.device)] if read else []
-            out = [(piece.device, piece.host)] if write else []
-            launch = partial(compute, piece.stored, part, piece.first)
-            self.offload[1].run(piece.buffer, into, launch, out)
+        first = 0
+        for turn, (memory, part) in enumerate(
+            zip(self.memory, self._split(gradient), strict=True), start=self.number
+        ):
+            if self.offload is None:
+                compute(_view_sum(memory, self.format), part, first)
+            else:
+                staging, buffer = self.offload[1], turn % DEPTH
+                (staged,) = staging.allocate(buffer, [memory])
+                launch = partial(compute, _view_sum(staged, self.format), part, first)
+                into = [(memory, staged)] if read else []
+                out = [(staged, memory)] if write else []
+                staging.run(buffer, into, launch, out)
+            first += len(part)
 
 
 def _sum_bytes(count: int, format: StateFormat) -> int:
@@ -144,10 +139,8 @@ def add_to(
     The first gradient (`stamp.count == 1`) overwrites data and scales. `first` is the position of
     `gradient` in the parameter.
     """
-    if _has_kernel(gradient.device, format):
-        from fp8pass.optim import sum_kernel
-
-        sum_kernel.add_to(sum_, gradient, format, stamp, first)
+    if (kernels := _load_kernels(gradient.device, format)) is not None:
+        kernels.add_to(sum_, gradient, format, stamp, first)
         return
     key = stamp.key()
     for begin, part, stored in _chunks(gradient, sum_):
@@ -163,18 +156,21 @@ def add_to(
 
 def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
     """Add a sum to a gradient [N] in place."""
-    if _has_kernel(gradient.device, format):
-        from fp8pass.optim import sum_kernel
-
-        sum_kernel.add_from(sum_, gradient, format)
+    if (kernels := _load_kernels(gradient.device, format)) is not None:
+        kernels.add_from(sum_, gradient, format)
         return
     for _, part, stored in _chunks(gradient, sum_):
         rows = to_rows(part, SUM_GROUP_SIZE, torch.float32) + dequantize(stored, format)
         part.copy_(rows.view(-1)[: len(part)])
 
 
-def _has_kernel(device: torch.device, format: StateFormat) -> bool:
-    return fused.why_not(device) is None and not format.values
+def _load_kernels(device: torch.device, format: StateFormat) -> Any:
+    """Return the module `sum_kernel`, if it supports the device and the format."""
+    if fused.why_not(device) is not None or format.values:
+        return None
+    from fp8pass.optim import sum_kernel  # imports Triton
+
+    return sum_kernel
 
 
 def _chunks(gradient: Tensor, sum_: Quantized) -> Iterator[tuple[int, Tensor, Quantized]]:

@@ -12,10 +12,8 @@ to one matrix with one row for each group, so that small parameters share launch
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +30,10 @@ CPU_BATCH = 1 << 17
 DEVICE_BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
-Launches = Sequence[Callable[[], object]]
+# Updates the same parameters in every step, given gradients, the group, and `control`, fp32 [2].
+# Gradients are multiplied by `control[0]`. A fused update does nothing if `control[1]` is not 0.
+# Callers of other updates must check it.
+PreparedUpdate = Callable[[Tensors, Group, Tensor], None]
 # Prevents a division by zero for elements whose gradients were all zero.
 SMALLEST_EPS = 2.0**-100
 
@@ -102,67 +103,19 @@ class Rows:
         return [part.view(-1)[:n] for part, n in zip(parts, self.sizes, strict=True)]
 
 
-class PreparedUpdate(ABC):
-    """The same parameters in every step."""
-
-    @abstractmethod
-    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        """Multiply the gradients by `control[0]`.
-
-        A fused update does nothing if `control[1]` is not 0. Callers of other updates must check
-        it.
-        """
-
-
-class LaunchedUpdate(PreparedUpdate):
-    """Consists of independent launches."""
-
-    @abstractmethod
-    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
-        """Increment step counts, and return the launches of this step."""
-
-    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        for launch in self.prepare(gradients, group, control):
-            launch()
-
-
-class EagerUpdate(LaunchedUpdate):
-    """Updates `slots` of one dtype and device with PyTorch operators.
-
-    With `separate`, `prepare` returns one launch for each slot. With `counts`, it increments step
-    counts.
-    """
-
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        storage: Storage,
-        rule: Rule,
-        *,
-        separate: bool = False,
-        counts: bool = True,
-    ) -> None:
-        self.storage, self.rule = storage, rule
-        self.batches = [slice(i, i + 1) for i in range(len(slots))] if separate else [slice(None)]
-        self.slots = slots
-        self.steps = list({id(slot.step): slot.step for slot in slots}.values()) if counts else []
-
-    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
-        for step in self.steps:
-            step.add_(1)
-        return [
-            partial(self._update, self.slots[i], gradients[i], group, control[0])
-            for i in self.batches
-        ]
-
-    def _update(
-        self, slots: Sequence[Slot], gradients: Tensors, group: Group, factor: Tensor
-    ) -> None:
-        """Multiply gradients by `factor`, fp32 []."""
-        for found in _batches(slots, gradients, self.storage.group_size):
-            some = [slot for slot, _ in found]
-            batch = Batch(some, group, self.storage)
-            self.rule(batch, batch.rows.join([g for _, g in found], torch.float32) * factor)
+def update_eagerly(
+    slots: Sequence[Slot],
+    storage: Storage,
+    rule: Rule,
+    gradients: Tensors,
+    group: Group,
+    control: Tensor,
+) -> None:
+    """Update `slots` of one dtype and device with PyTorch operators."""
+    for found in _batches(slots, gradients, storage.group_size):
+        batch = Batch([slot for slot, _ in found], group, storage)
+        joined = batch.rows.join([g for _, g in found], torch.float32)
+        rule(batch, joined * control[0])
 
 
 def _batches(
@@ -195,11 +148,11 @@ class Batch:
     """Slots that are updated at once, and access to their parameters and states as rows [R, G].
 
     Attributes:
-        slots: parameters of one dtype and device; their step counts include this update.
+        slots: parameters of one dtype and device.
         group: options of the update.
         storage: how the states are stored.
         rows: the layout of the rows.
-        steps: the step count of each slot, fp32 [n].
+        steps: the step count of each slot, fp32 [n]; includes this update after `count_step`.
     """
 
     def __init__(self, slots: Sequence[Slot], group: Group, storage: Storage) -> None:
@@ -207,6 +160,13 @@ class Batch:
         self.rows = Rows(tuple(s.parameter.numel() for s in slots), storage.group_size)
         self.steps = torch.stack([s.step for s in slots])
         self.dtype = slots[0].parameter.dtype
+
+    def count_step(self) -> None:
+        """Increment the step counts of slots that begin their parameter."""
+        for slot in self.slots:
+            if slot.first == 0:
+                slot.step.add_(1)
+        self.steps = torch.stack([s.step for s in self.slots])
 
     def read(self, name: str) -> Tensor:
         """Return fp32 [R, G]."""
@@ -275,6 +235,7 @@ Rule = Callable[[Batch, Tensor], None]
 
 def update_adamw(batch: Batch, gradient: Tensor) -> None:
     """Update a batch by the formulas in the module's docstring."""
+    batch.count_step()
     group = batch.group
     decay, rate, correction = (batch.rows.repeat(x) for x in factors(group, batch.steps))
     (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -14,26 +13,18 @@ from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_pre
 from fp8pass.option_checks import ConfigError
 
 
-@dataclass
-class Choice:
-    """The layers to quantize, and why the others cannot be quantized."""
-
-    # By weight, the layers that use it.
-    layers: dict[Tensor, list[nn.Linear]] = field(default_factory=dict)
-    # By path of a layer.
-    reasons: dict[str, str] = field(default_factory=dict)
-
-
 def choose_layers(
     model: nn.Module,
     skip: tuple[Pattern, ...],
     why_not: Callable[[Tensor], str],
     considers: Callable[[Tensor], bool] = lambda weight: True,
-) -> Choice:
+) -> tuple[dict[Tensor, list[nn.Linear]], dict[str, str]]:
     """Choose the linear layers of a model that can have quantized weights.
 
     `skip` excludes layer paths. `why_not` returns why a weight cannot be quantized, or ''. Layers
     without a candidate weight (`considers`) are left out.
+
+    Returns the layers of each chosen weight, and why other layers, by path, cannot be quantized.
 
     Raises:
         ConfigError: the model is not a module.
@@ -45,19 +36,20 @@ def choose_layers(
     warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
     logits = largest_embedding_size(model)
     shared = {p for m in model.modules() if m not in linears for p in m.parameters(recurse=False)}
-    choice = Choice()
+    layers: dict[Tensor, list[nn.Linear]] = {}
+    reasons: dict[str, str] = {}
     for layer, path in linears.items():
         if not considers(layer.weight):
             continue
         if stays_in_high_precision(path, layer, logits, skip):
-            choice.reasons[path] = "it is an output head, or skipped"
+            reasons[path] = "it is an output head, or skipped"
         elif layer.weight in shared:
-            choice.reasons[path] = "a module that is not a linear layer shares its weight"
+            reasons[path] = "a module that is not a linear layer shares its weight"
         elif why := _why_not_quantizable(layer.weight) or why_not(layer.weight):
-            choice.reasons[path] = why
+            reasons[path] = why
         else:
-            choice.layers.setdefault(layer.weight, []).append(layer)
-    return choice
+            layers.setdefault(layer.weight, []).append(layer)
+    return layers, reasons
 
 
 def _why_not_quantizable(weight: Tensor) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from fp8pass import graph
 from fp8pass.graph.names import common_reasons, first_reasons
 from fp8pass.option_checks import ConfigError, bytes_text, checked_patterns
 from fp8pass.weights.choice import choose_layers
-from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, save_values
 
 log = logging.getLogger("fp8pass")
 
@@ -60,24 +59,24 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
     Raises:
         ConfigError: no linear layer is frozen, or no frozen layer can be quantized.
     """
-    choice = choose_layers(model, checked_patterns("skip", skip), _why_not, _is_frozen)
-    layers = sum(map(len, choice.layers.values()))
-    frozen = layers + len(choice.reasons)
-    if not choice.layers and not any(map(_is_quantized, model.modules())):
-        raise ConfigError(_why_nothing(frozen, choice.reasons))
-    before = sum(w.nbytes for w in choice.layers)
+    chosen, reasons = choose_layers(model, checked_patterns("skip", skip), _why_not, _is_frozen)
+    layers = sum(map(len, chosen.values()))
+    frozen = layers + len(reasons)
+    if not chosen and not any(map(_is_quantized, model.modules())):
+        raise ConfigError(_why_nothing(frozen, reasons))
+    before = sum(w.nbytes for w in chosen)
     after = 0
-    while choice.layers:  # each weight is freed before the next one is quantized
-        weight, users = choice.layers.popitem()
+    while chosen:  # each weight is freed before the next one is quantized
+        weight, users = chosen.popitem()
         parameter = _quantize(weight)
         after += parameter.fp8_data.nbytes + parameter.scales.nbytes
         for layer in users:
             layer.weight = parameter
-            layer.register_state_dict_post_hook(_save_values)
+            layer.register_state_dict_post_hook(save_values)
     log.info(
         "quantize_frozen: %d of %d frozen linear layers in FP8, %s instead of %s%s",
         *(layers, frozen, bytes_text(after), bytes_text(before)),
-        "".join(f"; {line}" for line in first_reasons(choice.reasons)),
+        "".join(f"; {line}" for line in first_reasons(reasons)),
     )
     return model
 
@@ -112,10 +111,3 @@ def _quantize(weight: Tensor) -> QuantizedWeight:
     found = QuantizedWeight(data, scales, weight.dtype)
     found.is_only_copy = True
     return nn.Parameter(found, requires_grad=False)  # type: ignore[return-value]
-
-
-def _save_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Save dequantized values in host memory."""
-    weight = module.weight
-    if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
-        state[f"{prefix}weight"] = weight.dequantize().cpu()

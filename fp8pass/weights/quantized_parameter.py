@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,6 +112,13 @@ class QuantizedWeight(Tensor):
         self.wait_for_source()
         return self.source.to(self.device, copy=True)
 
+    def values_on_host(self) -> Tensor:
+        """Return the source itself, or a copy of the dequantized values."""
+        if self.source is None:
+            return self.dequantize().cpu()
+        self.wait_for_source()
+        return self.source
+
     def wait_for_source(self) -> None:
         """Wait until the CPU can read or write the source."""
         if self.is_cuda:  # an optimizer may still be copying to the source
@@ -175,9 +181,8 @@ class QuantizedWeight(Tensor):
             self.wait_for_source()
             rows = self.source.to(self.device)
         part = slice(first, first + len(rows))
-        data, scales = self._fp8_data[part], self._scales[part]
-        buffers = RowBuffers(data.view(-1), scales.view(-1), [(data, scales)])
-        quantize_rows([rows], rows.dtype, buffers)
+        data, scales = self._fp8_data[part].view(-1), self._scales[part].view(-1)
+        quantize_rows_into([rows], rows.dtype, data, scales)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["fp8_data", "scales"], self.dtype
@@ -269,14 +274,9 @@ def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]
     for weight in written:
         if weight.source is None or not changes_values:
             raise RuntimeError(_explain_refusal(func, weight))
-    values: dict[int, Tensor] = {}
-
-    def exact(weight: QuantizedWeight) -> Tensor:
-        if id(weight) not in values:
-            values[id(weight)] = weight.exact()
-        return values[id(weight)]
-
-    args, kwargs = compat.tree_map_only(QuantizedWeight, exact, (args, kwargs))
+    used = [x for x in compat.tree_leaves((args, kwargs)) if isinstance(x, QuantizedWeight)]
+    values = {id(weight): weight.exact() for weight in dict.fromkeys(used)}
+    args, kwargs = compat.tree_map_only(QuantizedWeight, lambda x: values[id(x)], (args, kwargs))
     found = func(*args, **kwargs)
     for weight in written:
         weight.change(values[id(weight)])
@@ -337,48 +337,50 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
     )
 
 
-@dataclass(frozen=True)
-class RowBuffers:
-    """Reusable memory for FP8 data and scales of several matrices [M, K], concatenated."""
-
-    data: Tensor  # float8_e4m3fn [sum of M·K]
-    scales: Tensor  # fp32 [sum of M]
-    # Views of each matrix's data [M, K] and scales [M, 1].
-    parts: Sequence[tuple[Tensor, Tensor]]
+def save_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Hook of `state_dict`: save the values of a linear layer's weight, in host memory."""
+    weight = module.weight
+    if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
+        state[f"{prefix}weight"] = weight.values_on_host()
 
 
-def allocate_buffers(shapes: Sequence[torch.Size], device: torch.device) -> RowBuffers:
-    elements, rows = sum(m * k for m, k in shapes), sum(m for m, _ in shapes)
-    data = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
-    return split_buffers(data, torch.empty(rows, dtype=torch.float32, device=device), shapes)
-
-
-def split_buffers(data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]) -> RowBuffers:
-    """Return buffers whose `parts` are views of `data` and `scales`."""
-    matrices = data.split([m * k for m, k in shapes])
-    rows = scales.view(-1, 1).split([m for m, _ in shapes])
-    views = (x.view(shape) for x, shape in zip(matrices, shapes, strict=True))
-    return RowBuffers(data, scales, list(zip(views, rows, strict=True)))
-
-
-def quantize_rows(
-    matrices: Sequence[Tensor], dtype: torch.dtype, buffers: RowBuffers | None = None
-) -> Sequence[tuple[Tensor, Tensor]]:
+def quantize_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """Round matrices [M, K] to `dtype`, and quantize each row, to the bits of
     `dialect.ops.quantize`.
 
-    Returns FP8 data [M, K] and scales [M, 1] for each matrix, as views of `buffers`, if given.
+    Returns FP8 data [M, K] and scales fp32 [M, 1] for each matrix.
     """
-    device = matrices[0].device
-    buffers = buffers or allocate_buffers([x.shape for x in matrices], device)
-    if hardware.why_no_triton_kernels(device) is None:
+    shapes, device = [x.shape for x in matrices], matrices[0].device
+    elements, rows = sum(x.numel() for x in matrices), sum(len(x) for x in matrices)
+    data = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(rows, dtype=torch.float32, device=device)
+    quantize_rows_into(matrices, dtype, data, scales)
+    return split_rows(data, scales, shapes)
+
+
+def quantize_rows_into(
+    matrices: Sequence[Tensor], dtype: torch.dtype, data: Tensor, scales: Tensor
+) -> None:
+    """Write the results of `quantize_rows` concatenated to `data` [sum of M·K] and `scales` [sum of
+    M].
+    """
+    if hardware.why_no_triton_kernels(matrices[0].device) is None:
         from fp8pass.weights import quantization_kernel  # imports Triton
 
         contiguous = [x.contiguous() for x in matrices]
-        quantization_kernel.quantize_rows(contiguous, dtype, buffers.data, buffers.scales)
-        return buffers.parts
+        quantization_kernel.quantize_rows(contiguous, dtype, data, scales)
+        return
+    parts = split_rows(data, scales, [x.shape for x in matrices])
     with torch.no_grad():
-        for x, (data, scales) in zip(matrices, buffers.parts, strict=True):
+        for x, (data, scales) in zip(matrices, parts, strict=True):
             scales.copy_(fp8.scale.default(fp8.amax.default(x.to(dtype), "row"), BY_ROW))
             data.copy_(fp8.quantize.default(x.to(dtype), scales, BY_ROW))
-    return buffers.parts
+
+
+def split_rows(
+    data: Tensor, scales: Tensor, shapes: Sequence[torch.Size]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return views of each matrix's data [M, K] and scales [M, 1]."""
+    matrices = data.split([m * k for m, k in shapes])
+    rows = scales.view(-1, 1).split([m for m, _ in shapes])
+    return [(x.view(shape), y) for x, y, shape in zip(matrices, rows, shapes, strict=True)]

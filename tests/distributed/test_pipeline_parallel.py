@@ -18,9 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _Action
 
-from fp8pass import Config, ConfigError, compat
+from fp8pass import Config, ConfigError
 from fp8pass.activation_memory.decision import saved_bytes
-from fp8pass.distributed.pipeline_parallel import most_held, pipeline_configs, read_order
+from fp8pass.distributed.pipeline_parallel import (
+    most_held,
+    pipeline_configs,
+    planned_schedule,
+    read_order,
+    schedule_names,
+)
 from fp8pass.passes.joint.plan_saved_values import plan_saved_values
 from fp8pass.passes.joint.quantize_linears import quantize_linears
 from fp8pass.plan import Plan
@@ -61,7 +67,7 @@ def schedules(*names: str) -> st.SearchStrategy[Numbers]:
         "ZBVZeroBubble": st.just(2),
         "DualPipeV": st.just(2),
     }
-    return st.sampled_from(names or compat.schedule_names()).flatmap(
+    return st.sampled_from(names or schedule_names()).flatmap(
         lambda name: st.builds(
             lambda ranks, each, rounds: Numbers(name, ranks, each, ranks * rounds),
             st.integers(1, 8),
@@ -119,7 +125,7 @@ def test_backwards_free_micro_batches(steps, held):
 
 
 def test_schedules_classes_and_names_give_equal_configurations():
-    schedule = compat.planned_schedule(ScheduleInterleaved1F1B, 8, 4, 8)
+    schedule = planned_schedule(ScheduleInterleaved1F1B, 8, 4, 8)
     numbers = {"stages": 8, "ranks": 4, "microbatches": 8}
     assert pipeline_configs(schedule) == pipeline_configs(ScheduleInterleaved1F1B, **numbers)
     assert pipeline_configs(schedule) == pipeline_configs("interleaved1f1b", **numbers)
@@ -193,7 +199,7 @@ def test_other_options_do_not_change():
         ("PipelineScheduleSingle", {"stages": 4, "microbatches": 8}, "abstract"),
         (int, {"stages": 4, "ranks": 4, "microbatches": 8}, "int does not support"),
         (4, {}, "4 is not a pipeline schedule.*, or its name"),
-        (compat.planned_schedule(Schedule1F1B, 4, 4, 8), {"stages": 4}, "leave out these"),
+        (planned_schedule(Schedule1F1B, 4, 4, 8), {"stages": 4}, "leave out these"),
         (
             "1F1B",
             {"stages": 4, "microbatches": 8, "base": Config()},
