@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import CodeType
 from typing import Any
 from weakref import ref
@@ -191,7 +192,23 @@ def compiled_in_vain(module: nn.Module) -> bool:
     if module._compiled_call_impl is None:
         return False
     called = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    return trace_rules.check(called.forward) and torch.__version__ < "2.14"
+    return trace_rules.check(called.forward) and not _compiles_torch_classes_in_place()
+
+
+@cache
+def _compiles_torch_classes_in_place() -> bool:
+    """Compile a `torch.nn.Sequential` in place, and return whether Dynamo traces it."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    probe = nn.Sequential(nn.ReLU())
+    probe.compile(backend=backend)
+    with fresh_compilation(), torch.compiler.set_stance("default"):
+        probe(torch.ones(1))
+    return bool(graphs)
 
 
 def original_of(model: nn.Module) -> nn.Module:
