@@ -7,7 +7,7 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,17 @@ from fp8pass.runtime.arena import Arena
 SCALE_DTYPE = torch.bfloat16
 
 
+@dataclass(frozen=True)
+class SumPiece:
+    first: int  # position in the parameter
+    stored: Quantized  # data [R, G] and scales bf16 [R]; in a staging buffer if offloaded
+    # Bytes of an offloaded sum. Data and scales share a tensor, because launching a copy takes the
+    # CPU as long as launching a kernel.
+    host: Tensor | None = None
+    device: Tensor | None = None
+    buffer: int = 0  # index
+
+
 @dataclass
 class GradientSum:
     """The sum of a parameter's gradients over several backwards."""
@@ -33,15 +44,13 @@ class GradientSum:
     format: StateFormat
     offload: tuple[Arena, Staging] | None = None
     number: int = 0  # of the parameter; selects the staging buffer of the first piece
-    # Bytes of each piece's sum, uint8, in host memory if offloaded. Data and scales share a tensor,
-    # because launching a copy takes the CPU as long as launching a kernel.
-    memory: list[Tensor] = field(default_factory=list, repr=False)
+    pieces: list[SumPiece] = field(default_factory=list, repr=False)
     count: int = 0  # of gradients
 
     def add(self, gradient: Tensor, seed: int, step: Tensor) -> None:
         """Add a contiguous local gradient. `step`, fp32 [], counts the parameter's updates."""
-        if not self.memory:
-            self.memory = [self._allocate(part) for part in self._split(gradient)]
+        if not self.pieces:
+            self.pieces = list(self._allocate(gradient))
         self.count += 1
         stamp = SumStamp(seed, self.number, step, self.count)
         if self.offload is not None:
@@ -70,24 +79,23 @@ class GradientSum:
         """Reuse the host memory of the old sum."""
         self.count = 0
         if self.offload is None:
-            self.memory = []
+            self.pieces = []
 
-    def _split(self, gradient: Tensor) -> Sequence[Tensor]:
-        """Return views of the gradient. The sum of a view fits into a staging buffer.
-
-        Without offload, return one view.
-        """
-        flat = gradient.view(-1)
+    def _allocate(self, gradient: Tensor) -> Iterator[SumPiece]:
+        device, count = gradient.device, gradient.numel()
         if self.offload is None:
-            return (flat,)
-        bytes_per_element = _sum_bytes(SUM_GROUP_SIZE, self.format) / SUM_GROUP_SIZE
-        return flat.split(largest_piece(bytes_per_element, SUM_GROUP_SIZE))
-
-    def _allocate(self, part: Tensor) -> Tensor:
-        size = _sum_bytes(len(part), self.format)
-        if self.offload is None:
-            return torch.empty(size, dtype=torch.uint8, device=part.device)
-        return self.offload[0].empty(torch.Size([size]), torch.uint8)
+            memory = torch.empty(_sum_bytes(count, self.format), dtype=torch.uint8, device=device)
+            yield SumPiece(0, _view_sum(memory, self.format))
+            return
+        arena, staging = self.offload
+        largest = largest_piece(
+            _sum_bytes(SUM_GROUP_SIZE, self.format) / SUM_GROUP_SIZE, SUM_GROUP_SIZE
+        )
+        for turn, first in enumerate(range(0, count, largest), start=self.number):
+            size = _sum_bytes(min(largest, count - first), self.format)
+            host, buffer = arena.empty(torch.Size([size]), torch.uint8), turn % DEPTH
+            (staged,) = staging.allocate(buffer, [host])
+            yield SumPiece(first, _view_sum(staged, self.format), host, staged, buffer)
 
     def _run(
         self,
@@ -101,20 +109,18 @@ class GradientSum:
 
         `read` copies offloaded sums to the device first, and `write` copies them back.
         """
-        first = 0
-        for turn, (memory, part) in enumerate(
-            zip(self.memory, self._split(gradient), strict=True), start=self.number
-        ):
-            if self.offload is None:
-                compute(_view_sum(memory, self.format), part, first)
-            else:
-                staging, buffer = self.offload[1], turn % DEPTH
-                (staged,) = staging.allocate(buffer, [memory])
-                launch = partial(compute, _view_sum(staged, self.format), part, first)
-                into = [(memory, staged)] if read else []
-                out = [(staged, memory)] if write else []
-                staging.run(buffer, into, launch, out)
-            first += len(part)
+        flat = gradient.view(-1)
+        if self.offload is None:
+            compute(self.pieces[0].stored, flat, 0)
+            return
+        for piece in self.pieces:
+            assert piece.host is not None
+            assert piece.device is not None
+            part = flat[piece.first : piece.first + piece.stored.data.numel()]
+            into = [(piece.host, piece.device)] if read else []
+            out = [(piece.device, piece.host)] if write else []
+            launch = partial(compute, piece.stored, part, piece.first)
+            self.offload[1].run(piece.buffer, into, launch, out)
 
 
 def _sum_bytes(count: int, format: StateFormat) -> int:
