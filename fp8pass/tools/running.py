@@ -348,5 +348,4 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def find_leaves(batch: Any) -> list[Tensor]:
-    tensors = compat.tree_leaves(batch)
-    return [x for x in tensors if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]
+    return [x for x in compat.tensor_leaves(batch) if x.is_leaf and x.requires_grad]
