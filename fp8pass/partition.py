@@ -19,16 +19,15 @@ from fp8pass.graph.flops import total_flops
 from fp8pass.graph.joint_facts import JointFacts, overwritten_inputs, select_inputs
 from fp8pass.hooks import CompiledGraph
 from fp8pass.passes import JOINT_PASSES, Context, Requests
-from fp8pass.passes.runner import Watcher, run_passes, warn_about_checkpointing
+from fp8pass.passes.runner import run_passes, warn_about_checkpointing
 from fp8pass.plan import Checkpointing
 
 
 class Partitioner(compat.CustomPartitionerFn):
     """Runs the passes on a joint graph and splits the graph into a forward and a backward graph."""
 
-    def __init__(self, compilation: Compilation, watcher: Watcher | None = None) -> None:
+    def __init__(self, compilation: Compilation) -> None:
         self.compilation = compilation
-        self.watcher = watcher
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -42,7 +41,7 @@ class Partitioner(compat.CustomPartitionerFn):
             ctx.plan.stock_bytes = stock.bytes
             if ctx.plan.checkpointing:
                 ctx.plan.checkpointing = plan_without_checkpointing(gm, ctx)
-        records = run_passes(JOINT_PASSES, gm, ctx, record=observed, watcher=self.watcher)
+        records = run_passes(JOINT_PASSES, gm, ctx, record=observed)
         if self.compilation.is_main and ctx.plan.checkpointing and not observed:
             warn_about_checkpointing()
         forward, backward = cut(gm, ctx)

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
 
 from torch import fx
 
@@ -57,16 +56,6 @@ class PassRecord:
         return "\n".join(lines)
 
 
-class Watcher(Protocol):
-    """Observer of a graph before and after each pass."""
-
-    def before(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """Look at the graph before `pass_` runs."""
-
-    def after(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """Look at the graph after `pass_` has run."""
-
-
 def run_passes(
     passes: Sequence[Pass],
     gm: fx.GraphModule,
@@ -74,7 +63,6 @@ def run_passes(
     *,
     of: str = "joint",
     record: bool = False,
-    watcher: Watcher | None = None,
 ) -> list[PassRecord]:
     """Run `passes` in order; `of` is the kind of graph, as in `PassRecord.graph`.
 
@@ -90,7 +78,9 @@ def run_passes(
     for index, pass_ in enumerate(_select_enabled(passes, ctx.config.passes)):
         nodes = len(gm.graph.nodes)
         guards = compat.guard_count(gm.graph) if check else 0
-        seconds = _run(pass_, gm, ctx, watcher)
+        start = time.perf_counter()
+        pass_(gm, ctx)
+        seconds = time.perf_counter() - start
         if check:
             for g in (gm.graph, *(chunks.body.graph for chunks in chunks_of(gm.graph))):
                 spec.verify(g)
@@ -112,17 +102,6 @@ def run_passes(
         contract(gm.graph)
     gm.recompile()  # only once, because passes read the graph and not its code
     return records
-
-
-def _run(pass_: Pass, gm: fx.GraphModule, ctx: Context, watcher: Watcher | None) -> float:
-    if watcher:
-        watcher.before(pass_, gm, ctx)
-    start = time.perf_counter()
-    pass_(gm, ctx)
-    seconds = time.perf_counter() - start
-    if watcher:
-        watcher.after(pass_, gm, ctx)
-    return seconds
 
 
 @cache

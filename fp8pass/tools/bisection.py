@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from fp8pass import compat, graph
+from fp8pass import graph
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
@@ -279,8 +279,7 @@ class Trials:
         config: Config,
         progress: Callable[[int], None],
     ) -> None:
-        self.model, self.module = model, compat.original_of(model)
-        self.loss_fn, self.batch = loss_fn, batch
+        self.model, self.loss_fn, self.batch = model, loss_fn, batch
         self.config, self.progress = config, progress
         self.units: list[Unit] = []
         self.compilations = 0
@@ -313,16 +312,9 @@ class Trials:
 
     def _compute_gradients(self, backend: Backend) -> list[Tensor | None]:
         self.compilations += 1
-        with (
-            running.isolate_gradients(self.module, self.batch) as leaves,
-            running.restore_state(self.module),
-            running.compile_as(self.model, backend) as program,
-        ):
-            loss = running.compute_loss(self.loss_fn, program, self.batch)
-            if loss.requires_grad:
-                loss.backward()
-            self.progress(4 + len(self.units).bit_length())
-            return [x.grad for x in leaves]
+        found = running.run_step(self.model, self.loss_fn, self.batch, backend)
+        self.progress(4 + len(self.units).bit_length())
+        return found
 
 
 def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> float:

@@ -109,9 +109,7 @@ class Predictor:
         exact, rounded = [], []
         for operand in (gemm.args[0], gemm.args[2]):
             matrix, error = self._find_operand(operand)  # type: ignore[arg-type]
-            count = min(len(matrix), SAMPLED_ROWS)
-            rows = torch.linspace(0, len(matrix) - 1, count, dtype=torch.float64)
-            some = matrix[rows.long().to(matrix.device)].double()
+            some = _sample_rows(matrix, SAMPLED_ROWS).double()
             exact.append(some)
             rounded.append(some * rounding(some, error) if error else some)
         change = relative_change(exact[0] @ exact[1].T, rounded[0] @ rounded[1].T)
@@ -202,12 +200,16 @@ def _find_quantize(node: Any) -> fx.Node:
     return node
 
 
+def _sample_rows(matrix: Tensor, most: int) -> Tensor:
+    rows = torch.linspace(0, len(matrix) - 1, min(len(matrix), most), dtype=torch.float64)
+    return matrix[rows.long().to(matrix.device)]
+
+
 def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
     """Estimate the error of fast accumulation on a few rows."""
     operands = []
     for x in (a, b):
-        rows = torch.linspace(0, len(x) - 1, min(len(x), LARGEST_EMULATED), dtype=torch.float64)
-        some = x[rows.long().to(x.device)].float()
+        some = _sample_rows(x, LARGEST_EMULATED).float()
         operands.append(encode(some / operand_scale(some.abs().amax(), E4M3), E4M3))
     exact = operands[0].double() @ operands[1].double().T
     return relative_change(exact, accumulate(*operands, fast=True).double())

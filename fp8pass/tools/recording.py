@@ -11,14 +11,13 @@ from torch import Tensor, fx, nn
 
 from fp8pass import compat, graph
 from fp8pass.activation_memory.decision import Decision
-from fp8pass.compilation import Compilation, Inputs
-from fp8pass.config import Config
+from fp8pass.compiler import Captured
+from fp8pass.config import AddedPass, Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.tags import IS_TRANSPOSED, ORIGINAL_GATHER, REPLACED_GEMM, original_name
 from fp8pass.hooks import weights_by_path
-from fp8pass.partition import Partitioner
-from fp8pass.passes import Context, Pass
+from fp8pass.passes import JOINT_PASSES, Context
 from fp8pass.passes.joint.materialize_plan import materialize_plan
 from fp8pass.tools import running
 
@@ -31,16 +30,8 @@ def record_step(
     Parameters, buffers, gradients and random number generators are restored.
     """
     records: list[Record] = []
-    module = compat.original_of(model)
-    backend = _make_backend(replace(config, compiler="eager"), records, module)
-    with (
-        running.isolate_gradients(module, batch),
-        running.restore_state(module),
-        running.compile_as(model, backend) as program,
-    ):
-        loss = running.compute_loss(loss_fn, program, batch)
-        if loss.requires_grad:
-            loss.backward()
+    backend = _make_backend(replace(config, compiler="eager"), records, compat.original_of(model))
+    running.run_step(model, loss_fn, batch, backend)
     return [r for r in records if r.complete]
 
 
@@ -114,54 +105,64 @@ def _moves_data(node: fx.Node) -> bool:
 
 
 class Recorder:
-    """Observes the passes over one joint graph.
+    """Records the runs of one joint graph.
 
-    Attributes:
-        record: the graph at three points, without inputs; None until `materialize_plan` has run.
+    `passes` copy the graph. `compile` replaces Inductor, and records the inputs of each run, which
+    must be copied if their memory is freed after the run.
     """
 
-    def __init__(self) -> None:
-        self.record: Record | None = None
-        self._exact: fx.GraphModule | None = None
-        self._planned: tuple[fx.GraphModule, Context, dict[fx.Node, Decision]] | None = None
+    def __init__(self, config: Config, records: list[Record], *, copies: bool) -> None:
+        self.config, self.records, self.copies = config, records, copies
+        self.module = ""  # that runs the graph
+        self._graphs: dict[str, Any] = {}  # fields of `Record`
+        self._waiting: list[Record] = []  # forwards without a backward
 
-    def before(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        if self._exact is None:
-            self._exact = graph.copy_module(gm)
-        if pass_ is materialize_plan:
-            copies: dict[fx.Node, fx.Node] = {}
-            planned = graph.copy_module(gm, copies)
-            decisions = {copies[n]: d for n, d in ctx.decisions.items()}
-            self._planned = planned, replace(ctx, facts=ctx.facts.map_to_copy(copies)), decisions
+    @property
+    def passes(self) -> tuple[AddedPass, ...]:
+        """The passes of `config`, and passes that copy the graph."""
+        return (
+            ("before", JOINT_PASSES[0].__name__, self._copy_exact),
+            # Later passes merge GEMMs of layers.
+            ("after", materialize_plan.__name__, self._copy_rewritten),
+            *self.config.passes,
+            ("before", materialize_plan.__name__, self._copy_planned),
+        )
 
-    def after(self, pass_: Pass, gm: fx.GraphModule, ctx: Context) -> None:
-        """Record the graph before later passes merge GEMMs of layers."""
-        if pass_ is materialize_plan and self._planned and self._exact:
-            rewritten = graph.copy_module(gm)
-            for module in (self._exact, rewritten):
-                compat.match_generated_code(module)
-            planned, planned_ctx, decisions = self._planned
-            self.record = Record(self._exact, planned, rewritten, planned_ctx, decisions)
+    def _copy_exact(self, gm: fx.GraphModule, ctx: Context) -> None:
+        self._graphs["exact"] = graph.copy_module(gm)
+        compat.match_generated_code(self._graphs["exact"])
 
+    def _copy_planned(self, gm: fx.GraphModule, ctx: Context) -> None:
+        copies: dict[fx.Node, fx.Node] = {}
+        self._graphs["planned"] = graph.copy_module(gm, copies)
+        self._graphs["decisions"] = {copies[n]: d for n, d in ctx.decisions.items()}
+        facts = ctx.facts.map_to_copy(copies)
+        self._graphs["ctx"] = replace(ctx, config=self.config, facts=facts)
 
-class Runs:
-    """The runs of one graph, appended to `records`, with the inputs of each forward and its
-    backward.
+    def _copy_rewritten(self, gm: fx.GraphModule, ctx: Context) -> None:
+        self._graphs["rewritten"] = graph.copy_module(gm)
+        compat.match_generated_code(self._graphs["rewritten"])
 
-    Inputs must be copied if their memory is freed after a run.
-    """
+    def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Return a function that runs a forward, backward or inference graph op by op."""
+        names, half, run = _list_inputs(gm), compat.half_of(kwargs), compat.interpret(gm)
+        if half == "inference":
+            return run
+        record = self._record_backward if half == "backward" else self._record_forward
 
-    def __init__(self, records: list[Record], *, copies: bool) -> None:
-        self.records, self.copies = records, copies
-        self.module = ""
-        self._waiting: list[Record] = []
+        def record_run(arguments: list[Any]) -> Any:
+            given = zip(names, arguments, strict=True)
+            record({n: x for n, x in given if "primals" in n or "tangents" in n})
+            return run(arguments)
 
-    def forward(self, record: Record, inputs: dict[str, Any]) -> None:
-        run = replace(record, module=self.module, inputs=self._detach(inputs))
+        return compat.box(record_run)
+
+    def _record_forward(self, inputs: dict[str, Any]) -> None:
+        run = Record(**self._graphs, module=self.module, inputs=self._detach(inputs))
         self.records.append(run)
         self._waiting.append(run)
 
-    def backward(self, inputs: dict[str, Any]) -> None:
+    def _record_backward(self, inputs: dict[str, Any]) -> None:
         """Add the inputs of a backward to the record of its forward.
 
         Backwards run in reverse order. The forward has read the same tensors and numbers. Later
@@ -193,37 +194,14 @@ def _make_backend(config: Config, records: list[Record], module: nn.Module) -> C
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         compat.rename_self(gm)
-        recorder, runs = Recorder(), Runs(records, copies=copies)
-        compilation = Compilation(config, Inputs.of(example_inputs))
-
-        def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            names, half = _list_inputs(gm), compat.half_of(kwargs)
-            run = compat.interpret(gm)
-            if half == "inference":
-                return run
-
-            def record_run(arguments: list[Any]) -> Any:
-                given = zip(names, arguments, strict=True)
-                inputs = {n: x for n, x in given if "primals" in n or "tangents" in n}
-                if half == "backward":
-                    runs.backward(inputs)
-                else:
-                    assert recorder.record is not None
-                    runs.forward(recorder.record, inputs)
-                return run(arguments)
-
-            return compat.box(record_run)
-
-        program: Any = compat.compile_fx(
-            gm,
-            list(example_inputs),
-            inner_compile=inner_compile,
-            config_patches={"custom_partitioner_fn": Partitioner(compilation, recorder)},
-        )
         weights = weights_by_path(gm)
+        recorder = Recorder(config, records, copies=copies)
+        captured = Captured(gm, tuple(example_inputs), patches={})
+        recorded = replace(config, passes=recorder.passes)
+        program = captured.compile_version(recorded, recorder.compile)
 
         def run_located(*args: Any) -> Any:
-            runs.module = running.find_module_of_run(
+            recorder.module = running.find_module_of_run(
                 weights(args), running.find_owners(module) if copies else owners
             )
             return program(*args)

@@ -122,6 +122,25 @@ def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any
     return loss
 
 
+def run_step(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, backend: Callable[..., Any]
+) -> list[Tensor | None]:
+    """Run one forward and backward, compiled with `backend`, and restore the model's state.
+
+    Returns the gradients of the parameters, and of tensors of the batch that require a gradient.
+    """
+    module = compat.original_of(model)
+    with (
+        _isolate_gradients(module, batch) as leaves,
+        restore_state(module),
+        compile_as(model, backend) as program,
+    ):
+        loss = compute_loss(loss_fn, program, batch)
+        if loss.requires_grad:
+            loss.backward()
+        return [x.grad for x in leaves]
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether fp8pass compiles the model as a whole."""
     return not compat.compiled_in_vain(model) and _read_configuration(model) is not None
@@ -284,7 +303,7 @@ def _restore(values: Mapping[Tensor, Tensor]) -> None:
 
 
 @contextmanager
-def isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
+def _isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     """Yield the leaf tensors with `grad` set to None, and restore their gradients on exit.
 
     Leaves are parameters, and tensors of the batch that require a gradient. Values of gradients are
@@ -329,5 +348,4 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def find_leaves(batch: Any) -> list[Tensor]:
-    tensors = compat.tree_leaves(batch)
-    return [x for x in tensors if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]
+    return [x for x in compat.tensor_leaves(batch) if x.is_leaf and x.requires_grad]

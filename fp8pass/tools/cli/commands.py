@@ -8,7 +8,6 @@ from typing import Any
 
 from fp8pass.config import Config
 from fp8pass.demo import options as demo
-from fp8pass.option_checks import ConfigError
 from fp8pass.tools.cli import target
 from fp8pass.tools.cli.model_run import make_loss_fn, run_alone
 from fp8pass.tools.cli.parsing import (
@@ -79,7 +78,7 @@ def _explain(options: argparse.Namespace) -> None:
     if options.beside and not options.html:
         raise UsageError("--beside needs a report: add --html report.html.")
     config = target.parse_config(options)
-    target.check_beside(options)
+    target.parse_beside(options, config or Config())  # find errors before the model runs
     found = target.load(options)
     run_alone(found)
     import fp8pass
@@ -102,37 +101,28 @@ def _fit(options: argparse.Namespace) -> None:
     check_plot(options)
     config = target.parse_config(options)
     found = target.load(options)
-    result = _call_fit(options, config, found)
-    result.notes[:0] = found.notes
-    _show(result, options)
-    if not result.fits:
-        raise Failure("no way to train the model fits; the output shows what is too large.")
-
-
-def _call_fit(options: argparse.Namespace, config: Config | None, found: target.Target) -> Any:
     import torch
 
     import fp8pass
 
     loss_fn = make_loss_fn(found)
     unpacks = isinstance(found.batch, torch.Tensor)  # fit passes a single tensor as a tuple
-    wrong: ConfigError | None = None
     with task("fp8pass.fit", REPORT_FIT):
-        try:
-            return fp8pass.fit(
-                found.model,
-                *found.args,
-                gpu=options.gpu,
-                host=options.host,
-                config=config,
-                accumulate=options.accumulate,
-                blocks=options.blocks,
-                loss_fn=lambda model, batch: loss_fn(model, batch[0] if unpacks else batch),
-                **found.kwargs,
-            )
-        except ConfigError as error:
-            wrong = error
-    raise UsageError(str(wrong)) from wrong
+        result = fp8pass.fit(
+            found.model,
+            *found.args,
+            gpu=options.gpu,
+            host=options.host,
+            config=config,
+            accumulate=options.accumulate,
+            blocks=options.blocks,
+            loss_fn=lambda model, batch: loss_fn(model, batch[0] if unpacks else batch),
+            **found.kwargs,
+        )
+    result.notes[:0] = found.notes
+    _show(result, options)
+    if not result.fits:
+        raise Failure("no way to train the model fits; the output shows what is too large.")
 
 
 def _run_tool(name: str, options: argparse.Namespace) -> None:

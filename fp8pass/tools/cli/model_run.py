@@ -21,7 +21,8 @@ def run_alone(found: Target, run: Callable[[], Any] | None = None) -> None:
 
     from fp8pass.tools.running import restore_state
 
-    shapes = [_describe(x) for x in (*found.args, *found.kwargs.items())]
+    shapes = [*map(_describe, found.args)]
+    shapes += [f"{name}={_describe(x)}" for name, x in found.kwargs.items()]
     fix = f"The inputs were {', '.join(shapes) or 'none'}; pass others with --input."
     with (
         task("running the model without fp8pass", fix),
@@ -63,8 +64,6 @@ def _describe(value: Any) -> str:
 
     from fp8pass import graph
 
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-        return f"{value[0]}={_describe(value[1])}"
     if isinstance(value, torch.Tensor):
         return f"{graph.dtype_text(value.dtype)} {'x'.join(map(str, value.shape))}"
     return type(value).__name__

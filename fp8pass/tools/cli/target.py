@@ -121,18 +121,15 @@ def parse_beside(options: argparse.Namespace, config: Config) -> Config | None:
     """Return `config` with the options of `--beside`, if given.
 
     A recipe of `--beside` replaces the recipe of `config`, but not the options of `--option`.
+
+    Raises:
+        UsageError: an option of `--beside` is invalid.
     """
     given = dict(options.beside)
     if not given:
         return None
-    if "recipe" in given:
-        return _make_config({**dict(options.option), **given})
-    return replace(config, **given)
-
-
-def check_beside(options: argparse.Namespace) -> None:
-    """Raise UsageError if an option of `--beside` is invalid, before the model runs."""
-    _make_config(dict(options.option) | dict(options.beside))
+    base = dict(options.option) if "recipe" in given else vars(config)
+    return _make_config({**base, **given})
 
 
 def _make_config(options: dict[str, Any]) -> Config:

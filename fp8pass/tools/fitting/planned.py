@@ -215,15 +215,9 @@ def _count_flops(node: fx.Node) -> Work:
 
 def _find_reads(node: fx.Node) -> set[fx.Node]:
     """Return the buffers that a kernel reads, also through fused operators."""
-    found: set[fx.Node] = set()
-    pending, seen = list(node.all_input_nodes), set[fx.Node]()
-    while pending:
-        current = pending.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if current.op == "placeholder" or has_buffer(current):
-            found.add(current)
-        else:
-            pending += current.all_input_nodes
-    return found
+
+    def is_stored(operand: fx.Node) -> bool:
+        return operand.op == "placeholder" or has_buffer(operand)
+
+    found = graph.ancestors(node.all_input_nodes, passes=lambda n: not is_stored(n))
+    return set(filter(is_stored, found))

@@ -48,12 +48,11 @@ FEW, MORE = 3, 4
 WORTHWHILE = 8
 
 # A place is the index of a layer, or "before" or "after" all layers. Each pair matches a place with
-# `FEW` layers to a place with `MORE` layers.
+# `FEW` layers to a place with `MORE` layers. The backward runs the layers in reverse.
 Place = int | str
-PAIRS: tuple[tuple[Place, Place], ...] = (
-    *(("before", "before"), ("after", "after")),
-    *((0, 0), (1, 1), (1, 2), (2, 3)),
-)
+PAIRS: tuple[tuple[Place, Place], ...] = ((0, 0), (1, 1), (1, 2), (2, 3))
+FORWARD_PAIRS = (("before", "before"), *PAIRS, ("after", "after"))
+BACKWARD_PAIRS = (("before", "before"), *reversed(PAIRS), ("after", "after"))
 Slot = tuple[bool, Place]  # whether the moment is in the backward, and its place
 
 
@@ -82,10 +81,9 @@ def trace(
 
 
 def is_in_list(path: str) -> bool:
-    """Whether a path is in a module list, e.g. `layers.3.mlp`. Only lists have memory budgets, if
-    any.
+    """Whether a path is in a module list, e.g. `layers.3.mlp`.
 
-    `layers.3.mlp`. If a model has lists, memory budgets apply only to the modules in lists.
+    If a model has lists, memory budgets apply only to the modules in lists.
     """
     return any(part.isdigit() for part in path.split("."))
 
@@ -293,11 +291,11 @@ class TracedLayers:
         """Return the largest moments before, in and after the layers, of which four are shown."""
         few = self._find_largest(self.few.moments(self._config(config, FEW), fate))
         more = self._find_largest(self.more.moments(self._config(config, MORE), fate))
-        pairs = [((half, a), (half, b)) for half in (False, True) for a, b in PAIRS]
+        pairs = [((False, a), (False, b)) for a, b in FORWARD_PAIRS]
+        pairs += [((True, a), (True, b)) for a, b in BACKWARD_PAIRS]
         found = [(a, b) for a, b in pairs if a in few or b in more]
         if not found or any(a not in few or b not in more for a, b in found):
             raise NotAlike
-        found.sort(key=lambda pair: _make_sort_key(pair[1]))
         return [self._extrapolate(few[a], more[b], b[1] != a[1]) for a, b in found]
 
     def _find_largest(self, moments: list[Moment]) -> dict[Slot, Moment]:
@@ -341,11 +339,3 @@ class TracedLayers:
     def plans(self, config: Config) -> list[Plan]:
         """Return the plan of the model with few layers."""
         return self.few.plans(self._config(config, FEW))
-
-
-def _make_sort_key(slot: Slot) -> tuple[bool, float]:
-    """Sort slots by time. The backward runs the layers in reverse."""
-    backward, place = slot
-    if isinstance(place, str):
-        return backward, -1.0 if place == "before" else MORE + 1.0
-    return backward, float(MORE - place if backward else place)

@@ -139,7 +139,8 @@ class _Drawing:
         self.crossing = set(self.ctx.saved)
         self.forward = find_forward_nodes(compiled)
         self.drawn = [n for n in compiled.gm.graph.nodes if self._is_drawn(n)]
-        self.operands = {n: _find_operands(n, set(self.drawn)) for n in self.drawn}
+        drawn = set(self.drawn)
+        self.operands = {n: _find_operands(n, drawn) for n in self.drawn}
         computed = graph.ancestors(_find_outputs(compiled))
         columns = _Columns([n for n in self.drawn if n in computed])
         self.modules = columns.modules
@@ -242,13 +243,8 @@ class _Drawing:
 
 def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
     """Look through hidden nodes."""
-    pending, seen = list(node.all_input_nodes), dict.fromkeys(node.all_input_nodes)
-    while pending:
-        operand = pending.pop()
-        new = [] if operand in drawn else [n for n in operand.all_input_nodes if n not in seen]
-        seen.update(dict.fromkeys(new))
-        pending.extend(new)
-    return [n for n in seen if n in drawn]
+    found = graph.ancestors(node.all_input_nodes, passes=lambda n: n not in drawn)
+    return sorted(found & drawn)
 
 
 def _make_label(node: fx.Node) -> str:
