@@ -333,9 +333,10 @@ def test_times_of_an_unknown_gpu_are_marked(fitted):
 @pytest.mark.parametrize("name", ["A100", "A100 40GB", "RTX 3090"])
 def test_gpus_without_fp8_run_linear_layers_in_16_bits(name):
     model, ids = make_on_meta()
-    found = fit(model, ids, gpu=name, host="8GiB", blocks="blocks")
+    options = {"config": Config(fp8_gemms="all"), "host": "8GiB", "blocks": "blocks"}
+    found = fit(model, ids, gpu=name, **options)
     assert "(rates: datasheet; no FP8 tensor cores: linear layers in 16 bits)" in str(found)
-    fast = fit(model, ids, gpu=replace(GPUS[name], capability=(8, 9)), host="8GiB", blocks="blocks")
+    fast = fit(model, ids, gpu=replace(GPUS[name], capability=(8, 9)), **options)
     assert found.best.seconds.forward != fast.best.seconds.forward
     assert hardware.why_no_fp8_gemm(torch.device("cpu")) is None
 
