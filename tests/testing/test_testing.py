@@ -15,6 +15,7 @@ from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import Quantization
 from fp8pass.plan import Plan
 from fp8pass.testing import assert_close, assert_exact, assert_plan_is_true, checks, strategies
+from fp8pass.testing.closeness import Verdict
 from fp8pass.testing.noise import Formats, Noise
 from fp8pass.testing.steps import identical
 
@@ -173,3 +174,12 @@ def test_noise_keeps_the_strides_of_saved_tensors():
     assert 0 < (rounded - padded).norm() / padded.norm() < 0.1
     expanded = torch.randn(1, 78).expand(4, 78)
     assert noise.round_saved(expanded).shape == expanded.shape
+
+
+@pytest.mark.parametrize(("noise", "complaints"), [(0.0, 1), (torch.nan, 0)])
+def test_a_tensor_is_only_judged_by_finite_noise(noise, complaints):
+    exact, plain, noisy = torch.zeros(4), torch.full((4,), 1e-7), torch.full((4,), noise)
+    verdict = Verdict()
+    verdict.judge("gradient", [torch.ones(4), exact, plain, noisy], 0.0, 1.0)
+    assert len(verdict.complaints) == complaints
+    assert verdict.unjudged == 1
