@@ -243,10 +243,10 @@ def known_gpu(name: str) -> Gpu | None:
 
     The device name must contain all words of a key of `GPUS`, so an `L40S` is not an `L4`. If
     several keys fit, the longest is taken: `A100 40GB` before `A100`. Slower variants, such as
-    laptop GPUs, are unknown.
+    laptop GPUs and MIG slices, are unknown.
     """
     words = set(re.split(r"[\s-]+", name.lower()))
-    if words & {"laptop", "max", "nvl"} or words >= {"h100", "pcie"}:
+    if words & {"laptop", "max", "mig", "nvl"} or words >= {"h100", "pcie"}:
         return None
     found = [gpu for known, gpu in GPUS.items() if words >= set(known.lower().split())]
     return max(found, key=lambda gpu: len(gpu.name), default=None)

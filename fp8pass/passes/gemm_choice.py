@@ -27,12 +27,11 @@ import networkx as nx
 import torch
 from torch import fx
 
-from fp8pass import compat, graph, hardware
+from fp8pass import graph, hardware
 from fp8pass.activation_memory.cuts import CutValue, solve_cut
 from fp8pass.config import GEMMS, Config
 from fp8pass.graph.classify import GROUPED_GEMMS, Kind, kind
 from fp8pass.graph.collectives import find_gathers
-from fp8pass.graph.flops import flops
 from fp8pass.graph.linear_layers import Layer, gemm_operands
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.tags import ROLE
@@ -47,6 +46,7 @@ LAUNCH = 10e-6
 # contraction: of cuBLASLt, and of PyTorch's grouped GEMM.
 OVERHEAD, GROUPED_OVERHEAD = 128, 700
 PICOSECONDS = 1e12
+ROWS = 8192  # assumed for symbolic sizes, which are numbers of tokens
 # The forward is chosen first.
 STAGES: tuple[tuple[str, ...], ...] = (GEMMS[:1], GEMMS[1:])
 
@@ -87,6 +87,7 @@ class Choice:
         rest = [(role, gemm) for role, gemm in layer.gemms() if gemm not in self.in_fp8]
         if not rest:
             return ""
+        # The forward was chosen alone, so a cast that forward and backward lack counts for both.
         missing = {
             (role in STAGES[0], key): seconds
             for role, gemm in rest
@@ -104,7 +105,9 @@ def choose_gemms(
 ) -> Choice:
     """Choose the GEMMs of `layers` that run in FP8.
 
-    All GEMMs run in FP8 with `fp8_gemms="all"`, on a CPU, and on GPUs with unknown rates.
+    All GEMMs run in FP8 with `fp8_gemms="all"`, on a CPU, and on GPUs with unknown rates. The
+    choice ignores hints of symbolic sizes: the cache key does not contain them, and the first batch
+    of another size may be a small one.
 
     Args:
         g: the graph of the layers, whose GEMMs are tagged with their roles.
@@ -113,14 +116,16 @@ def choose_gemms(
         config: the user's choices.
     """
     gemms = [(gemm, layer) for layer in layers for _, gemm in layer.gemms()]
-    gpu = hardware.rates_of(tensor(gemms[0][0]).device) if gemms else None
-    if config.fp8_gemms == "all" or not config.quantizes_linears or gpu is None:
+    rates = {gemm: hardware.rates_of(tensor(gemm).device) for gemm, _ in gemms}
+    if config.fp8_gemms == "all" or not config.quantizes_linears or not any(rates.values()):
         return Choice({gemm for gemm, _ in gemms})
     choice, gathered = Choice(), {gather.whole for gather in find_gathers(g)}
     for gemm, layer in gemms:
-        casts = casts_of(gemm, layer)
-        choice.casts[gemm] = {key: cast.seconds(gpu) for key, cast in casts.items()}
-        choice.gains[gemm] = math.inf if _must_be_fp8(gemm, gathered) else _gain(gemm, layer, gpu)
+        gpu = rates[gemm]
+        casts = casts_of(gemm, layer) if gpu else {}
+        choice.casts[gemm] = {key: cast.seconds(gpu) for key, cast in casts.items() if gpu}
+        chooses = gpu and not _must_be_fp8(gemm, gathered)
+        choice.gains[gemm] = _gain(gemm, layer, gpu) if gpu and chooses else math.inf
     for roles in STAGES:
         stage = [gemm for gemm, _ in gemms if gemm.meta[ROLE] in roles]
         for group in _independent(stage, choice):
@@ -151,16 +156,27 @@ def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu) -> float:
     """
     if tensor(gemm).dtype is torch.float32:
         return math.inf
-    operands, work = gemm_operands(gemm), flops(gemm)
-    elements, result = sum(graph.numel(tensor(x)) for x in operands), graph.nbytes(gemm)
-    length = compat.size_hint(tensor(operands[0]).shape[-1])
+    operands = gemm_operands(gemm)
+    elements = sum(map(count_elements, operands))
+    result = count_elements(gemm) * tensor(gemm).element_size()
+    length = _size(tensor(operands[0]).shape[-1])
     if gemm.meta[ROLE] == "wgrad" and gemm.target in GROUPED_GEMMS:
         length = max(length // layer.experts, 1)  # contracts over the tokens of each expert
+    work = 2 * count_elements(gemm) * length
     slower = 1 + (GROUPED_OVERHEAD if layer.experts else OVERHEAD) / length
     in_bf16 = max(work / gpu.bf16_flops, (2 * elements + result) / gpu.bandwidth)
     in_fp8 = max(slower * work / gpu.fp8_flops, (elements + result) / gpu.bandwidth)
     # cuBLASLt clears a buffer before each FP8 GEMM, which is a launch.
     return max(in_bf16 - in_fp8 - LAUNCH, 0)
+
+
+def count_elements(x: fx.Node) -> int:
+    """Return the number of elements of a GEMM's operand or result, with `ROWS` for symbols."""
+    return math.prod(map(_size, tensor(x).shape))
+
+
+def _size(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else ROWS
 
 
 def _independent(gemms: list[fx.Node], choice: Choice) -> list[list[fx.Node]]:

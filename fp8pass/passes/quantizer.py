@@ -24,7 +24,7 @@ from fp8pass.graph.linear_layers import (
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE, OPERAND_OF, REPLACED_GEMM, ROLE
-from fp8pass.passes.gemm_choice import Cast, Casts, Choice, is_computed
+from fp8pass.passes.gemm_choice import Cast, Casts, Choice, count_elements, is_computed
 from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
@@ -152,7 +152,8 @@ class Quantizer:
         tensor anyway, for a GEMM in BF16 as well, unless the tensor is saved exactly.
         """
         base, is_flipped = graph.skip_transposes(matrix)
-        count, size = graph.numel(tensor(base)), graph.nbytes(base)
+        count = count_elements(matrix)
+        size = count * tensor(base).element_size()
         identity, computed = identity_of(base), is_computed(base)
         own = Cast(0) if computed else Cast(size, 1)
         casts: dict[Hashable, Cast] = {(identity, "amax"): own}

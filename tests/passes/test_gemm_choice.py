@@ -232,16 +232,20 @@ def test_recipe_exact_and_simulation_choose_nothing():
         assert not any(y.slower for y in plan.linears)
 
 
-def test_dynamic_shapes_are_judged_by_the_traced_sizes():
-    with planning_for(GPUS["H200"]):
-        for count, expected in ((64, ()), (8192, ALL)):
-            torch._dynamo.reset()
-            x = torch.empty(count, 2048, dtype=torch.bfloat16, device="cpu", requires_grad=True)
-            with torch.device("cpu"):
-                model = nn.Sequential(nn.Tanh(), nn.Linear(2048, 2048, bias=False).bfloat16())
-            joint = capture_joint(model, x, dynamic=True)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_choice_for_dynamic_shapes_does_not_depend_on_the_first_batch(dynamic):
+    """Cache keys contain no hints, and a short last batch makes shapes dynamic."""
+    found = []
+    for count in (64, 8192):
+        torch._dynamo.reset()
+        x = torch.empty(count, 2048, dtype=torch.bfloat16, device="cpu", requires_grad=True)
+        with torch.device("cpu"):
+            model = nn.Sequential(nn.Tanh(), nn.Linear(2048, 2048, bias=False).bfloat16())
+        with planning_for(GPUS["H200"]):
+            joint = capture_joint(model, x, dynamic=dynamic)
             run_passes(JOINT_PASSES, joint.gm, joint.ctx)
-            assert roles(joint.ctx.plan) == [expected]
+        found += roles(joint.ctx.plan)
+    assert found == [ALL if dynamic else (), ALL]
 
 
 def test_merged_dgrads_contain_only_gemms_in_fp8(on_a_small_gpu):
@@ -299,7 +303,7 @@ def test_explain_and_the_log_give_the_reason(on_a_small_gpu, monkeypatch, caplog
 def models(monkeypatch):
     """Import models.py, layer.py and moe.py of benchmarks/."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return {name: importlib.import_module(name) for name in ("models", "layer", "moe", "gpt2")}
+    return {name: importlib.import_module(name) for name in ("models", "layer", "moe")}
 
 
 def planned(monkeypatch, gpu: str, model, *args, loss_of=None):
@@ -368,10 +372,10 @@ def test_experts_run_in_fp8_if_they_are_large(models, monkeypatch, name, expecte
 @pytest.mark.long
 def test_gpt2_runs_partly_in_fp8(models, monkeypatch):
     """Forward and backward of GPT-2 124M gain 1.4 ms in FP8, of 30 ms, and launch 338 kernels."""
-    size = models["gpt2"].FULL
+    layers, traced = 12, 2
     with torch.device("meta"):
-        model = models["models"].GPT(2, size.hidden, size.heads, size.vocabulary, size.seq)
-        ids = torch.empty(size.batch, size.seq, dtype=torch.long)
+        model = models["models"].GPT(traced, 768, 12, vocabulary=50304, length=1024)
+        ids = torch.empty(16, 1024, dtype=torch.long)
 
     def loss_of(run, args, kwargs):
         with torch.autocast("cpu", torch.bfloat16):
@@ -382,7 +386,7 @@ def test_gpt2_runs_partly_in_fp8(models, monkeypatch):
     assert by_name["out"] == ()
     assert "wgrad" not in by_name["qkv"]
     of = measured("gpt2", None, "bf16 compile", "fp8pass coat", "gpu_ms")
-    assert saved * size.layers / 2 == pytest.approx(of, abs=1.0)
+    assert saved * layers / traced == pytest.approx(of, abs=1.0)
 
 
 def recorded_gemms():
@@ -406,5 +410,6 @@ def test_device_names_are_mapped_to_known_gpus():
     assert known_gpu("NVIDIA A100-SXM4-80GB") is GPUS["A100"]
     assert known_gpu("Tesla T4") is None
     assert known_gpu("NVIDIA L40") is None
+    assert known_gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     assert hardware.rates_of(torch.device("cpu")) is None
     assert math.isfinite(GPUS["H200"].bandwidth)

@@ -58,7 +58,7 @@ from fp8pass.graph.linear_layers import Layer, Reason, find_layers, gemm_operand
 from fp8pass.graph.nodes import aten, emit, prims, tensor
 from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
 from fp8pass.passes.context import Context
-from fp8pass.passes.gemm_choice import Cast, Casts, choose_gemms, is_computed
+from fp8pass.passes.gemm_choice import Cast, Casts, choose_gemms, count_elements, is_computed
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
@@ -169,7 +169,8 @@ class ExpertRewriter(Quantizer):
         casts: dict[Hashable, Cast] = {}
         for x in gemm_operands(gemm):
             base = graph.skip_batched_transposes(graph.skip_transposes(x)[0])[0]
-            count, size, identity = graph.numel(tensor(x)), graph.nbytes(x), identity_of(base)
+            count, identity = count_elements(x), identity_of(base)
+            size = count * tensor(x).element_size()
             if graph.skip_views_and_casts(x) is layer.weight:
                 casts[identity, gemm.meta[ROLE]] = Cast(count + size, 1)
                 continue
