@@ -1,6 +1,6 @@
 """The models of `never_slower.py`, each with a batch. Every forward returns a loss.
 
-Sizes are those of the published models. `tiny` replaces them by sizes for a CPU.
+The models have their published sizes; `tiny` replaces them by sizes for a CPU.
 """
 
 from __future__ import annotations

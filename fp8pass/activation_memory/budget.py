@@ -226,8 +226,7 @@ class BudgetProblem:
         )
 
     def _host_variables(self, value: fx.Node, variables: _Variables) -> _Variables:
-        """Add variables for host memory: of the low-bit value, if one is allowed, else of the exact
-        one.
+        """Add a variable for the low-bit value in host memory if allowed, else for the exact value.
 
         The seconds include the slowdown of other work, but not the waits for copies.
         """

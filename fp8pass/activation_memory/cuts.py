@@ -321,8 +321,7 @@ class CutValue(NamedTuple):
 def solve_cut(values: tuple[CutValue, ...], early: bool) -> tuple[set[int], set[int], float]:
     """Return the indices of saved values, the indices of recomputed values, and the cost.
 
-    Raise no error, but return an infinite cost, if no cut gives all needed values. For `early`, see
-    `min_cut`.
+    The cost is infinite if no cut gives all needed values. For `early`, see `min_cut`.
     """
     network = _network(values)
     flow = nx.algorithms.flow.boykov_kolmogorov

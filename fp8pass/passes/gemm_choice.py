@@ -116,18 +116,18 @@ def choose_gemms(
         config: the user's choices.
     """
     gemms = [(gemm, layer) for layer in layers for _, gemm in layer.gemms()]
-    rates = {gemm: hardware.rates_of(tensor(gemm).device) for gemm, _ in gemms}
-    if config.fp8_gemms == "all" or not config.quantizes_linears or not any(rates.values()):
-        return Choice({gemm for gemm, _ in gemms})
+    everything = config.fp8_gemms == "all" or not config.quantizes_linears
     choice, gathered = Choice(), {gather.whole for gather in find_gathers(g)}
     for gemm, layer in gemms:
-        gpu = rates[gemm]
-        casts = casts_of(gemm, layer) if gpu else {}
-        choice.casts[gemm] = {key: cast.seconds(gpu) for key, cast in casts.items() if gpu}
-        chooses = gpu and not _must_be_fp8(gemm, gathered)
-        choice.gains[gemm] = _gain(gemm, layer, gpu) if gpu and chooses else math.inf
+        gpu = None if everything else hardware.rates_of(tensor(gemm).device)
+        if gpu is None:
+            choice.in_fp8.add(gemm)
+            continue
+        casts = casts_of(gemm, layer)
+        choice.casts[gemm] = {key: cast.seconds(gpu) for key, cast in casts.items()}
+        choice.gains[gemm] = math.inf if _must_be_fp8(gemm, gathered) else _gain(gemm, layer, gpu)
     for roles in STAGES:
-        stage = [gemm for gemm, _ in gemms if gemm.meta[ROLE] in roles]
+        stage = [gemm for gemm in choice.gains if gemm.meta[ROLE] in roles]
         for group in _independent(stage, choice):
             _choose(group, choice)
         choice.done |= {key for n in stage if n in choice.in_fp8 for key in choice.casts[n]}

@@ -122,7 +122,7 @@ class Call:
     constants: tuple[tuple[str, Any], ...]
 
     def source(self, name: str, number: int, index: str) -> str:
-        """Call part `number`, whose function is called `name` in the source."""
+        """Return the source that calls the function `name` for part `number` of the launch."""
         sizes = [f"{size}={size}_{number}" for size in self.function.sizes]
         constants = [f"{constant}={value!r}" for constant, value in self.constants]
         return f"{name}({', '.join((index, *self.pointers, *sizes, *constants))})"

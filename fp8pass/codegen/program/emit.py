@@ -70,7 +70,7 @@ def _build_program(
 def _merge_steps(
     steps: dict[fx.Node, list[Step]], others: dict[fx.Node, list[Step]]
 ) -> dict[fx.Node, list[Step]]:
-    """Append the new steps of `others` to those of the same node in `steps`."""
+    """For each node of `others`, append the steps that `steps` lacks to the node's `steps`."""
     found = {}
     for node, more in others.items():
         known = steps.get(node, [])

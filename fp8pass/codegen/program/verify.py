@@ -199,7 +199,7 @@ def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
 
 
 def _verify_width(load: Load, x: Tensor, width: int) -> None:
-    """Check the width of a matrix of which the load reads a part."""
+    """If the load reads some columns of a wider matrix, check the width of this matrix."""
     if load.width:
         found = x.shape[-1]
         _require(found == width, load, f"is a part of {width} columns, but its tensor has {found}")
