@@ -122,6 +122,20 @@ def test_a_graph_input_that_needs_a_gradient_is_saved_quantized():
     assert programs[1][1].plan.saved_bytes < 0.5 * h.numel() * 4
 
 
+@pytest.mark.parametrize("part", [lambda y: y[0], lambda y: y[1].t(), lambda y: y[:, 0]])
+def test_a_saved_part_of_a_tensor_does_not_keep_the_rest(part):
+    """Inductor removes copies with the strides of their operand."""
+
+    def normed(x, w):
+        h = F.softsign(part(F.linear(x, w)))
+        return F.layer_norm(h, h.shape[-1:])
+
+    program, spy = compiled(normed, Config())
+    x = torch.randn(2, 16, 16, dtype=torch.bfloat16)
+    w = torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)
+    assert count_saved(program, (x, w), ()) == count_planned(spy.plan)
+
+
 @pytest.mark.long
 def test_coat_saves_fewer_bytes_than_linear_and_stock():
     saved = {}

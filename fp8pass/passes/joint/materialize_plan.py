@@ -117,7 +117,7 @@ class Carrier:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         with self.graph.inserting_before(graph.insertion_point_after(node)):
-            return emit(self.graph, aten.clone.default, node, like=node)
+            return self._copy_in_order(node, node)
 
     def _recompute(self, node: fx.Node) -> fx.Node:
         with self.graph.inserting_before(self.at):
@@ -163,13 +163,21 @@ class Carrier:
 
     def _restore_layout(self, node: fx.Node, back: fx.Node) -> fx.Node:
         order = graph.stride_order(tensor(node))
+        return back if order == sorted(order) else self._copy_in_order(node, back)
+
+    def _copy_in_order(self, node: fx.Node, x: fx.Node) -> fx.Node:
+        """Return a dense copy of `x` with the order of the strides of `node`.
+
+        The operator is not `clone`, because Inductor removes a clone with the strides of its
+        operand, such as the clone of `x[0]`.
+        """
+        add = partial(emit, self.graph, like=x)
+        order = graph.stride_order(tensor(node))
         if order == sorted(order):
-            return back
-        add = partial(emit, self.graph, like=back)
-        inward = add(aten.permute.default, back, order)
-        dense = add(aten.clone.default, inward, memory_format=torch.contiguous_format)
+            return add(aten.squeeze_copy.dims, x, [])
         inverse = [order.index(dim) for dim in range(len(order))]
-        return add(aten.permute.default, dense, inverse)
+        copy = add(aten.squeeze_copy.dims, add(aten.permute.default, x, order), [])
+        return add(aten.permute.default, copy, inverse)
 
     def _save(
         self,
