@@ -86,7 +86,8 @@ def compiled_step(name: str, backend: Any, device: str, dtype: torch.dtype) -> A
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         step(program, model, inputs)
         for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])  # batch norms count the first step
+            if buffer.shape == before[name].shape:  # a step may enlarge a cache of positions
+                buffer.copy_(before[name])  # batch norms count the first step
     return step(program, model, inputs)
 
 
