@@ -184,6 +184,7 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
     """
     if _on_cpu(example_inputs):
         return {}
+    compat.launch_statically()
     options: dict[str, Any] = {
         # Inductor's wrong estimate of the peak would move nodes that materialize_plan placed well.
         "reorder_for_peak_memory": False,
@@ -193,7 +194,7 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
         # Gradients of gated activations are faster to compute twice than to store.
         "realize_reads_threshold": 8,
         # A layer of hidden size 2048 then takes 8% less CPU time.
-        "static_launch_user_defined_triton_kernels": True,
+        compat.STATIC_LAUNCHES: True,
     }
     if config.packs:
         # Unpacking an element takes about 15 operators. By default, Inductor would store each

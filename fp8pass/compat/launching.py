@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -20,7 +21,22 @@ from torch.utils._sympy.functions import CeilDiv
 
 from fp8pass.compat.attributes import set_attributes
 
-__all__ = ["ceil_div", "load_source", "lower_to_buffer", "lower_to_parts", "lower_to_triton"]
+__all__ = [
+    "STATIC_LAUNCHES", "ceil_div", "launch_statically", "load_source", "lower_to_buffer",
+    "lower_to_parts", "lower_to_triton",
+]  # fmt: skip
+
+# Inductor's option to launch kernels that it did not generate as cheaply as its own.
+STATIC_LAUNCHES = "static_launch_user_defined_triton_kernels"
+
+
+def launch_statically() -> None:
+    """Turn `STATIC_LAUNCHES` on in the processes that compile kernels, if none runs yet.
+
+    Inductor passes its other options to these processes, but not this one, which they read from
+    the environment when they start.
+    """
+    os.environ.setdefault(f"TORCHINDUCTOR_{STATIC_LAUNCHES.upper()}", "1")
 
 
 def lower_to_buffer(op: Any) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from helpers import cosine, tokens
@@ -78,6 +82,33 @@ def test_an_accelerator_has_options_tuned_by_measurements(recipe):
     options = inductor_defaults(Config.recipe(recipe), [3, torch.empty(2, device="meta")])
     assert options["realize_reads_threshold"] == 8
     assert ("realize_opcount_threshold" in options) == (recipe == "agoq")
+
+
+COMPILE_WORKER = """
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from fp8pass import compat
+from fp8pass.compiler import inductor_defaults
+from fp8pass.config import Config
+
+if __name__ == "__main__":
+    inductor_defaults(Config(), [torch.empty(2, device="meta")])
+    option = f"__import__('torch._inductor.config')._inductor.config.{compat.STATIC_LAUNCHES}"
+    print(AsyncCompile.process_pool().submit(eval, option).result())
+"""
+
+
+def test_processes_that_compile_kernels_prepare_static_launches():
+    """Inductor does not pass this option to the processes."""
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE_WORKER],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "True"
 
 
 @pytest.mark.parametrize(
