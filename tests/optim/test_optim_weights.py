@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import cache
 
 import pytest
 import torch
@@ -77,14 +78,21 @@ def test_large_weights_are_quantized(device):
     assert torch.equal(model.up.weight.scales, scales)
 
 
+@cache
+def backend(device: str, recipe: str):
+    """Return a backend. Models that share it share compiled code, and kernels that Inductor tuned.
+
+    Without sharing, kernels that were tuned twice may sum in different orders.
+    """
+    compiler = "inductor" if device == "cuda" else "eager"
+    return fp8pass.backend(fp8pass.Config.recipe(recipe, compiler=compiler))
+
+
 def train(model: nn.Module, device: str, backwards: int, *, offload, accumulate: int, recipe):
     """Return the losses and the model's optimizer."""
-    torch._dynamo.reset()
     optimizer = AdamW(model.parameters(), lr=0.01, offload=offload)
     step_in_backward(model, optimizer, accumulate=accumulate)
-    compiler = "inductor" if device == "cuda" else "eager"
-    config = fp8pass.Config.recipe(recipe, compiler=compiler)
-    program = torch.compile(model, backend=fp8pass.backend(config))
+    program = torch.compile(model, backend=backend(device, recipe))
     losses = []
     for step in range(backwards):
         loss = program(ids(device, step))
