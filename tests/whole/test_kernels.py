@@ -19,6 +19,7 @@ from fp8pass.codegen.kernels.row_kernel import rows
 from fp8pass.codegen.kernels.tile_kernel import tiles
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.config import Config
+from fp8pass.graph.nodes import tensor
 from fp8pass.option_checks import ConfigError
 
 
@@ -65,6 +66,20 @@ class NormedMLP(nn.Module):
         for norm, mlp in zip(self.norms, self.mlps, strict=True):
             x = x + mlp(norm(x))
         return x
+
+
+def test_kernels_of_norms_compute_amaxes_under_autocast(graphs, monkeypatch):
+    """The residual stream is in FP32, and GEMMs read its gradient in BF16."""
+    model, x = NormedMLP(), torch.randn(32, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
+        graphs.clear()
+        got = gradients(model, x, Config(), kernels_off=False, monkeypatch=monkeypatch)
+    _, backward = graphs
+    operands = [n.args[0] for n in backward.nodes if n.target is torch.ops.fp8pass.amax.default]
+    assert [tuple(tensor(x).shape) for x in operands] == [(32, 64), (32, 1)]
+    for parameter, gradient in want.gradients.items():
+        assert cosine(got.gradients[parameter], gradient) > 0.99, parameter
 
 
 @pytest.mark.long

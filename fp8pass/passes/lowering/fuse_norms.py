@@ -26,7 +26,7 @@ from fp8pass.codegen.program.ir import NotAMatrix, Step, Store
 from fp8pass.codegen.program.reader import Reader
 from fp8pass.graph.nodes import aten, prims, tensor
 from fp8pass.graph.order import depends_on, sort_around
-from fp8pass.graph.patterns import RESHAPES, is_residual_sum
+from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -116,9 +116,17 @@ def _find_amaxes(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         if user.target is fp8.amax.default and user.args[1] == "tensor":
             found.append(user)
-        elif user.target in RESHAPES:
+        elif user.target in RESHAPES or _is_cast_to_bf16(user):
             found += _find_amaxes(user)
     return found
+
+
+def _is_cast_to_bf16(node: fx.Node) -> bool:
+    """Whether a node is a cast that kernels leave out, as of an FP32 stream under autocast.
+
+    A cast to FP16 may overflow, so it is not left out.
+    """
+    return node.target in CASTS and tensor(node).dtype is torch.bfloat16
 
 
 def _replace_sum(column_sum: fx.Node, partial_sums: fx.Node) -> None:
