@@ -11,6 +11,7 @@ only the forward nodes in `ctx.saved`.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -116,8 +117,14 @@ class Carrier:
         return saved
 
     def _copy(self, node: fx.Node) -> fx.Node:
+        copy, order = aten.squeeze_copy.dims, graph.stride_order(tensor(node))
         with self.graph.inserting_before(graph.insertion_point_after(node)):
-            return self._copy_in_order(node, node)
+            if _is_expanded(node):
+                return emit(self.graph, aten.clone.default, node, like=node)
+            # Inductor would remove `clone` where it changes no strides, as for `x[0]`.
+            if order == sorted(order):
+                return emit(self.graph, copy, node, [], like=node)
+            return self._in_order(order, node, copy, [])
 
     def _recompute(self, node: fx.Node) -> fx.Node:
         with self.graph.inserting_before(self.at):
@@ -163,21 +170,19 @@ class Carrier:
 
     def _restore_layout(self, node: fx.Node, back: fx.Node) -> fx.Node:
         order = graph.stride_order(tensor(node))
-        return back if order == sorted(order) else self._copy_in_order(node, back)
-
-    def _copy_in_order(self, node: fx.Node, x: fx.Node) -> fx.Node:
-        """Return a dense copy of `x` with the order of the strides of `node`.
-
-        The operator is not `clone`, because Inductor removes a clone with the strides of its
-        operand, such as the clone of `x[0]`.
-        """
-        add = partial(emit, self.graph, like=x)
-        order = graph.stride_order(tensor(node))
         if order == sorted(order):
-            return add(aten.squeeze_copy.dims, x, [])
+            return back
+        layout = torch.contiguous_format
+        return self._in_order(order, back, aten.clone.default, memory_format=layout)
+
+    def _in_order(
+        self, order: list[int], x: fx.Node, copy: Any, *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """Return a dense copy of `x` whose dimensions `order` have falling strides."""
+        add = partial(emit, self.graph, like=x)
+        dense = add(copy, add(aten.permute.default, x, order), *args, **kwargs)
         inverse = [order.index(dim) for dim in range(len(order))]
-        copy = add(aten.squeeze_copy.dims, add(aten.permute.default, x, order), [])
-        return add(aten.permute.default, copy, inverse)
+        return add(aten.permute.default, dense, inverse)
 
     def _save(
         self,
