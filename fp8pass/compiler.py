@@ -57,6 +57,8 @@ class Backend:
         config = _with_bandwidth(config, example_inputs)
         patches = {**inductor_defaults(config, example_inputs), **given}
         _check_can_compile(config, patches, example_inputs)
+        if patches.get(compat.STATIC_LAUNCHES):
+            compat.launch_statically()
         hooks = (*((Observing(self.observer),) if self.observer else ()), *self.hooks)
         _warn_about_checkpointing(hooks)
         captured = Captured(gm, tuple(example_inputs), patches, hooks)
@@ -184,7 +186,6 @@ def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str
     """
     if _on_cpu(example_inputs):
         return {}
-    compat.launch_statically()
     options: dict[str, Any] = {
         # Inductor's wrong estimate of the peak would move nodes that materialize_plan placed well.
         "reorder_for_peak_memory": False,

@@ -88,11 +88,10 @@ COMPILE_WORKER = """
 import torch
 from torch._inductor.async_compile import AsyncCompile
 from fp8pass import compat
-from fp8pass.compiler import inductor_defaults
-from fp8pass.config import Config
 
 if __name__ == "__main__":
-    inductor_defaults(Config(), [torch.empty(2, device="meta")])
+    options = {"compiler": "eager", compat.STATIC_LAUNCHES: True}
+    torch.compile(torch.nn.Linear(2, 2), backend="fp8pass", options=options)(torch.ones(2))
     option = f"__import__('torch._inductor.config')._inductor.config.{compat.STATIC_LAUNCHES}"
     print(AsyncCompile.process_pool().submit(eval, option).result())
 """

@@ -178,7 +178,7 @@ class Carrier:
     def _in_order(
         self, order: list[int], x: fx.Node, copy: Any, *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """Return a dense copy of `x` whose dimensions `order` have falling strides."""
+        """Return a dense copy of `x`. Its strides fall in the order of the dimensions `order`."""
         add = partial(emit, self.graph, like=x)
         dense = add(copy, add(aten.permute.default, x, order), *args, **kwargs)
         inverse = [order.index(dim) for dim in range(len(order))]
