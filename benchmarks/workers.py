@@ -62,8 +62,9 @@ def run_jobs(work: Work, jobs: list[Any], *, ranks: int = 1) -> Iterator[Any]:
             for group in (Group(g, ranks, gpus > 0, folder) for g in range(groups))
             for rank in range(ranks)
         ]
-        for gpu, process in enumerate(processes):
-            with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=str(gpu) if gpus else ""):
+        names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        for process, name in zip(processes, names.split(","), strict=False):
+            with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=name):
                 process.start()  # the child inherits the variable
         try:
             yield from _results_of(results, len(processes), ranks)
