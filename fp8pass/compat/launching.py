@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import ir as inductor_ir
+from torch._inductor.async_compile import shutdown_compile_workers
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.lowering import empty_strided as inductor_empty_strided
 from torch._inductor.lowering import fallback_handler, register_lowering
@@ -31,12 +32,16 @@ STATIC_LAUNCHES = "static_launch_user_defined_triton_kernels"
 
 
 def launch_statically() -> None:
-    """Turn `STATIC_LAUNCHES` on in the processes that compile kernels, if none runs yet.
+    """Turn `STATIC_LAUNCHES` on in the processes that compile kernels.
 
     Inductor passes its other options to these processes, but not this one, which they read from
-    the environment when they start.
+    the environment when they start. Processes that run already are stopped; Inductor starts new
+    ones.
     """
-    os.environ.setdefault(f"TORCHINDUCTOR_{STATIC_LAUNCHES.upper()}", "1")
+    name = f"TORCHINDUCTOR_{STATIC_LAUNCHES.upper()}"
+    if name not in os.environ:
+        os.environ[name] = "1"
+        shutdown_compile_workers()
 
 
 def lower_to_buffer(op: Any) -> None:

@@ -90,6 +90,7 @@ from torch._inductor.async_compile import AsyncCompile
 from fp8pass import compat
 
 if __name__ == "__main__":
+    AsyncCompile.process_pool().submit(int).result()  # as if PyTorch had compiled something before
     options = {"compiler": "eager", compat.STATIC_LAUNCHES: True}
     torch.compile(torch.nn.Linear(2, 2), backend="fp8pass", options=options)(torch.ones(2))
     option = f"__import__('torch._inductor.config')._inductor.config.{compat.STATIC_LAUNCHES}"
