@@ -140,6 +140,7 @@ def new_llama(size: Size, device: torch.device) -> Any:
         num_key_value_heads=size.kv_heads,
         vocab_size=size.vocabulary,
         max_position_embeddings=size.seq,
+        use_cache=False,
     )
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

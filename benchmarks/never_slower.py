@@ -231,6 +231,8 @@ def measure(
     """Measure the variants of a workload."""
     use_expandable_segments()
     torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # above the limit, a model would run uncompiled
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch.manual_seed(0)
     base, batch = WORKLOADS[name].place(device, tiny)
     subjects, results = {}, {}

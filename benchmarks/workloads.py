@@ -271,7 +271,7 @@ def _hugging_face(
     device: torch.device,
     tiny: bool,
 ) -> Made:
-    made = getattr(transformers, config)(**{**sizes, **(small if tiny else {})})
+    made = getattr(transformers, config)(use_cache=False, **{**sizes, **(small if tiny else {})})
     return getattr(transformers, model)(made), inputs(made, tiny)
 
 
