@@ -38,6 +38,7 @@ AttentionOutput = Literal["exact", "e2m5"]
 Compiler = Literal["inductor", "eager"]
 Gemm = Literal["forward", "dgrad", "wgrad"]
 Fp8Gemms = Literal["where_faster", "all"]
+CompactSaves = Literal["where_free", "all"]
 Recipe = Literal["linear", "coat", "agoq", "exact"]
 
 GEMMS: tuple[Gemm, ...] = get_args(Gemm)
@@ -144,6 +145,9 @@ class Config:
             tensor with too large an amplification gets a larger format or is saved exactly. `none`
             saves all these tensors exactly. `exact` does the same through the compiler's path for
             low-bit formats, for tests.
+        compact_saves: the tensors that are saved in low-bit formats or recomputed: `where_free`, as
+            many as take no longer than FP8 GEMMs save, or `all` that the error rules allow. With a
+            `memory_budget`, on GPUs with unknown rates, and on a CPU, the value is `all`.
         attention_output: format in which the output of attention is saved for the backward:
             `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of 1×32).
             The worst-case error of `e2m5` has no bound. In measurements, the errors of `e2m5` in
@@ -204,6 +208,7 @@ class Config:
     fast_accumulation: tuple[Gemm, ...] = GEMMS
     longest_fast: int = 4096
     save_format: SaveFormat = "e4m3"
+    compact_saves: CompactSaves = "where_free"
     attention_output: AttentionOutput = "exact"
     error_tolerance: float = 1.0
     calibration: tuple[ValueMoments, ...] = ()
@@ -416,6 +421,7 @@ OPTION_CHECKS: dict[str, Check] = {
         hint=" To accumulate precisely in all GEMMs, set fast_accumulation=().",
     ),
     "save_format": one_of(SaveFormat),
+    "compact_saves": one_of(CompactSaves),
     "attention_output": one_of(AttentionOutput),
     "error_tolerance": must_be(
         "a positive number, or float('inf')", lambda x: is_number(x) and x > 0

@@ -15,9 +15,8 @@ import networkx as nx
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.activation_memory.costs import recompute_price, save_price
 from fp8pass.activation_memory.decision import Decision, Decisions, decide_free
-from fp8pass.activation_memory.format_choices import FormatChoices
+from fp8pass.activation_memory.format_choices import CHEAP_TO_RECOMPUTE, FormatChoices
 from fp8pass.activation_memory.needs import Needs
 from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.dialect.formats import EXACT
@@ -44,10 +43,10 @@ def cheapest_plan(needs: Needs, choices: FormatChoices) -> Decisions:
     The plan recomputes neither expensive nodes, such as GEMMs, nor chains of residual sums.
     """
     decisions: Decisions = {}
-    for component in components(needs.values, needs.all, recompute_price):
+    for component in components(needs.values, needs.all, choices.recompute_price):
         exact, rest = _cut_component(component, needs, choices)
         for node in exact.recomputed | rest.recomputed:
-            decisions[node] = Decision(None, 0, SavedReason.CHEAP)
+            decisions[node] = CHEAP_TO_RECOMPUTE
         for node in exact.saved | rest.saved:
             decisions[node] = _decide(node, choices, needs, exactly=node in exact.saved)
     return decisions
@@ -98,7 +97,7 @@ def _chained_sums(
         is_sum = value in choices.rules.junctions and is_same_shape_addition(value)
         is_sum = is_sum and len(value.users) > 1
         has_branch = not (following | free).issuperset(operands)
-        if following and has_branch and is_sum and math.isfinite(save_price(value)):
+        if following and has_branch and is_sum and math.isfinite(choices.save_price(value)):
             found.add(value)
         elif following or is_sum:
             after_a_sum.add(value)
@@ -154,7 +153,7 @@ class _ComponentCuts:
             if is_attention_mask or not self.choices.may_be_recomputed(node):
                 rigid.add(node)
         masks = exact | (rigid & everything)
-        regions = masks | {n for n in rigid if math.isinf(save_price(n))}
+        regions = masks | {n for n in rigid if math.isinf(self.choices.save_price(n))}
         candidates = [masks, regions]
         if exact or any(map(self.choices.rules.why_ungrouped, everything)):
             candidates.append(regions | {n for n in everything if not self._takes_low_bits(n)})
@@ -165,24 +164,24 @@ class _ComponentCuts:
         return found
 
     def _takes_low_bits(self, node: fx.Node) -> bool:
-        exact = save_price(node)
+        exact = self.choices.save_price(node)
         return math.isinf(exact) or self.choices.cheapest(node).price < exact
 
     def _recompute_price(self, node: fx.Node) -> float:
-        return math.inf if node in self.saved else recompute_price(node)
+        return math.inf if node in self.saved else self.choices.recompute_price(node)
 
     def _exact_cut(self, needed: set[fx.Node], *, early: bool) -> Cut:
-        facts = self.choices.facts
+        choices = self.choices
 
         def save(node: fx.Node) -> float:
-            return 0 if facts.is_free(node) else save_price(node)
+            return 0 if choices.facts.is_free(node) else choices.save_price(node)
 
         def recompute(node: fx.Node) -> float:
             price = self._recompute_price(node)
             return 0 if early and math.isfinite(price) else price
 
         cut = min_cut(self.component, needed, save, recompute, early=early)
-        cost = sum(map(save, cut.saved)) + sum(map(recompute_price, cut.recomputed))
+        cost = sum(map(save, cut.saved)) + sum(map(choices.recompute_price, cut.recomputed))
         return Cut(cut.saved, cut.recomputed, cost)
 
     def _remaining_cut(self, needed: set[fx.Node], first: Cut) -> Cut:
@@ -192,7 +191,7 @@ class _ComponentCuts:
         def save(node: fx.Node) -> float:
             if node in first.saved or choices.facts.is_free(node):
                 return 0
-            exact = save_price(node)
+            exact = choices.save_price(node)
             if node in available or math.isinf(exact):
                 return exact
             return min(exact, choices.cheapest(node).price)
@@ -232,9 +231,9 @@ def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: boo
         return Decision(EXACT, 0, _why_exact(node, needs))
     choice = choices.cheapest(node)
     assert choice.format is not None
-    if choice.format.lossless or choice.price < save_price(node):
+    if choice.format.lossless or choice.price < choices.save_price(node):
         return choice
-    return Decision(EXACT, 0, choice.reason)
+    return Decision(EXACT, 0, choices.why_not_low_bit(node, choice))
 
 
 def _why_exact(node: fx.Node, needs: Needs) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import fx
 
 from fp8pass import compat, graph, hardware
-from fp8pass.activation_memory.costs import UNITS_PER_BYTE
+from fp8pass.activation_memory.added_time import AddedTime
+from fp8pass.activation_memory.costs import UNITS_PER_BYTE, recompute_price, save_price
 from fp8pass.activation_memory.decision import Decision, stored_bytes
 from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.config import Config
@@ -30,11 +31,15 @@ from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.joint_facts import JointFacts
 from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle_patterns
+from fp8pass.option_checks import bytes_text
 
 # Rounding that makes a gradient wrong by 100% costs as much as this many saved bytes per element.
 # The price does not depend on the dtype, because an FP32 sum of a residual stream suffers as much
 # as the 16-bit branch that was added to it.
 ERROR_BYTES = 0.5
+
+SAVED_EXACTLY = Decision(EXACT, 0, "")
+CHEAP_TO_RECOMPUTE = Decision(None, 0, SavedReason.CHEAP)
 
 # Such a `keep_exact` pattern is the name of a value, `module:operator:number`.
 VALUE_SEPARATOR = ":"
@@ -58,10 +63,27 @@ STORABLE_KINDS = (
 class FormatChoices:
     """The formats in which each value of one joint graph may be saved."""
 
-    def __init__(self, config: Config, facts: JointFacts, rules: Rules) -> None:
+    def __init__(
+        self, config: Config, facts: JointFacts, rules: Rules, time: AddedTime | None = None
+    ) -> None:
         self.config, self.facts = config, facts
-        self.rules = rules
+        self.rules, self.time = rules, time
         self._options: dict[fx.Node, list[Decision]] = {}
+        self.save_price = cache(self._save_price)
+        self.recompute_price = cache(self._recompute_price)
+
+    def _save_price(self, node: fx.Node) -> float:
+        """Return the price of saving a value exactly."""
+        price = save_price(node)
+        return price if math.isinf(price) else price + self._time_price(node, SAVED_EXACTLY)
+
+    def _recompute_price(self, node: fx.Node) -> float:
+        """Return the price of recomputing a value."""
+        price = recompute_price(node)
+        return price if math.isinf(price) else price + self._time_price(node, CHEAP_TO_RECOMPUTE)
+
+    def _time_price(self, node: fx.Node, decision: Decision) -> float:
+        return self.time.price(node, decision) if self.time else 0.0
 
     @cached_property
     def _keep_exact(self) -> dict[fx.Node, str]:
@@ -122,6 +144,19 @@ class FormatChoices:
 
     def cheapest(self, node: fx.Node) -> Decision:
         return min(self.options(node), key=lambda option: option.price)
+
+    def why_not_low_bit(self, node: fx.Node, option: Decision) -> str:
+        """Return why a value is saved exactly although `option` is its cheapest format."""
+        if not (self.time and option.low_bit and option.format):
+            return option.reason
+        seconds = self.time.low_bit(node, option) - self.time.exact(node)
+        if seconds <= 0:
+            return option.reason
+        return SavedReason.SLOWER.format(
+            format=option.format.name,
+            bytes=bytes_text(graph.nbytes(node) - stored_bytes(node, option)),
+            microseconds=1e6 * seconds,
+        )
 
     def options(self, node: fx.Node) -> list[Decision]:
         """Return all low-bit formats for `node`, from few bits to many, or else only `EXACT`."""
@@ -184,7 +219,7 @@ class FormatChoices:
         reason = SavedReason.ATTENTION_OUTPUT.format(format=E2M5.name, expected=expected)
         option = Decision(E2M5, group, reason, expected * E2M5.relative_error, centred=True)
         # The error has no price, because the user has already accepted it.
-        return _with_price(node, option, error_bytes=0)
+        return self._with_price(node, option, error_bytes=0)
 
     def _option(
         self, node: fx.Node, format: Format, group: int, amplification: Amplification
@@ -195,11 +230,12 @@ class FormatChoices:
             reason += SavedReason.SIGNS.format(format=self.smallest.name)
         if format is E4M3 and not hardware.has_fp8_casts(graph.tensor(node).device):
             format = E4M3_BYTES
-        return _with_price(node, Decision(format, group, reason, error), ERROR_BYTES * error)
+        option = Decision(format, group, reason, error)
+        return self._with_price(node, option, ERROR_BYTES * error)
 
-
-def _with_price(node: fx.Node, option: Decision, error_bytes: float) -> Decision:
-    """Add the price. Errors cost as much as `error_bytes` bytes per element."""
-    bytes_ = stored_bytes(node, option) + error_bytes * graph.numel(graph.tensor(node))
-    # To quantize the value, a kernel reads it once more, which costs as much as recomputing it.
-    return replace(option, price=bytes_ * UNITS_PER_BYTE + graph.nbytes(node))
+    def _with_price(self, node: fx.Node, option: Decision, error_bytes: float) -> Decision:
+        """Add the price. Errors cost as much as `error_bytes` bytes per element."""
+        bytes_ = stored_bytes(node, option) + error_bytes * graph.numel(graph.tensor(node))
+        # To quantize the value, a kernel reads it once more, which costs as much as recomputing it.
+        price = bytes_ * UNITS_PER_BYTE + graph.nbytes(node)
+        return replace(option, price=price + self._time_price(node, option))

@@ -22,6 +22,7 @@ class SavedReason(str, Enum):
     OPERATOR = "{operator} is not computed from activations"
     CONSTANT = "computed only from parameters and data"
     NO_GROUPS = "its last dimension does not split into equal groups of 16 or more"
+    SLOWER = "{format} would free {bytes} and take {microseconds:.3g} µs more"
     AMPLIFIED = "may amplify errors {bound}, which is too much for every format"
     ALLOWED = "amplifies errors at most {bound:.1f}×"
     SIGNS = ", and gradients depend on its small values, which {format} rounds to zero"

@@ -30,6 +30,8 @@ class Context:
     facts: JointFacts = field(default_factory=JointFacts)
     requests: Requests = field(default_factory=Requests)
     plan: Plan = field(default_factory=Plan)
+    # The time that FP8 GEMMs save in a step, in seconds; infinite if it is not known.
+    spare_seconds: float = 0.0
     # How the backward gets each forward value: saved, in which format, or recomputed; set by
     # `plan_saved_values`.
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)

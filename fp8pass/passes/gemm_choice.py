@@ -30,23 +30,20 @@ from torch import fx
 from fp8pass import graph, hardware
 from fp8pass.activation_memory.cuts import CutValue, solve_cut
 from fp8pass.config import GEMMS, Config
-from fp8pass.graph.classify import GROUPED_GEMMS, Kind, kind
+from fp8pass.graph.classify import GROUPED_GEMMS
 from fp8pass.graph.collectives import find_gathers
 from fp8pass.graph.linear_layers import Layer, gemm_operands
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.tags import ROLE
+from fp8pass.graph.traffic import assumed_size, count_elements
 from fp8pass.hardware import Gpu
 
 fp8 = torch.ops.fp8pass
 
-# Seconds of one more kernel launch in a step. A GPU that has work needs 2 µs. If the CPU limits the
-# step, a launch takes 10 to 30 µs (GPT-2 124M: 1,643 instead of 1,305 launches).
-LAUNCH = 10e-6
 # The time that an FP8 GEMM needs for a tile in addition to the contraction, as a length of the
 # contraction: of cuBLASLt, and of PyTorch's grouped GEMM.
 OVERHEAD, GROUPED_OVERHEAD = 128, 700
 PICOSECONDS = 1e12
-ROWS = 8192  # assumed for symbolic sizes, which are numbers of tokens
 # The forward is chosen first.
 STAGES: tuple[tuple[str, ...], ...] = (GEMMS[:1], GEMMS[1:])
 
@@ -59,7 +56,7 @@ class Cast(NamedTuple):
 
     def seconds(self, gpu: Gpu) -> float:
         """Estimate the time of the cast."""
-        return self.bytes / gpu.bandwidth + self.launches * LAUNCH
+        return self.bytes / gpu.bandwidth + self.launches * hardware.LAUNCH
 
 
 Casts = Mapping[Hashable, Cast]
@@ -81,6 +78,14 @@ class Choice:
     gains: dict[fx.Node, float] = field(default_factory=dict)
     casts: dict[fx.Node, dict[Hashable, float]] = field(default_factory=dict)
     done: set[Hashable] = field(default_factory=set)
+
+    @property
+    def saved_seconds(self) -> float:
+        """The time that FP8 saves in a step; infinite if GEMMs were not chosen by their times."""
+        if not self.in_fp8 <= self.gains.keys():
+            return math.inf
+        casts = {key: s for gemm in self.in_fp8 for key, s in self.casts[gemm].items()}
+        return sum(self.gains[gemm] for gemm in self.in_fp8) - sum(casts.values())
 
     def explain(self, layer: Layer) -> str:
         """Return why GEMMs of a layer stay in BF16, e.g. `casts take 31 µs, ...`; '' if none do."""
@@ -159,7 +164,7 @@ def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu) -> float:
     operands = gemm_operands(gemm)
     elements = sum(map(count_elements, operands))
     result = count_elements(gemm) * tensor(gemm).element_size()
-    length = _size(tensor(operands[0]).shape[-1])
+    length = assumed_size(tensor(operands[0]).shape[-1])
     if gemm.meta[ROLE] == "wgrad" and gemm.target in GROUPED_GEMMS:
         length = max(length // layer.experts, 1)  # contracts over the tokens of each expert
     work = 2 * count_elements(gemm) * length
@@ -167,16 +172,7 @@ def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu) -> float:
     in_bf16 = max(work / gpu.bf16_flops, (2 * elements + result) / gpu.bandwidth)
     in_fp8 = max(slower * work / gpu.fp8_flops, (elements + result) / gpu.bandwidth)
     # cuBLASLt clears a buffer before each FP8 GEMM, which is a launch.
-    return max(in_bf16 - in_fp8 - LAUNCH, 0)
-
-
-def count_elements(x: fx.Node) -> int:
-    """Return the number of elements of a GEMM's operand or result, with `ROWS` for symbols."""
-    return math.prod(map(_size, tensor(x).shape))
-
-
-def _size(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else ROWS
+    return max(in_bf16 - in_fp8 - hardware.LAUNCH, 0)
 
 
 def _independent(gemms: list[fx.Node], choice: Choice) -> list[list[fx.Node]]:
@@ -202,21 +198,3 @@ def _choose(gemms: list[fx.Node], choice: Choice) -> None:
     values += [CutValue(PICOSECONDS * costs[k], 0, True, tuple(readers[k])) for k in readers]
     _, in_bf16, _ = solve_cut(tuple(values), early=True)
     choice.in_fp8.update(gemm for i, gemm in enumerate(gemms) if i not in in_bf16)
-
-
-# Operators whose kernels can also quantize their results.
-FUSABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT, Kind.QUANTIZE)
-
-
-def is_computed(x: fx.Node) -> bool:
-    """Whether generated code computes a tensor, so that a cast needs no kernel of its own.
-
-    Parameters, inputs, and results of GEMMs and attention are not computed by generated code.
-    """
-    return kind(_source(x)) in FUSABLE
-
-
-def _source(x: fx.Node) -> fx.Node:
-    while kind(x) is Kind.VIEW:
-        x = x.all_input_nodes[0]
-    return x

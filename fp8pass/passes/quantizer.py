@@ -24,7 +24,8 @@ from fp8pass.graph.linear_layers import (
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE, OPERAND_OF, REPLACED_GEMM, ROLE
-from fp8pass.passes.gemm_choice import Cast, Casts, Choice, count_elements, is_computed
+from fp8pass.graph.traffic import count_elements, is_computed
+from fp8pass.passes.gemm_choice import Cast, Casts, Choice
 from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass

@@ -35,13 +35,20 @@ class Option(Feature):
         t.options |= self.options
 
 
-class Mixed(Feature):
-    """GEMMs in FP8 and in BF16 in one layer, as on a GPU on which some GEMMs do not gain."""
+class OnGpu(Feature):
+    """GEMMs and saves as on a GPU, on which a tiny model gains nothing by FP8."""
 
     ours = True
 
     def configure(self, t: Training) -> None:
         t.patches.enter_context(patch("fp8pass.hardware.rates_of", lambda device: GPUS["H200"]))
+
+
+class Mixed(OnGpu):
+    """GEMMs in FP8 and in BF16 in one layer, as on a GPU on which some GEMMs do not gain."""
+
+    def configure(self, t: Training) -> None:
+        super().configure(t)
         t.patches.enter_context(patch("fp8pass.passes.gemm_choice._gain", _gain_by_shape))
 
 
@@ -369,6 +376,7 @@ FEATURES: tuple[Feature, ...] = (
     DroppedLogits("logits not returned"),
     Option("precise accumulation", fast_accumulation=()),
     Mixed("FP8 in some GEMMs"),
+    OnGpu("no gain by FP8"),
     Optimizer("fp8pass AdamW"),
     Optimizer("preset fp8-lm", preset="fp8-lm"),
     Optimizer("preset coat-paper", preset="coat-paper"),

@@ -72,7 +72,7 @@ SMALL = Gpu("small", 1e12, 20e12, 10e12, 10e12, 4e11, 1e10)
 def on_a_small_gpu(monkeypatch):
     """Let CPU tensors stand for `SMALL`, without the time of launches."""
     monkeypatch.setattr(hardware, "rates_of", lambda device: SMALL)
-    monkeypatch.setattr(gemm_choice, "LAUNCH", 0.0)
+    monkeypatch.setattr(hardware, "LAUNCH", 0.0)
 
 
 def rows(count=512, features=256, dtype=torch.bfloat16):
@@ -82,6 +82,9 @@ def rows(count=512, features=256, dtype=torch.bfloat16):
 def mlp(*sizes: int, dtype=torch.bfloat16) -> nn.Module:
     torch.manual_seed(0)
     return MLP(sizes).to(dtype)
+
+
+SMALLEST = {"compiler": "eager", "compact_saves": "all"}
 
 
 def plan_of(model, *args, config=None, passes=JOINT_PASSES, **options) -> Plan:
@@ -115,7 +118,7 @@ def test_small_gemms_stay_in_bf16_on_a_gpu_unless_the_option_forces_fp8(caplog):
 
 
 def test_a_gemm_in_bf16_rounds_nothing(on_a_small_gpu, monkeypatch):
-    monkeypatch.setattr(gemm_choice, "LAUNCH", 1.0)  # nothing pays
+    monkeypatch.setattr(hardware, "LAUNCH", 1.0)  # nothing pays
     model, x = mlp(64, 64, 64), rows(64, 64)
     config = Config(compiler="eager", save_format="none")
     program, spy = compiled(model, config)
@@ -182,7 +185,7 @@ def test_layers_in_bf16_save_in_low_bits_like_layers_in_fp8(recipe):
     model, x = mlp(64, 256, 64), rows(64, 64)
     with planning_for(GPUS["H200"]):
         plan, forced = (
-            plan_of(model, x, config=Config.recipe(recipe, compiler="eager", fp8_gemms=which))
+            plan_of(model, x, config=Config.recipe(recipe, **SMALLEST, fp8_gemms=which))
             for which in ("where_faster", "all")
         )
     assert roles(plan) == [(), ()]
@@ -289,7 +292,7 @@ def _with_example(gm):
 
 def test_explain_and_the_log_give_the_reason(on_a_small_gpu, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "fp8pass")
-    monkeypatch.setattr(gemm_choice, "LAUNCH", 1e-3)
+    monkeypatch.setattr(hardware, "LAUNCH", 1e-3)
     program, _ = compiled(mlp(64, 64, 64))
     text = " ".join(str(fp8pass.explain(program, rows(64, 64))).split())
     assert "FP8 is not faster: casts take" in text

@@ -11,6 +11,10 @@ The first cut covers exact needs, in exact bytes. The second cut covers all need
 first cut cost nothing, other values the bytes of the cheapest format that the error rules allow.
 One cut with three states (exact, low-bit, absent) would have costs that are not submodular.
 
+Time has a price, too: of several prices, the lowest is taken with which all saves together take no
+longer than FP8 GEMMs save (`compact_saves`). Small tensors are then saved exactly, because a kernel
+that quantizes them takes longer than is gained.
+
 Several first cuts may have the same cost, so `cuts.py` tries several and takes the cheapest plan.
 Results of GEMMs and attention are never recomputed here, so they split the graph into regions that
 are cut separately (with networkx).
@@ -23,22 +27,33 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
+from fp8pass import graph, hardware
+from fp8pass.activation_memory.added_time import AddedTime
 from fp8pass.activation_memory.cuts import cheapest_plan
 from fp8pass.activation_memory.decision import Decisions, saved_bytes
 from fp8pass.activation_memory.format_choices import FormatChoices
-from fp8pass.activation_memory.needs import find_needs
+from fp8pass.activation_memory.needs import Needs, find_needs
 from fp8pass.activation_memory.propagated_errors import propagate_errors
 from fp8pass.activation_memory.raise_precision import raise_precision
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.formulas import summarize_rules
+from fp8pass.graph.nodes import tensor
 from fp8pass.option_checks import bytes_text
 from fp8pass.passes.context import Context
 
 if TYPE_CHECKING:
     from fp8pass.activation_memory.planner import Planner
 
+
+# Prices of time: the saved bytes that are worth the time in which the GPU's memory moves one byte.
+# With the first price, one more kernel launch must save 1 MB on an H200. Dequantizing an operand of
+# a GEMM saves a third of the moved bytes.
+PRICES = (0.025, 0.25, 0.7, 1.2)
+
+CPU = torch.device("cpu")
 
 # A budget that is a share, e.g. 0.5, does not apply to graphs that save fewer bytes than this, such
 # as the few operators between two graph breaks.
@@ -56,7 +71,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
         ctx.plan.rules = summarize_rules(rules)
     choices = FormatChoices(ctx.config, ctx.facts, rules)
     needs = find_needs(gm, choices)
-    cuts = cheapest_plan(needs, choices)
+    cuts = _within_spare_time(ctx, needs, choices)
     if ctx.config.offload and ctx.config.memory_budget is None:
         ctx.plan.note = "offload=True has no effect: set memory_budget, too"
 
@@ -74,6 +89,26 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     if ctx.requests.frontier and needs.all:
         ctx.plan.point = planner().point(ctx.decisions)
         ctx.plan.frontier = planner().frontier(ctx.plan.point)
+
+
+def _within_spare_time(ctx: Context, needs: Needs, choices: FormatChoices) -> Decisions:
+    """Return the smallest plan that takes no longer than FP8 GEMMs save.
+
+    The fastest plan stands for a step without fp8pass, which the time is compared with.
+    """
+    devices = (tensor(n).device for n in needs.all if graph.value(n) is not None)
+    gpu = hardware.rates_of(next(devices, CPU))
+    if gpu is None or ctx.config.memory_budget is not None or ctx.config.compact_saves == "all":
+        return cheapest_plan(needs, choices)
+    times = [AddedTime(gpu, choices.rules.backward, price) for price in PRICES]
+
+    def plan_with(time: AddedTime) -> Decisions:
+        return cheapest_plan(needs, FormatChoices(ctx.config, ctx.facts, choices.rules, time))
+
+    fastest = plan_with(times[-1])
+    limit = times[-1].total(fastest) + ctx.spare_seconds
+    plans = map(plan_with, times[:-1])
+    return next((p for p in plans if times[-1].total(p) <= limit), fastest)
 
 
 def _within_budget(

@@ -57,8 +57,9 @@ from fp8pass.graph.classify import BATCHED_GEMMS, GROUPED_GEMMS
 from fp8pass.graph.linear_layers import Layer, Reason, find_layers, gemm_operands
 from fp8pass.graph.nodes import aten, emit, prims, tensor
 from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
+from fp8pass.graph.traffic import count_elements, is_computed
 from fp8pass.passes.context import Context
-from fp8pass.passes.gemm_choice import Cast, Casts, choose_gemms, count_elements, is_computed
+from fp8pass.passes.gemm_choice import Cast, Casts, choose_gemms
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
@@ -93,6 +94,7 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     eligible = [layer for layer, reason in reasons if not reason.text]
     rewriter = ExpertRewriter(g, config)
     choice = choose_gemms(g, eligible, rewriter.casts_of, config)
+    ctx.spare_seconds += choice.saved_seconds
     for before, (layer, reason) in enumerate(reasons):
         entry = describe_layer(layer, reason, config, choice)
         ctx.plan.linears.insert(places[layer.forward] + before, entry)

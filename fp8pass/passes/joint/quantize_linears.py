@@ -87,6 +87,7 @@ def _quantize_layers(part: GraphPart, ctx: Context) -> None:
     eligible = [layer for layer, reason in reasons if not reason.text]
     rewriter = LinearRewriter(g, config)
     choice = choose_gemms(g, eligible, rewriter.casts_of, config)
+    ctx.spare_seconds += choice.saved_seconds
     for layer, reason in reasons:
         ctx.plan.linears.append(describe_layer(layer, reason, config, choice, part.times))
     for gemm, layer in gemms_in_order(g, eligible, choice):

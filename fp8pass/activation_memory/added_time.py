@@ -1,0 +1,118 @@
+"""Estimate the time that a step spends on a forward value that the backward needs.
+
+Saving the exact value costs a write, unless the forward stores it anyway, and a read. Formats of
+few bits move fewer bytes. But a value that no generated code computes, such as the result of a
+GEMM, is quantized by a kernel of its own. And a value that a GEMM reads in the backward must be
+stored there in full, after it is dequantized or recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+from torch import fx
+
+from fp8pass import graph, hardware
+from fp8pass.activation_memory.costs import UNITS_PER_BYTE, WITHOUT_KERNEL
+from fp8pass.activation_memory.decision import Decision, Decisions, stored_bytes
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.traffic import FUSABLE, count_bytes, is_computed
+from fp8pass.hardware import Gpu
+
+# Assumed number of pointwise operators that a kernel computes before it quantizes their result.
+LONGEST_FUSED = 8
+
+
+@dataclass(frozen=True)
+class AddedTime:
+    """Estimates seconds on a GPU, and their price.
+
+    Attributes:
+        gpu: the GPU.
+        backward: the nodes that depend on a gradient.
+        price_of_time: the saved bytes that are worth the time in which the GPU's memory moves a
+            byte.
+    """
+
+    gpu: Gpu
+    backward: Set[fx.Node]
+    price_of_time: float
+
+    def price(self, node: fx.Node, decision: Decision) -> float:
+        """Return the price of the seconds of a decision, in units of `costs.py`.
+
+        The bytes of a dynamic size are those of its hint, so the price is scaled to the hint.
+        """
+        size = _bytes(node)
+        scale = graph.nbytes(node) / size if size else 1.0
+        moved = self.gpu.bandwidth * self.seconds(node, decision)
+        return self.price_of_time * moved * scale * UNITS_PER_BYTE
+
+    def total(self, decisions: Decisions) -> float:
+        """Return the seconds of all decisions."""
+        return sum(self.seconds(node, decision) for node, decision in decisions.items())
+
+    def seconds(self, node: fx.Node, decision: Decision) -> float:
+        """Return the seconds of one decision."""
+        if decision.recomputed:
+            return self.recomputed(node)
+        return self.low_bit(node, decision) if decision.low_bit else self.exact(node)
+
+    def exact(self, node: fx.Node) -> float:
+        """Return the seconds of saving a value exactly."""
+        size = _bytes(node)
+        return (size + (0 if self._is_stored(node) else size)) / self.gpu.bandwidth
+
+    def low_bit(self, node: fx.Node, decision: Decision) -> float:
+        """Return the seconds of quantizing a value, and reading it in the backward."""
+        size = _bytes(node)
+        quantized = size * stored_bytes(node, decision) / graph.nbytes(node)
+        moved, launches = 2 * quantized, 0
+        if not (is_computed(node) or self._is_quantized_by_users(node)):
+            moved, launches = moved + size, 1
+        return moved / self.gpu.bandwidth + launches * hardware.LAUNCH + self._restoring(node)
+
+    def recomputed(self, node: fx.Node) -> float:
+        """Return the seconds of recomputing a value in the backward.
+
+        Generated code fuses it with the operators that read it, unless a GEMM reads it. A reduction
+        reads its operands once more.
+        """
+        if node.op != "call_function" or kind(node) in WITHOUT_KERNEL:
+            return 0.0
+        read = sum(map(_bytes, node.all_input_nodes)) if kind(node) is Kind.REDUCTION else 0
+        return read / self.gpu.bandwidth + self._restoring(node)
+
+    def _restoring(self, node: fx.Node) -> float:
+        if all(kind(user) in FUSABLE for user in self._readers(node, backward=True)):
+            return 0.0
+        return 2 * _bytes(node) / self.gpu.bandwidth + hardware.LAUNCH
+
+    def _is_stored(self, node: fx.Node) -> bool:
+        readers = self._readers(node, backward=False)
+        return not is_computed(node) or any(kind(user) not in FUSABLE for user in readers)
+
+    def _is_quantized_by_users(self, node: fx.Node) -> bool:
+        """Whether a kernel that quantizes an operand of an FP8 GEMM computes it from the value."""
+        found = {node}
+        for _ in range(LONGEST_FUSED):
+            users = {user for n in found for user in self._readers(n, backward=False)}
+            if any(kind(user) is Kind.QUANTIZE for user in users):
+                return True
+            found = {user for user in users if kind(user) is Kind.POINTWISE}
+        return False
+
+    def _readers(self, node: fx.Node, *, backward: bool) -> Iterator[fx.Node]:
+        """Yield the users of a value and of its views, in the forward or in the backward."""
+        pending = [node]
+        while pending:
+            for user in pending.pop().users:
+                if kind(user) is Kind.VIEW:
+                    pending.append(user)
+                elif (user in self.backward) == backward:
+                    yield user
+
+
+def _bytes(node: fx.Node) -> int:
+    return 0 if graph.is_non_tensor(node) or graph.value(node) is None else count_bytes(node)

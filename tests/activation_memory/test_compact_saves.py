@@ -1,0 +1,150 @@
+"""Saves in few bytes, as far as FP8 GEMMs pay for the time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import capture_joint, compiled
+from torch import nn
+from torch.nn import functional as F
+
+from fp8pass import Config, hardware
+from fp8pass.activation_memory.added_time import AddedTime
+from fp8pass.activation_memory.cuts import cheapest_plan
+from fp8pass.activation_memory.format_choices import FormatChoices
+from fp8pass.activation_memory.needs import find_needs
+from fp8pass.error_analysis.error_rules import Rules
+from fp8pass.hardware import Gpu
+from fp8pass.passes import JOINT_PASSES
+from fp8pass.passes.joint.plan_saved_values import PRICES, plan_saved_values
+from fp8pass.passes.runner import run_passes
+
+# On this GPU, layers of 512 features are as fast in FP8 as layers of 4096 on an H200.
+SLOW = Gpu("slow", 1e12, 160e9, 85e9, 66e9, 4.27e9, 1e10)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Let CPU tensors stand for `SLOW`, whose launches are as slow as its memory."""
+    monkeypatch.setattr(hardware, "rates_of", lambda device: SLOW)
+    monkeypatch.setattr(hardware, "LAUNCH", 1e-3)
+
+
+class Block(nn.Module):
+    """A gated MLP with a norm and a residual sum."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.gate, self.up = nn.Linear(hidden, ffn), nn.Linear(hidden, ffn)
+        self.down = nn.Linear(ffn, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def block(hidden, ffn, count=2):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(hidden, ffn) for _ in range(count)]).bfloat16()
+
+
+def rows(count, features):
+    return torch.randn(count, features, dtype=torch.bfloat16, requires_grad=True)
+
+
+def planned(model, *args, passes=JOINT_PASSES, **options):
+    joint = capture_joint(model, *args, config=Config(compiler="eager", **options))
+    run_passes(passes, joint.gm, joint.ctx)
+    return joint
+
+
+def low_bit(joint):
+    return [s for s in joint.ctx.plan.saved if s.is_low_bit]
+
+
+def test_a_cpu_saves_everything_in_few_bytes():
+    one, other = (
+        planned(block(64, 128), rows(64, 64), compact_saves=c) for c in ("where_free", "all")
+    )
+    assert [s.saved_as for s in one.ctx.plan.saved] == [s.saved_as for s in other.ctx.plan.saved]
+    assert low_bit(one)
+
+
+def test_gemms_in_bf16_pay_for_no_saves(on_a_gpu):
+    """In BF16 the operands of a wgrad are dequantized or recomputed by kernels of their own."""
+    model, x = block(64, 64), rows(2048, 64)
+    fast, small = (planned(model, x, compact_saves=c) for c in ("where_free", "all"))
+    assert not any(y.fp8 for y in fast.ctx.plan.linears)
+    assert fast.ctx.spare_seconds == 0
+    assert len(low_bit(fast)) < len(low_bit(small))
+    assert small.ctx.plan.saved_bytes < 0.8 * fast.ctx.plan.saved_bytes
+    reasons = [s.reason for s in fast.ctx.plan.saved]
+    assert any("would free" in reason and "µs more" in reason for reason in reasons)
+
+
+def test_large_gemms_pay_for_all_saves(on_a_gpu):
+    model, x = block(512, 1024, 1), rows(2048, 512)
+    fast, small = (planned(model, x, compact_saves=c) for c in ("where_free", "all"))
+    assert all(y.fp8 for y in fast.ctx.plan.linears)
+    assert fast.ctx.spare_seconds > 0
+    assert fast.ctx.plan.saved_bytes <= small.ctx.plan.saved_bytes
+
+
+@pytest.mark.parametrize("options", [{"compact_saves": "all"}, {"memory_budget": 2.0}])
+def test_options_ask_for_few_bytes(options, on_a_gpu):
+    model, x = block(64, 64), rows(2048, 64)
+    assert len(low_bit(planned(model, x, **options))) > len(low_bit(planned(model, x)))
+
+
+class Modulated(nn.Module):
+    """Multiplies values of all tokens by a vector of each image, as DiT does."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.scale, self.up = nn.Linear(features, features), nn.Linear(features, features)
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.up(x)) * self.scale(c)[:, None]
+
+
+def test_small_tensors_are_saved_exactly(on_a_gpu):
+    """The kernel that quantizes them would take longer than their bytes are worth."""
+    torch.manual_seed(0)
+    model, x = Modulated(512).bfloat16(), rows(2048, 512).detach().view(8, 256, 512)
+    forms = {}
+    for choice in ("where_free", "all"):
+        joint = planned(model, x, rows(8, 512).detach(), compact_saves=choice)
+        vectors = [s for s in joint.ctx.plan.saved if s.shape in ("8×512", "8×1×512")]
+        forms[choice] = {s.saved_as for s in vectors if "placeholder" not in s.value}
+        assert any(s.shape == "8×256×512" and s.is_low_bit for s in joint.ctx.plan.saved)
+    assert forms == {"where_free": {"exact"}, "all": {"e4m3 1×128"}}
+
+
+@pytest.mark.parametrize("launch", [0.0, 1e-4, 1e-2])
+@pytest.mark.parametrize("hidden", [32, 128, 256, 512])
+def test_saves_take_no_longer_than_gemms_save(hidden, launch, on_a_gpu, monkeypatch):
+    """By the estimates of the model."""
+    monkeypatch.setattr(hardware, "LAUNCH", launch)
+    before = JOINT_PASSES[: JOINT_PASSES.index(plan_saved_values)]
+    joint = planned(block(hidden, 2 * hidden), rows(512, hidden), passes=before)
+    gm, ctx = joint.gm, joint.ctx
+    rules = Rules(gm.graph, ctx.config, ctx.facts)
+    time = AddedTime(SLOW, rules.backward, PRICES[-1])
+    choices = FormatChoices(ctx.config, ctx.facts, rules, time)
+    least = time.total(cheapest_plan(find_needs(gm, choices), choices))
+    plan_saved_values(gm, ctx)
+    assert time.total(ctx.decisions) <= (least + ctx.spare_seconds) * (1 + 1e-9)
+
+
+def test_gradients_are_right(on_a_gpu):
+    model, x = block(64, 128), rows(512, 64)
+    program, spy = compiled(model, Config(compiler="eager"))
+    program(x).float().square().mean().backward()
+    assert any("would free" in s.reason for s in spy.plan.saved)
+    got = [x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    model(x).float().square().mean().backward()
+    for mine, own in zip(got, [x.grad, *(p.grad for p in model.parameters())], strict=True):
+        assert (mine - own).norm() <= 0.05 * own.norm()
