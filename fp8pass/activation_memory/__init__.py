@@ -1,6 +1,7 @@
 """Decide how the backward gets each forward value: exact, in a low-bit format, or recomputed.
 
 costs.py              the costs of saving and recomputing values
+added_time.py         the time that a step spends on a saved or recomputed value
 reasons.py            the reasons for decisions, in words
 decision.py           the decision about each value, and the bytes of its saved tensors
 format_choices.py     the formats that the error rules allow for a value

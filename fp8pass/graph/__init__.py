@@ -20,6 +20,7 @@ row_graph.py       the graph that computes a chunk of rows, and its inputs
 row_writer.py      translates operators of the original graph into the graph of a chunk
 multiples.py       check that a gradient is linear in the incoming gradient
 flops.py           floating-point operations
+traffic.py         bytes of values, and whether generated code computes them
 spec.py            check that a graph is well formed
 
 This package re-exports the most common helpers: `graph.emit`, `graph.tensor`, ...

@@ -45,3 +45,18 @@ def test_the_same_plane_twice_is_not_stored_by_the_kernel(monkeypatch):
     (kernel,) = gm.graph.find_nodes(op="call_function", target=rows)
     (program,) = Batch.parse(str(kernel.args[1])).programs
     assert ("groups",) not in [store.layouts for store in program.stores]
+
+
+def test_a_value_in_fp32_is_stored_in_16_bits_if_only_its_cast_is_used(monkeypatch):
+    """As the norm of DiT, which no row kernel can compute, under autocast."""
+
+    def function(x, scale):
+        wide = x.float().view(4, 10, 64) * scale  # [4, 1, 64]: each value for ten rows
+        narrow = wide.bfloat16().view(40, 64)
+        return by_rows(narrow)
+
+    args = random(40, 64).bfloat16(), random(4, 64).view(4, 1, 64)
+    gm = fused(monkeypatch, function, *args)
+    (kernel,) = gm.graph.find_nodes(op="call_function", target=rows)
+    (loaded,) = kernel.args[0]
+    assert loaded.meta["val"].dtype == torch.bfloat16

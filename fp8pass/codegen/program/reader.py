@@ -28,6 +28,7 @@ from fp8pass.graph.patterns import (
     quantization_of,
 )
 from fp8pass.graph.pointwise import triton_template
+from fp8pass.graph.traffic import is_computed
 
 fp8 = torch.ops.fp8pass
 
@@ -171,6 +172,10 @@ class Reader:
             if not _preserves_operand(node, self.operand(source), self.operand(node)):
                 return False
             self.read(source)
+            if self._is_stored_narrow(node, source):
+                del self.loads[source], self.names[source]
+                self.load(node)
+                return True
             self.names[node] = self.names[source]
             return True
         steps = self._row_steps(node) if self.by_row else None
@@ -181,6 +186,13 @@ class Reader:
         self.steps[node] = steps
         self.names[node] = steps[-1].name
         return True
+
+    def _is_stored_narrow(self, cast: fx.Node, source: fx.Node) -> bool:
+        """Whether the kernel loads `source`, which generated code can store in fewer bytes."""
+        if cast.target not in CASTS or source not in self.loads or list(source.users) != [cast]:
+            return False
+        narrows = tensor(cast).element_size() < tensor(source).element_size()
+        return narrows and is_computed(source)
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
         """Return [] if no kernel supports the operator."""
