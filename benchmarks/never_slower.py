@@ -85,7 +85,8 @@ PARTS = {
     "dgrads apart" + GRAPHED: Variant(without="merge_dgrads", how=REPLAYED),
     "launches apart" + GRAPHED: Variant(without=APART, how=REPLAYED),
 }
-VARIANTS = RECIPES | PARTS
+COMPACT = {"fp8pass coat, all compact": Variant(Config(compact_saves="all"))}
+VARIANTS = RECIPES | PARTS | COMPACT
 PROFILED = 5
 
 

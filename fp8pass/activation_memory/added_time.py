@@ -37,7 +37,7 @@ class AddedTime:
 
     gpu: Gpu
     backward: Set[fx.Node]
-    price_of_time: float
+    price_of_time: float = 0.0
 
     def price(self, node: fx.Node, decision: Decision) -> float:
         """Return the price of the seconds of a decision, in units of `costs.py`.

@@ -148,3 +148,14 @@ def test_gradients_are_right(on_a_gpu):
     model(x).float().square().mean().backward()
     for mine, own in zip(got, [x.grad, *(p.grad for p in model.parameters())], strict=True):
         assert (mine - own).norm() <= 0.05 * own.norm()
+
+
+def test_dynamic_sizes_count_as_many_rows(on_a_gpu):
+    """The decisions do not depend on the first batch, because cache keys contain no hints."""
+    found = []
+    for count in (16, 2048):
+        torch._dynamo.reset()
+        program, spy = compiled(block(64, 128), Config(compiler="eager"), dynamic=True)
+        program(rows(count, 64)).float().square().mean().backward()
+        found.append([(s.value, s.saved_as) for s in spy.plan.saved])
+    assert found[0] == found[1]

@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-import torch
 from torch import fx
 
 from fp8pass import graph, hardware
@@ -40,7 +40,6 @@ from fp8pass.activation_memory.propagated_errors import propagate_errors
 from fp8pass.activation_memory.raise_precision import raise_precision
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.formulas import summarize_rules
-from fp8pass.graph.nodes import tensor
 from fp8pass.option_checks import bytes_text
 from fp8pass.passes.context import Context
 
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
 # With the first price, one more kernel launch must save 1 MB on an H200. Dequantizing an operand of
 # a GEMM saves a third of the moved bytes.
 PRICES = (0.025, 0.25, 0.7, 1.2)
-
-CPU = torch.device("cpu")
 
 # A budget that is a share, e.g. 0.5, does not apply to graphs that save fewer bytes than this, such
 # as the few operators between two graph breaks.
@@ -94,21 +91,26 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
 def _within_spare_time(ctx: Context, needs: Needs, choices: FormatChoices) -> Decisions:
     """Return the smallest plan that takes no longer than FP8 GEMMs save.
 
-    The fastest plan stands for a step without fp8pass, which the time is compared with.
+    The plan with the highest price of time stands for a step without fp8pass, which the time is
+    compared with.
     """
-    devices = (tensor(n).device for n in needs.all if graph.value(n) is not None)
-    gpu = hardware.rates_of(next(devices, CPU))
+    values = (graph.value(n) for n in needs.values if n in needs.all)
+    devices = (val.device for val in values if val is not None)
+    gpu = next(filter(None, map(hardware.rates_of, devices)), None)
     if gpu is None or ctx.config.memory_budget is not None or ctx.config.compact_saves == "all":
         return cheapest_plan(needs, choices)
-    times = [AddedTime(gpu, choices.rules.backward, price) for price in PRICES]
+    time = AddedTime(gpu, choices.rules.backward)
 
-    def plan_with(time: AddedTime) -> Decisions:
-        return cheapest_plan(needs, FormatChoices(ctx.config, ctx.facts, choices.rules, time))
+    @cache
+    def plan_with(price: float) -> Decisions:
+        priced = replace(time, price_of_time=price)
+        return cheapest_plan(needs, FormatChoices(ctx.config, ctx.facts, choices.rules, priced))
 
-    fastest = plan_with(times[-1])
-    limit = times[-1].total(fastest) + ctx.spare_seconds
-    plans = map(plan_with, times[:-1])
-    return next((p for p in plans if times[-1].total(p) <= limit), fastest)
+    for price in PRICES[:-1]:
+        added = time.total(plan_with(price)) - ctx.spare_seconds
+        if added <= 0 or added <= time.total(plan_with(PRICES[-1])):
+            return plan_with(price)
+    return plan_with(PRICES[-1])
 
 
 def _within_budget(
