@@ -42,7 +42,7 @@ class AddedTime:
     def price(self, node: fx.Node, decision: Decision) -> float:
         """Return the price of the seconds of a decision, in units of `costs.py`.
 
-        The bytes of a dynamic size are those of its hint, so the price is scaled to the hint.
+        Other prices use the hints of dynamic sizes, so the price is scaled to the hint.
         """
         size = _bytes(node)
         scale = graph.nbytes(node) / size if size else 1.0

@@ -25,7 +25,7 @@ SLOW = Gpu("slow", 1e12, 160e9, 85e9, 66e9, 4.27e9, 1e10)
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Let CPU tensors stand for `SLOW`, whose launches are as slow as its memory."""
+    """Let CPU tensors stand for `SLOW`, with launches of 1 ms."""
     monkeypatch.setattr(hardware, "rates_of", lambda device: SLOW)
     monkeypatch.setattr(hardware, "LAUNCH", 1e-3)
 
