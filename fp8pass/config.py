@@ -147,7 +147,9 @@ class Config:
             low-bit formats, for tests.
         compact_saves: the tensors that are saved in low-bit formats or recomputed: `where_free`, as
             many as take no longer than FP8 GEMMs save, or `all` that the error rules allow. With a
-            `memory_budget`, on GPUs with unknown rates, and on a CPU, the value is `all`.
+            `memory_budget`, on GPUs with unknown rates, and on a CPU, the value is `all`. If a GEMM
+            must run in FP8, time does not limit saves, except of tensors that save less than a
+            kernel launch is worth.
         attention_output: format in which the output of attention is saved for the backward:
             `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of 1×32).
             The worst-case error of `e2m5` has no bound. In measurements, the errors of `e2m5` in

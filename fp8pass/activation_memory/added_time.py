@@ -8,6 +8,7 @@ stored there in full, after it is dequantized or recomputed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
@@ -44,14 +45,16 @@ class AddedTime:
 
         Other prices use the hints of dynamic sizes, so the price is scaled to the hint.
         """
-        size = _bytes(node)
-        scale = graph.nbytes(node) / size if size else 1.0
+        sizes = ((x, _bytes(x)) for x in (node, *node.all_input_nodes))
+        ratios = (graph.nbytes(x) / size for x, size in sizes if size)
+        scale = next((ratio for ratio in ratios if ratio != 1), 1.0)
         moved = self.gpu.bandwidth * self.seconds(node, decision)
-        return self.price_of_time * moved * scale * UNITS_PER_BYTE
+        # Rounded, so that sums do not depend on the order of their terms.
+        return round(self.price_of_time * moved * scale * UNITS_PER_BYTE)
 
     def total(self, decisions: Decisions) -> float:
         """Return the seconds of all decisions."""
-        return sum(self.seconds(node, decision) for node, decision in decisions.items())
+        return math.fsum(self.seconds(node, decision) for node, decision in decisions.items())
 
     def seconds(self, node: fx.Node, decision: Decision) -> float:
         """Return the seconds of one decision."""
@@ -110,8 +113,12 @@ class AddedTime:
             for user in pending.pop().users:
                 if kind(user) is Kind.VIEW:
                     pending.append(user)
-                elif (user in self.backward) == backward:
+                elif kind(user) is not Kind.SYMBOL and self._is_backward(user) == backward:
                     yield user
+
+    def _is_backward(self, user: fx.Node) -> bool:
+        # The output is in `backward`, because it also returns gradients.
+        return user in self.backward and user.op != "output"
 
 
 def _bytes(node: fx.Node) -> int:

@@ -78,8 +78,14 @@ class FormatChoices:
         return price if math.isinf(price) else price + self._time_price(node, SAVED_EXACTLY)
 
     def _recompute_price(self, node: fx.Node) -> float:
-        """Return the price of recomputing a value."""
+        """Return the price of recomputing a value.
+
+        Time has no price for values computed only from parameters and data. Otherwise ranks with
+        different sizes could repeat different gathers.
+        """
         price = recompute_price(node)
+        if node in self.rules.constants:
+            return price
         return price if math.isinf(price) else price + self._time_price(node, CHEAP_TO_RECOMPUTE)
 
     def _time_price(self, node: fx.Node, decision: Decision) -> float:
@@ -212,7 +218,8 @@ class FormatChoices:
     def _attention_output(self, node: fx.Node, amplification: Amplification) -> Decision:
         """See the option `attention_output`."""
         val = graph.tensor(node)
-        group = None if compat.has_unbacked(val) else divisor_group(val.shape[-1], OUTPUT_GROUP)
+        unsized = compat.has_unbacked(val) or graph.numel(val) == 0
+        group = None if unsized else divisor_group(val.shape[-1], OUTPUT_GROUP)
         if group is None:
             return Decision(EXACT, 0, SavedReason.NO_GROUPS)
         expected = amplification.expected

@@ -19,12 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
 __all__ = [
-    "FLEX_ATTENTION", "StorageWeakRef", "arg_tree_leaves", "calls_graphs", "enable_dynamic_shapes",
-    "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm", "guard_count", "has_unbacked",
-    "is_opaque", "is_operator", "is_sym_node", "real_tensors", "restrictions", "scaled_mm",
-    "schema_of", "size_hint", "statically_known_true", "stream_of", "tensor_leaves", "tree_leaves",
-    "tree_map_only",
-    "version_of", "weak_storage", "wrapper",
+    "FLEX_ATTENTION", "StorageWeakRef", "arg_tree_leaves", "calls_graphs", "coefficient",
+    "enable_dynamic_shapes", "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm",
+    "guard_count", "has_unbacked", "is_opaque", "is_operator", "is_sym_node", "real_tensors",
+    "restrictions", "scaled_mm", "schema_of", "size_hint", "statically_known_true", "stream_of",
+    "tensor_leaves", "tree_leaves", "tree_map_only", "version_of", "weak_storage", "wrapper",
 ]  # fmt: skip
 
 # Older code calls this instead of `torch.nn.functional.grouped_mm`.
@@ -74,6 +73,12 @@ def size_hint(value: int | torch.SymInt) -> int:
         return value
     hint = None if has_unbacked(value) else value.node.hint
     return _middle_of_range(value) if hint is None else int(hint)
+
+
+def coefficient(size: torch.SymInt) -> int:
+    """Return the constant factor of a dynamic size, e.g. 8 for `8*s0`, and 1 for `s0`."""
+    factor, _ = size.node.expr.as_coeff_Mul()
+    return max(int(factor), 1)
 
 
 def _middle_of_range(size: torch.SymInt) -> int:

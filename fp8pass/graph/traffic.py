@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from fp8pass import compat
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import tensor
 
@@ -20,8 +21,13 @@ FUSABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT, Kind.QUANTIZE)
 
 
 def count_elements(x: fx.Node) -> int:
-    """Return the number of elements of a tensor, with `ROWS` for symbolic sizes."""
-    return math.prod(map(assumed_size, tensor(x).shape))
+    """Return the number of elements of a tensor, with `ROWS` for all its symbols together.
+
+    Batch and length, [s0, s1, D], count like their product [s0 * s1, D].
+    """
+    shape = tensor(x).shape
+    known = math.prod(size if isinstance(size, int) else compat.coefficient(size) for size in shape)
+    return known if all(isinstance(size, int) for size in shape) else known * ROWS
 
 
 def count_bytes(x: fx.Node) -> int:
@@ -30,8 +36,8 @@ def count_bytes(x: fx.Node) -> int:
 
 
 def assumed_size(size: int | torch.SymInt) -> int:
-    """Return a size, or `ROWS` if it is symbolic."""
-    return size if isinstance(size, int) else ROWS
+    """Return a size, with `ROWS` for its symbols."""
+    return size if isinstance(size, int) else compat.coefficient(size) * ROWS
 
 
 def is_computed(x: fx.Node) -> bool:

@@ -85,7 +85,8 @@ class Choice:
         if not self.in_fp8 <= self.gains.keys():
             return math.inf
         casts = {key: s for gemm in self.in_fp8 for key, s in self.casts[gemm].items()}
-        return sum(self.gains[gemm] for gemm in self.in_fp8) - sum(casts.values())
+        gains = (self.gains[gemm] for gemm in self.in_fp8)
+        return math.fsum((*gains, *(-s for s in casts.values())))
 
     def explain(self, layer: Layer) -> str:
         """Return why GEMMs of a layer stay in BF16, e.g. `casts take 31 µs, ...`; '' if none do."""

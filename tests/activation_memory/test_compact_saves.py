@@ -150,12 +150,64 @@ def test_gradients_are_right(on_a_gpu):
         assert (mine - own).norm() <= 0.05 * own.norm()
 
 
-def test_dynamic_sizes_count_as_many_rows(on_a_gpu):
-    """The decisions do not depend on the first batch, because cache keys contain no hints."""
+def forms_of(joint_or_spy):
+    return [(s.value, s.saved_as) for s in joint_or_spy.plan.saved]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [block(64, 128), nn.Sequential(nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 64)).bfloat16()],
+)
+def test_the_first_batch_does_not_matter(on_a_gpu, name):
+    """Cache keys contain no hints of dynamic sizes."""
     found = []
-    for count in (16, 2048):
+    for count in (16, 2048, 65536):
         torch._dynamo.reset()
-        program, spy = compiled(block(64, 128), Config(compiler="eager"), dynamic=True)
-        program(rows(count, 64)).float().square().mean().backward()
-        found.append([(s.value, s.saved_as) for s in spy.plan.saved])
-    assert found[0] == found[1]
+        program, spy = compiled(MODELS[name](), Config(compiler="eager"), dynamic=True)
+        program(rows(count, 64)).float().square().mean()
+        found.append(forms_of(spy))
+    assert found[0] == found[1] == found[2]
+
+
+def test_batch_and_length_count_like_their_product(on_a_gpu):
+    model, x = block(64, 128), rows(256, 64).detach()
+    seconds = []
+    for shape in ((256, 64), (8, 32, 64)):
+        torch._dynamo.reset()
+        joint = capture_joint(
+            model, x.view(shape).requires_grad_(), config=Config(compiler="eager"), dynamic=True
+        )
+        run_passes(JOINT_PASSES, joint.gm, joint.ctx)
+        time = AddedTime(SLOW, Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts).backward)
+        seconds.append(time.total(joint.ctx.decisions))
+    assert seconds[1] <= 2 * seconds[0]
+
+
+def test_an_output_is_no_operand_of_a_gemm(on_a_gpu):
+    """A graph between two graph breaks returns values that its backward also needs."""
+    joint = planned(nn.Tanh(), rows(2048, 512), passes=JOINT_PASSES)
+    assert not any("would free" in s.reason for s in joint.ctx.plan.saved)
+
+
+def test_values_of_parameters_are_recomputed(on_a_gpu):
+    """Otherwise ranks with different sizes could gather a parameter differently often."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            return F.linear(torch.tanh(x), torch.tanh(self.weight))
+
+    model, x = Tied(), rows(2048, 64)
+    small, fast = (planned(model, x, compact_saves=c) for c in ("all", "where_free"))
+    shapes = [[s.shape for s in j.ctx.plan.saved if s.shape == "64×64"] for j in (small, fast)]
+    assert shapes[0] == shapes[1] == []
+
+
+def test_a_simulation_saves_like_the_default(on_a_gpu):
+    model, x = block(512, 1024, 1), rows(2048, 512)
+    plain, simulated = (planned(model, x, **o) for o in ({}, {"simulate": "e4m3"}))
+    assert plain.ctx.spare_seconds > 0
+    assert simulated.ctx.spare_seconds == float("inf")

@@ -24,6 +24,8 @@ by an `mm`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
@@ -67,6 +69,7 @@ WORTH_PADDING = 64
 def quantize_linears(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite every eligible linear layer, and record all linear layers in the plan."""
     if ctx.config.simulate is not None:  # `simulate_format` runs instead
+        ctx.spare_seconds = math.inf
         return
     for part in parts_with_layers(gm, ctx.facts, ctx.config.skip_patterns):
         _quantize_layers(part, ctx)
