@@ -62,8 +62,9 @@ def run_jobs(work: Work, jobs: list[Any], *, ranks: int = 1) -> Iterator[Any]:
             for group in (Group(g, ranks, gpus > 0, folder) for g in range(groups))
             for rank in range(ranks)
         ]
-        names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        for process, name in zip(processes, names.split(","), strict=False):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        names = visible.split(",") if gpus else [""] * len(processes)
+        for process, name in zip(processes, names, strict=False):
             with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=name):
                 process.start()  # the child inherits the variable
         try:
