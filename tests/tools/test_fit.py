@@ -135,6 +135,7 @@ def test_candidates_that_cannot_help_are_not_tried(kind, chunks):
 def test_one_note_explains_why_budgets_are_left_out(monkeypatch):
     monkeypatch.setattr(BudgetProblem, "within", lambda self, budget: None)
     monkeypatch.setattr(BudgetProblem, "least", lambda self: 1e9)
+    monkeypatch.setattr("fp8pass.hardware.rates_of", lambda device: None)  # see `fitted`
     model, ids = make_on_meta(layers=8)
     found = fit(model, ids, gpu="H200, 1MiB", host="8GiB")
     (note,) = (note for note in found.notes if "budgets, such as 0.8, cannot be met" in note)
