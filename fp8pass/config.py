@@ -33,13 +33,13 @@ from fp8pass.option_checks import (
 # `dialect/formats.py`.
 LinearFormat = Literal["e4m3", "e5m2", "exact"]
 SaveFormat = Literal["e4m3", "e2m3", "e2m2", "e2m1", "none", "exact"]
-Scales = Literal["rowwise", "tensorwise"]
+Scales = Literal["rowwise", "tensorwise", "blockwise", "mx"]
 AttentionOutput = Literal["exact", "e2m5"]
 Compiler = Literal["inductor", "eager"]
 Gemm = Literal["forward", "dgrad", "wgrad"]
 Fp8Gemms = Literal["where_faster", "all"]
 CompactSaves = Literal["where_free", "all"]
-Recipe = Literal["linear", "coat", "agoq", "exact"]
+Recipe = Literal["linear", "coat", "agoq", "block", "mxfp8", "exact"]
 
 GEMMS: tuple[Gemm, ...] = get_args(Gemm)
 # Arguments of `torch.compile` that users mistake for options.
@@ -50,13 +50,18 @@ LISTS = ("skip", "keep_exact", "fast_accumulation")
 RECIPES: dict[Recipe, dict[str, Any]] = {
     # Only FP8 GEMMs, without low-bit saved tensors of other layers. The backward reuses operands
     # that the forward quantized, which requires one scale per tensor.
-    "linear": {"save_format": "none", "forward_scales": "tensorwise"},
+    "linear": {"save_format": "none", "scales": "tensorwise"},
     # FP8 GEMMs. Tensors that non-linear layers save are quantized in groups of 1×G (section 5.2 of
     # the paper COAT).
     "coat": {},
     # Like coat, but with 5 bits for saved tensors where the error rules allow 5 bits. The paper
     # AGoQ (section 4) saves 4 bits, which raises the loss by another 0.12% (docs/quality.md).
     "agoq": {"save_format": "e2m2"},
+    # Like coat, with the blocks of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) in all GEMMs.
+    "block": {"scales": "blockwise"},
+    # Like coat, with the groups of the OCP Microscaling Formats (MXFP8) in all GEMMs. Most GPUs
+    # emulate these GEMMs, so a choice by time would leave none in FP8.
+    "mxfp8": {"scales": "mx", "fp8_gemms": "all"},
     # All rewrites, with lossless formats. Results are bit-equal to results without fp8pass.
     "exact": {
         "forward_format": "exact",
@@ -64,6 +69,20 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
         "save_format": "exact",
         "head_chunks": 1,
     },
+}
+
+# For each value of `scales`: the block, and the form of scales if it is not the default, of the
+# operands of a GEMM: activations and gradients, and weights. Other GEMMs have tensor scales.
+OPERAND_SCALES: dict[Scales, tuple[tuple[Gemm, ...], str, str]] = {
+    "tensorwise": ((), "", ""),
+    "rowwise": (("forward",), "row", "row"),
+    "blockwise": (GEMMS, "1×128 fp32", "128×128 fp32"),
+    "mx": (GEMMS, "1×32 e8m0", "1×32 e8m0"),
+}
+OPERANDS: dict[Gemm, tuple[str, str]] = {
+    "forward": ("input", "weight"),
+    "dgrad": ("gradient", "weight"),
+    "wgrad": ("gradient", "input"),
 }
 
 # The values that other options may have together with `simulate`. With `simulate` the first value
@@ -124,11 +143,14 @@ class Config:
             `e5m2` or `exact`. Scales are computed from the values of the current step (papers COAT,
             section 5.2, and LLMQ, section 3).
         gradient_format: format of output gradients in the GEMMs of linear layers.
-        forward_scales: scales in the GEMMs of the forward: `rowwise` (one scale per token and per
-            output feature) or `tensorwise`. With `rowwise`, quantizing takes one pass over a
-            tensor, and the error is smaller. GEMMs of the backward always have one scale per
-            tensor. Experts always have row scales in forward and dgrad, because PyTorch's grouped
-            GEMM requires row scales.
+        scales: the elements that share a scale in the GEMMs of linear layers. `rowwise`: one scale
+            per token and per output feature in the forward, where quantizing then takes one pass
+            over a tensor, and one scale per tensor in the backward. `tensorwise`: one scale per
+            tensor. `blockwise`: 1×128 elements of activations and gradients, and 128×128 of
+            weights, in all GEMMs (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). `mx`: 1×32
+            elements, with scales in E8M0 (OCP Microscaling Formats). A GEMM whose sizes do not fit
+            has one scale per tensor. Experts always have row scales in forward and dgrad, because
+            PyTorch's grouped GEMM requires row scales.
         fp8_gemms: the GEMMs of linear layers and experts that run in FP8: `where_faster`, the GEMMs
             in which FP8 is estimated to save more time than the casts of the operands take, or
             `all`. On GPUs with unknown rates, and on a CPU, all these GEMMs run in FP8.
@@ -205,7 +227,7 @@ class Config:
 
     forward_format: LinearFormat = "e4m3"
     gradient_format: LinearFormat = "e4m3"
-    forward_scales: Scales = "rowwise"
+    scales: Scales = "rowwise"
     fp8_gemms: Fp8Gemms = "where_faster"
     fast_accumulation: tuple[Gemm, ...] = GEMMS
     longest_fast: int = 4096
@@ -268,7 +290,7 @@ class Config:
 
     @classmethod
     def recipe(cls, name: Recipe, /, **overrides: Any) -> Config:
-        """Return the preset `name` (`linear`, `coat`, `agoq`, `exact`) with some options changed.
+        """Return the preset `name` (see `Recipe`) with some options changed.
 
         Raises:
             ConfigError: the recipe or an option is unknown, or a value is wrong.
@@ -315,17 +337,16 @@ class Config:
     @property
     def quantizations(self) -> dict[tuple[Gemm, str], str]:
         """The quantization of every GEMM operand, as text such as `e4m3 row`."""
-        forward, gradient = f"{self.forward_format} tensor", f"{self.gradient_format} tensor"
-        rowwise = self.quantizes_linears and self.forward_scales == "rowwise"
-        in_forward = f"{self.forward_format} row" if rowwise else forward
-        return {
-            ("forward", "input"): in_forward,
-            ("forward", "weight"): in_forward,
-            ("dgrad", "gradient"): gradient,
-            ("dgrad", "weight"): forward,
-            ("wgrad", "gradient"): gradient,
-            ("wgrad", "input"): forward,
-        }
+        gemms, values, weights = OPERAND_SCALES[
+            self.scales if self.quantizes_linears else "tensorwise"
+        ]
+        found = {}
+        for gemm, operands in OPERANDS.items():
+            for operand in operands:
+                format = self.gradient_format if operand == "gradient" else self.forward_format
+                block = weights if operand == "weight" else values
+                found[gemm, operand] = f"{format} {block if gemm in gemms else 'tensor'}"
+        return found
 
     def accumulates_fast(self, gemm: str, length: Any) -> bool:
         """Return whether an FP8 GEMM uses fast accumulation.
@@ -414,7 +435,7 @@ def _checked_simulation(field: str, given: Any) -> Any:
 OPTION_CHECKS: dict[str, Check] = {
     "forward_format": one_of(LinearFormat),
     "gradient_format": one_of(LinearFormat),
-    "forward_scales": one_of(Scales),
+    "scales": one_of(Scales),
     "fp8_gemms": one_of(Fp8Gemms),
     "fast_accumulation": lambda field, x: checked_subset(field, x, GEMMS),
     "longest_fast": must_be(

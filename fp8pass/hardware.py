@@ -15,6 +15,8 @@ import torch
 FP8_CAPABILITY = (8, 9)
 # The major compute capability that `_scaled_grouped_mm` with row scales requires.
 GROUPED_CAPABILITY = 9
+# The major compute capabilities with tensor cores for MX formats.
+MX_CAPABILITIES = 10, 12
 
 # The measured rates of one GPU, in operations and bytes per second. The planner for a memory budget
 # uses these rates on every GPU: only the ratios of the rates matter, and the ratios differ little
@@ -97,6 +99,22 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
         name = name_of(device)
         return f"{name} (sm{major}{minor}): FP8 GEMMs of experts need sm90"
     return None
+
+
+def why_emulated(device: torch.device, scales: str) -> str | None:
+    """Return why GEMMs multiply dequantized operands on `device`, or None if they do not.
+
+    Args:
+        device: a device that can run FP8 GEMMs.
+        scales: the form of the operands' scales, in `SCALE_FORMS` of `dialect/quantization.py`.
+    """
+    if scales != "e8m0" or _is_reference(device):
+        return None
+    major, minor = capability_of(device)
+    if major in MX_CAPABILITIES:
+        return None
+    name = name_of(device)
+    return f"{name} (sm{major}{minor}) has no tensor cores for MX formats: they need sm100 or sm120"
 
 
 def why_no_triton_kernels(device: torch.device) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8pass.codegen.block_scaled_mm import multiply_scaled_blocks
 from fp8pass.codegen.buffers import buffer, library
 from fp8pass.codegen.kernels.tile_kernel import holds_amaxes
 from fp8pass.dialect import ops
@@ -120,10 +121,13 @@ def _scaled_mm(
     *quantizations: str,
 ) -> Tensor:
     """Inductor's autotuning runs `aten._scaled_mm` in cuBLASLt or Triton."""
-    in_groups = any(parse(text).is_in_groups for text in quantizations)
-    if in_groups or not is_fp8(a.dtype) or a.device.type != "cuda":
+    if not is_fp8(a.dtype) or a.device.type != "cuda":
         options = bias, out_dtype, fast_accumulation, *quantizations
         return ops.scaled_mm(a, a_scale, b, b_scale, *options)
+    a_how, b_how = map(parse, quantizations)
+    if a_how.is_in_groups:
+        sides = (a, a_scale, a_how), (b, b_scale, b_how)
+        return multiply_scaled_blocks(*sides, bias, out_dtype)
     if b_scale.ndim:
         b_scale = b_scale.permute(1, 0)
     fuses_bias = bias is not None and out_dtype in (torch.bfloat16, torch.float16)

@@ -83,7 +83,7 @@ class Formats:
             own = "bfloat16" if dtype is torch.bfloat16 else None
             return cls(own, own, own)
         saved = config.save_format if config.save_format in GRIDS else None
-        by_row = config.forward_scales == "rowwise"
+        by_row = config.scales != "tensorwise"
         longest = config.longest_fast if config.fast_accumulation else 0
         return cls(config.forward_format, config.gradient_format, saved, by_row, longest)
 

@@ -35,7 +35,7 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
         model.compile(backend="fp8pass")
 
     Frozen weights occur in models with adapters (LoRA), in teachers and in frozen encoders. If
-    linear layers run in FP8 with a scale for each row (`forward_scales="rowwise"`), the forward of
+    linear layers run in FP8 with a scale for each row (`scales="rowwise"`), the forward of
     a compiled model is bit-identical to the forward with weights in BF16. Gradients of inputs are
     computed with the rounded weights. In all other layers, each use dequantizes the weight.
 

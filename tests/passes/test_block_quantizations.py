@@ -1,65 +1,80 @@
-"""Block quantizations: a new quantization needs only an entry in `Config.quantizations`."""
+"""Recipes `block` and `mxfp8`: operands of GEMMs with a scale for each block."""
 
 from __future__ import annotations
-
-from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
 from helpers import FFN, capture_joint, relative, step
 from torch import nn
 
+import fp8pass
 from fp8pass.config import Config
 from fp8pass.dialect.quantization import parse
-from fp8pass.dynamo import Backend
 from fp8pass.graph import spec
 from fp8pass.graph.tags import ROLE
 from fp8pass.passes.joint.quantize_linears import quantize_linears
 
 fp8 = torch.ops.fp8pass
 OPERANDS = {"forward": "input weight", "dgrad": "gradient weight", "wgrad": "gradient input"}
+BLOCK = {"input": "e4m3 1×128 fp32", "weight": "e4m3 128×128 fp32", "gradient": "e4m3 1×128 fp32"}
+MX = dict.fromkeys(BLOCK, "e4m3 1×32 e8m0")
+each_recipe = pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 
 
-def table(by_operand: dict[str, str]) -> dict[tuple[str, str], str]:
-    return {(gemm, x): by_operand[x] for gemm, xs in OPERANDS.items() for x in xs.split()}
-
-
-MX = table(dict.fromkeys(("input", "weight", "gradient"), "e4m3 1×32 e8m0"))
-BLOCKS = table(
-    {"input": "e4m3 1×64 fp32", "weight": "e4m3 64×64 fp32", "gradient": "e4m3 1×64 fp32"}
-)
-
-
-@pytest.mark.parametrize("quantizations", [MX, BLOCKS], ids=["mxfp8", "blocks"])
+@each_recipe
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_a_layer_trains_with_blocks(quantizations, compiler):
+def test_gradients_are_no_worse_than_those_of_coat(recipe, compiler):
+    """Columns of very different sizes share the scale of a row or tensor in `coat`."""
     torch.manual_seed(0)
-    model = nn.Sequential(FFN(64, 128), FFN(64, 128)).bfloat16()
-    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    model = nn.Sequential(FFN(256, 384), FFN(256, 384)).bfloat16()
+    x = torch.randn(128, 256) * torch.logspace(-2, 2, 256)
+    x = x.bfloat16().requires_grad_()
     plain = step(model, model, (x,))
-    config = Config(compiler=compiler)
-    with patch.object(Config, "quantizations", PropertyMock(return_value=quantizations)):
+    errors = {}
+    for name in (recipe, "coat"):
         torch._dynamo.reset()
-        got = step(torch.compile(model, backend=Backend(config)), model, (x,))
-    for name, gradient in plain.gradients.items():
-        assert 1e-3 < relative(got.gradients[name], gradient) < 0.2
+        config = Config.recipe(name, compiler=compiler, save_format="none")
+        got = step(torch.compile(model, backend=fp8pass.backend(config)), model, (x,))
+        errors[name] = {n: relative(got.gradients[n], g) for n, g in plain.gradients.items()}
+    for name, error in errors[recipe].items():
+        assert 1e-3 < error < 1.05 * errors["coat"][name]
 
 
-@pytest.mark.parametrize("quantizations", [MX, BLOCKS], ids=["mxfp8", "blocks"])
-def test_each_operand_has_the_quantization_of_the_table(quantizations):
+@pytest.mark.parametrize(("recipe", "wanted"), [("block", BLOCK), ("mxfp8", MX)])
+def test_each_operand_has_the_quantization_of_the_recipe(recipe, wanted):
     """Square blocks are transposed; blocks of rows are quantized in both layouts."""
-    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
-    joint = capture_joint(FFN(64, 128).bfloat16(), x)
-    with patch.object(Config, "quantizations", PropertyMock(return_value=quantizations)):
-        quantize_linears(joint.gm, joint.ctx)
+    x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
+    joint = capture_joint(FFN(128, 256).bfloat16(), x, config=Config.recipe(recipe))
+    quantize_linears(joint.gm, joint.ctx)
     spec.verify(joint.gm.graph)
     gemms = joint.calls(fp8.scaled_mm.default)
     assert len(gemms) == 9
     for gemm in gemms:
-        wanted = [quantizations[gemm.meta[ROLE], x] for x in OPERANDS[gemm.meta[ROLE]].split()]
-        assert sorted(gemm.args[7:]) == sorted(wanted)
-    squares = quantizations is BLOCKS
-    assert len(joint.calls(fp8.transpose.default)) == (3 if squares else 0)
+        operands = OPERANDS[gemm.meta[ROLE]].split()
+        assert sorted(gemm.args[7:]) == sorted(wanted[name] for name in operands)
+    assert len(joint.calls(fp8.transpose.default)) == (3 if recipe == "block" else 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "roles"),
+    [
+        ((100, 128, 256), {"forward", "dgrad"}),  # wgrad contracts 100 tokens
+        ((128, 192, 256), {"wgrad"}),
+        ((128, 128, 192), {"wgrad"}),
+        ((100, 192, 320), set()),
+    ],
+    ids=str,
+)
+def test_gemms_whose_sizes_do_not_fit_have_tensor_scales(sizes, roles):
+    tokens, inputs, outputs = sizes
+    x = torch.randn(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
+    model = nn.Linear(inputs, outputs).bfloat16()
+    joint = capture_joint(model, x, config=Config.recipe("block"))
+    quantize_linears(joint.gm, joint.ctx)
+    spec.verify(joint.gm.graph)
+    for gemm in joint.calls(fp8.scaled_mm.default):
+        tensor_scales = gemm.args[7:] == ("e4m3 tensor", "e4m3 tensor")
+        assert tensor_scales == (gemm.meta[ROLE] not in roles)
 
 
 @pytest.mark.parametrize("text", ["e4m3 1×32 e8m0", "e4m3 16×16 fp32", "e5m2 1×16 fp32"])

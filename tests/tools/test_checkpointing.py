@@ -125,7 +125,7 @@ def test_quantized_inputs_of_regions_change_no_forward_value():
     exact, low_bits = Stack(), Stack()
     want = step(compiled(exact, Config.recipe("linear", compiler="eager"))[0], exact, [X])
     torch._dynamo.reset()
-    config = Config(forward_scales="tensorwise", compiler="eager")
+    config = Config(scales="tensorwise", compiler="eager")
     got = step(compiled(low_bits, config)[0], low_bits, [X])
     assert torch.equal(got.outputs[0], want.outputs[0])
     for name, gradient in want.gradients.items():

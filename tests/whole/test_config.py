@@ -30,14 +30,14 @@ def test_the_default_is_coat():
 
 def test_recipes_differ():
     configs = {name: Config.recipe(name) for name in RECIPES}
-    assert len(set(configs.values())) == len(RECIPES) == 4
+    assert len(set(configs.values())) == len(RECIPES) == 6
     assert configs["linear"].save_format == "none"
     assert configs["linear"].quantizes_linears
     assert not configs["exact"].quantizes_linears
 
 
 def test_overrides():
-    want = Config(save_format="none", forward_scales="tensorwise", group_size=16)
+    want = Config(save_format="none", scales="tensorwise", group_size=16)
     assert Config.recipe("linear", group_size=16) == want
 
 

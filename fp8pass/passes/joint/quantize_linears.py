@@ -31,7 +31,7 @@ from torch import fx
 
 from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
-from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, parse
+from fp8pass.dialect.quantization import TENSOR, Quantization, parse
 from fp8pass.graph.linear_layers import (
     GraphPart,
     Layer,
@@ -150,12 +150,16 @@ def _takes_rows(gemm: fx.Node) -> bool:
     return tensor(gemm).dtype is torch.bfloat16 and not contracts_rows
 
 
-def _divides(block: Block, gemm: fx.Node) -> bool:
-    """Whether the sides of a block divide all sizes of a GEMM's operands."""
-    sizes = [size for x in gemm_operands(gemm) for size in tensor(x).shape]
-    return all(
-        isinstance(size, int) and size % side == 0 for size in sizes for side in block if side > 1
-    )
+def _fits(how: Quantization, gemm: fx.Node, operand: int) -> bool:
+    """Whether the sizes of a GEMM suit the quantization of its first or second operand.
+
+    Blocks must divide the rows of the operand and the contraction, whose sizes must be static.
+    """
+    if not how.is_in_groups:
+        return how.block == TENSOR or _takes_rows(gemm)
+    sizes = tensor(gemm).shape[-2 + operand], tensor(gemm_operands(gemm)[0]).shape[-1]
+    pairs = zip(how.block, sizes, strict=True)
+    return all(side == 1 or (isinstance(n, int) and n % side == 0) for side, n in pairs)
 
 
 def _has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
@@ -169,10 +173,10 @@ class LinearRewriter(Quantizer):
     def casts_of(self, gemm: fx.Node, layer: Layer) -> Casts:
         """Return the casts that a GEMM needs in FP8."""
         self.gemm, self.layer = gemm, layer
-        a, b = gemm_operands(gemm)
+        (a, how_a), (b, how_b) = self._choose_quantizations()
         return {
-            **self.casts_of_operand(a, self._choose_quantization(a), contract_rows=False),
-            **self.casts_of_operand(b, self._choose_quantization(b), contract_rows=True),
+            **self.casts_of_operand(a, how_a, contract_rows=False),
+            **self.casts_of_operand(b, how_b, contract_rows=True),
         }
 
     def rewrite(self, gemm: fx.Node, layer: Layer) -> None:
@@ -180,9 +184,8 @@ class LinearRewriter(Quantizer):
         self.gemm, self.layer = gemm, layer
         if _is_batch_of_one(gemm):
             self.gemm = gemm = self._remove_batch(gemm)
-        a, b = gemm_operands(gemm)
+        (a, how_a), (b, how_b) = self._choose_quantizations()
         bias = gemm.args[0] if gemm.target is aten.addmm.default else None
-        how_a, how_b = map(self._choose_quantization, (a, b))
         with gemm.graph.inserting_before(gemm):
             sides = [
                 (*self.quantize(a, how_a, contract_rows=False), how_a),
@@ -205,12 +208,16 @@ class LinearRewriter(Quantizer):
             self.backward |= {product, *product.users, result}
         replace_gemm(gemm, product, result)
 
-    def _choose_quantization(self, operand: fx.Node) -> Quantization:
-        """Return the configured quantization; use a tensor scale if its blocks do not fit."""
-        role, name = self.gemm.meta[ROLE], self.name_operand(operand)
-        chosen = parse(self.config.quantizations[role, name])
-        fits = _takes_rows(self.gemm) if chosen.block == ROW else _divides(chosen.block, self.gemm)
-        return chosen if fits else Quantization(chosen.format, TENSOR)
+    def _choose_quantizations(self) -> list[tuple[fx.Node, Quantization]]:
+        """Return both operands with their quantizations: those of the configuration if they fit the
+        sizes of the GEMM, else tensor scales.
+        """
+        role, operands = self.gemm.meta[ROLE], gemm_operands(self.gemm)
+        names = map(self.name_operand, operands)
+        chosen = [parse(self.config.quantizations[role, name]) for name in names]
+        if not all(map(_fits, chosen, (self.gemm, self.gemm), (0, 1))):
+            chosen = [Quantization(how.format, TENSOR) for how in chosen]
+        return list(zip(operands, chosen, strict=True))
 
     def _remove_batch(self, gemm: fx.Node) -> fx.Node:
         """Replace a `bmm` with a batch of one by an `mm`, and return the `mm`."""

@@ -1,0 +1,124 @@
+"""GEMMs whose operands have scales that vary along the contraction, on GPUs.
+
+cuBLASLt, or a Triton kernel where cuBLASLt does not support the sizes, multiplies blocks of 128.
+GPUs with microscaling tensor cores (`hardware.why_emulated`) multiply groups of 32. Other GPUs
+multiply dequantized operands. In BF16 such operands are exact, because scales are powers of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass import compat, hardware
+from fp8pass.codegen.buffers import buffer, library
+from fp8pass.dialect import ops
+from fp8pass.dialect.quantization import Block, Quantization
+from fp8pass.graph.nodes import aten
+
+Operand = tuple[Tensor, Tensor, Quantization]
+
+# PyTorch's releases disagree about the strides of 128×128 scales, unless a row has a multiple of
+# this number of scales. cuBLASLt needs rows of 1×128 scales in multiples of this number.
+ALIGNMENT = 4
+TALL: Block = (1, 128)
+SQUARE: Block = (128, 128)
+# Microscaling tensor cores read the scales of 128 rows × 4 groups from 512 consecutive bytes.
+MX_TILE = 128, 4
+
+
+def multiply_scaled_blocks(
+    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Return `dequantize(a) @ dequantize(b).T + bias`, [M, N] in `out_dtype`.
+
+    Operands are FP8 data [M, K] and [N, K], their scales, and their quantizations.
+    """
+    device, scales = a[0].device, a[2].scales
+    if hardware.why_emulated(device, scales):
+        return _multiply_dequantized(a, b, bias, out_dtype)
+    if scales == "e8m0":
+        return _multiply(a, b, bias, out_dtype, *(swizzle(scale) for _, scale, _ in (a, b)))
+    if not _suits_library(a, b):
+        rows = (how.block[0] for _, _, how in (a, b))
+        return on_gpu(*a[:2], *b[:2], bias, out_dtype, *rows)
+    (a_scale, b_scale) = (_lay_out(scale, how) for _, scale, how in (a, b))
+    return _multiply(a, b, bias, out_dtype, a_scale, b_scale.permute(1, 0))
+
+
+def _multiply(
+    a: Operand,
+    b: Operand,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    a_scale: Tensor,
+    b_scale: Tensor,
+) -> Tensor:
+    fuses_bias = bias is not None and out_dtype in (torch.bfloat16, torch.float16)
+    options = bias if fuses_bias else None, None, out_dtype, False
+    product: Tensor = aten._scaled_mm.default(a[0], b[0].permute(1, 0), a_scale, b_scale, *options)
+    return product if bias is None or fuses_bias else product + bias
+
+
+def _suits_library(a: Operand, b: Operand) -> bool:
+    """Whether cuBLASLt multiplies blocks of these sizes: only on Hopper."""
+    if hardware.capability_of(a[0].device)[0] != hardware.GROUPED_CAPABILITY:
+        return False
+    if {a[2].block, b[2].block} == {SQUARE}:
+        return False
+    sizes = [data.shape[0] if how.block == TALL else scale.shape[1] for data, scale, how in (a, b)]
+    return all(compat.statically_known_true(size % ALIGNMENT == 0) for size in sizes)
+
+
+def _lay_out(scale: Tensor, how: Quantization) -> Tensor:
+    """Store scales of rows column-major and scales of square blocks row-major."""
+    return buffer(scale, [1, 0] if how.block == TALL else [0, 1])
+
+
+def _multiply_dequantized(
+    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    dtype = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float32
+    left, right = (ops.dequantize([data], scale, str(how), dtype) for data, scale, how in (a, b))
+    if bias is None:
+        return (left @ right.permute(1, 0)).to(out_dtype)
+    return torch.addmm(bias.to(dtype), left, right.permute(1, 0)).to(out_dtype)
+
+
+def swizzle(scale: Tensor) -> Tensor:
+    """Reorder E8M0 scales [M, K / 32] as microscaling tensor cores read them, one dimension.
+
+    Tiles of 128 rows × 4 groups are consecutive, row by row. In a tile, the scale of row r and
+    group g is byte `16 (r mod 32) + 4 (r div 32) + g`. Missing rows and groups are zero bytes.
+    """
+    rows, groups = scale.shape
+    tiles = [
+        compat.ceil_div(size, side) for size, side in zip((rows, groups), MX_TILE, strict=True)
+    ]
+    padding = (0, tiles[1] * MX_TILE[1] - groups, 0, tiles[0] * MX_TILE[0] - rows)
+    raw = torch.nn.functional.pad(scale.view(torch.uint8), padding)
+    split = raw.view(tiles[0], 4, 32, tiles[1], MX_TILE[1])
+    ordered = split.permute(0, 3, 2, 1, 4).clone(memory_format=torch.contiguous_format)
+    return ordered.view(-1).view(scale.dtype)
+
+
+def _call_kernel(*args: Any) -> Tensor:
+    # A machine without a GPU may not have Triton.
+    from fp8pass.codegen.kernels.block_gemm import multiply_blocks
+
+    return multiply_blocks(*args)
+
+
+library.define(
+    "multiply_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, "
+    "ScalarType out_dtype, int a_rows, int b_rows) -> Tensor"
+)
+library.impl("multiply_blocks", _call_kernel, "CUDA")
+torch.library.register_fake(
+    "fp8pass_codegen::multiply_blocks",
+    lambda a, _a, b, _b, bias, dtype, *rows: a.new_empty((a.shape[0], b.shape[0]), dtype=dtype),
+    lib=library,
+)
+on_gpu = torch.ops.fp8pass_codegen.multiply_blocks.default
