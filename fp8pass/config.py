@@ -158,7 +158,7 @@ class Config:
             fast accumulation. With fast accumulation the tensor cores keep a running sum of 14 bits
             over the whole contraction. Otherwise the running sum is added to an FP32 sum every 128
             products. Fast accumulation truncates sums, with a bias that grows with the length of
-            the contraction.
+            the contraction. GEMMs with scales in blocks always accumulate precisely.
         longest_fast: largest length of a contraction with fast accumulation. A GEMM whose
             contraction has a dynamic length accumulates precisely. In the wgrad of experts the
             length is the average number of tokens per expert.
@@ -356,6 +356,7 @@ class Config:
             length: the length of the GEMM's contraction, which may be symbolic.
         """
         allowed = self.quantizes_linears and gemm in self.fast_accumulation
+        allowed = allowed and self.scales in ("tensorwise", "rowwise")
         return allowed and isinstance(length, int) and length <= self.longest_fast
 
     @property

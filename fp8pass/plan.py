@@ -148,6 +148,8 @@ class Linear:
         simulated: the GEMMs that simulate a format. If there are any, `fp8` is empty.
         experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
+        unfit: the GEMMs of `fp8` with one scale per tensor because their sizes, or the dtype of
+            their results, do not suit the option `scales`.
         projection: `in_proj` or `out_proj` in an `nn.MultiheadAttention`; set by `explain`.
     """
 
@@ -162,6 +164,7 @@ class Linear:
     simulated: tuple[str, ...] = ()
     experts: int = 0
     fast: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
     slower: str = ""
     projection: str = ""
 
@@ -295,6 +298,7 @@ class Plan:
         kernels: how the forward and the backward graph quantize matrices, if computed.
         merged: for each GEMM that `merge_dgrads` emitted, the layers that it serves.
         simulated: format that linear layers simulate, if any.
+        emulated: why FP8 GEMMs multiply dequantized operands; '' if tensor cores multiply FP8 data.
         note: remark for the log.
     """
 
@@ -313,6 +317,7 @@ class Plan:
     heads: list[Head] = field(default_factory=list)
     checkpointing: Checkpointing | None = None
     simulated: str | None = None
+    emulated: str = ""
     offload: Offload | None = None
     inference: bool = False
     note: str = ""
@@ -368,6 +373,7 @@ class Plan:
             f" {bytes_text(self.saved_bytes)} saved for the backward"
             + (f" ({bytes_text(self.exact_bytes)} without low-bit formats)" if smaller else "")
             + (f", {bytes_text(self.offload.bytes)} in host memory" if self.offload else "")
+            + (f"; GEMMs are emulated: {self.emulated}" if self.emulated else "")
             + "; inference" * self.inference
             + (f"; {self.note}" if self.note else "")
         )

@@ -158,14 +158,17 @@ class Quantizer:
         identity, computed = identity_of(base), is_computed(base)
         own = Cast(0) if computed else Cast(size, 1)
         casts: dict[Hashable, Cast] = {(identity, "amax"): own}
-        if quantization.block == ROW:
+        is_transposed = contract_rows != is_flipped
+        if is_transposed and not quantization.survives_transpose:  # reads the tensor once more
+            return {(identity, quantization, is_transposed): Cast(size + count, 1)}
+        if quantization.block[0] == 1:  # a row, or a part of a row
             return casts | {(identity, quantization): Cast(count)}
         is_gradient = self.name_operand(base) == "gradient"
         if is_gradient:  # the last stage of the amax has a kernel of its own
             casts[identity, "amax"] = Cast(own.bytes, own.launches + 1)
         exact = is_gradient or not computed or self.config.save_format == "none"
         read = Cast(size, 1) if exact else Cast(0)
-        layout = identity, quantization, contract_rows != is_flipped
+        layout = identity, quantization, is_transposed
         return casts | {(identity, quantization): read, layout: Cast(count)}
 
     def quantize(

@@ -98,6 +98,7 @@ class Explanation(ExplanationData):
                 replace(compiled.plan, saved=describe_operands(compiled)),
             )
             notes = ["inference"] * plan.inference + [plan.note] * bool(plan.note)
+            notes += [f"GEMMs are emulated: {plan.emulated}"] * bool(plan.emulated)
             notes += [f"runs {runs}×"] * (runs > 1)
             of = f" of {format_paths(modules)}" if any(modules := self.modules_of(compiled)) else ""
             title = f"graph {number}{of}{' (' + ', '.join(notes) + ')' if notes else ''}"

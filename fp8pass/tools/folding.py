@@ -43,7 +43,7 @@ def fold_linears(linears: Iterable[Linear]) -> list[FoldedRow]:
 
     def key(y: Linear) -> tuple[Any, ...]:
         sizes = y.rows, y.experts, y.in_features, y.out_features
-        return *sizes, y.fp8, y.fast, y.simulated, y.reason, y.slower
+        return *sizes, y.fp8, y.fast, y.unfit, y.simulated, y.reason, y.slower
 
     def name(y: Linear) -> str:
         return f"{y.module} ({y.projection})" if y.projection else y.module

@@ -25,6 +25,7 @@ by an `mm`.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -92,7 +93,16 @@ def _quantize_layers(part: GraphPart, ctx: Context) -> None:
     choice = choose_gemms(g, eligible, rewriter.casts_of, config)
     ctx.spare_seconds += choice.saved_seconds
     for layer, reason in reasons:
-        ctx.plan.linears.append(describe_layer(layer, reason, config, choice, part.times))
+        entry = describe_layer(layer, reason, config, choice, part.times)
+        unfit = {
+            role
+            for role, gemm in layer.gemms()
+            if role in entry.fp8 and not rewriter.fits(gemm, layer)
+        }
+        ctx.plan.linears.append(replace(entry, unfit=tuple(r for r in entry.fp8 if r in unfit)))
+    if eligible and config.quantizes_linears:
+        device, how = tensor(eligible[0].forward).device, config.quantizations["forward", "input"]
+        ctx.plan.emulated = hardware.why_emulated(device, parse(how).scales) or ""
     for gemm, layer in gemms_in_order(g, eligible, choice):
         rewriter.rewrite(gemm, layer)
 
@@ -208,16 +218,21 @@ class LinearRewriter(Quantizer):
             self.backward |= {product, *product.users, result}
         replace_gemm(gemm, product, result)
 
+    def fits(self, gemm: fx.Node, layer: Layer) -> bool:
+        """Whether a GEMM can have the scales of the configuration."""
+        self.gemm, self.layer = gemm, layer
+        return all(_fits(how, gemm, i) for i, how in enumerate(self._configured()))
+
     def _choose_quantizations(self) -> list[tuple[fx.Node, Quantization]]:
-        """Return both operands with their quantizations: those of the configuration if they fit the
-        sizes of the GEMM, else tensor scales.
-        """
-        role, operands = self.gemm.meta[ROLE], gemm_operands(self.gemm)
-        names = map(self.name_operand, operands)
-        chosen = [parse(self.config.quantizations[role, name]) for name in names]
-        if not all(map(_fits, chosen, (self.gemm, self.gemm), (0, 1))):
+        """Return both operands with their quantizations: the configured ones, or tensor scales."""
+        chosen = self._configured()
+        if not self.fits(self.gemm, self.layer):
             chosen = [Quantization(how.format, TENSOR) for how in chosen]
-        return list(zip(operands, chosen, strict=True))
+        return list(zip(gemm_operands(self.gemm), chosen, strict=True))
+
+    def _configured(self) -> list[Quantization]:
+        role, names = self.gemm.meta[ROLE], map(self.name_operand, gemm_operands(self.gemm))
+        return [parse(self.config.quantizations[role, name]) for name in names]
 
     def _remove_batch(self, gemm: fx.Node) -> fx.Node:
         """Replace a `bmm` with a batch of one by an `mm`, and return the `mm`."""
