@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fp8pass.config import Config as Config
     from fp8pass.config import Simulation as Simulation
     from fp8pass.dynamo import backend as backend
-    from fp8pass.integrations.compressed_tensors import export as export
+    from fp8pass.integrations.serving import export as export
+    from fp8pass.integrations.serving import served_weights as served_weights
     from fp8pass.option_checks import ConfigError as ConfigError
     from fp8pass.stability.guard import Guard as Guard
     from fp8pass.stability.monitor import Monitor as Monitor
@@ -57,9 +58,10 @@ _MODULES = {
     "calibrate": "tools.calibration",
     "diagnose": "tools.diagnosis",
     "explain": "tools.explanation",
-    "export": "integrations.compressed_tensors",
+    "export": "integrations.serving",
     "fit": "tools.fitting",
     "quantize_frozen": "weights.quantize_frozen",
+    "served_weights": "integrations.serving",
     "sharpness": "tools.sharpness",
 }
 

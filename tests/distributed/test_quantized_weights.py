@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from helpers import COAT_EAGER, FFN, Spy, relative, step
+from helpers import COAT_EAGER, FFN, Spy, llama, relative, step
 from kernel_helpers import counts
 from torch import nn
 
+import fp8pass
 from fp8pass import Config
 from fp8pass.dynamo import Backend
 from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
@@ -112,3 +113,24 @@ def test_writing_to_a_quantized_weight_raises_an_error(model):
     weight = quantize_weights(model).ffn.up.weight
     with torch.no_grad(), pytest.raises(RuntimeError, match="exact values no longer exist"):
         weight.mul_(2)
+
+
+def serve_shards(device: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama().bfloat16().to(device)
+    want = dict(fp8pass.served_weights(model))
+    for block in (*model.model.layers, model):
+        fully_shard(block)
+    got = dict(fp8pass.served_weights(model))
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype is tensor.dtype
+        assert torch.equal(got[name].float(), tensor.float())
+    with pytest.raises(fp8pass.ConfigError, match=r"is sharded\. Load the full state dict"):
+        fp8pass.export(model, "unused")
+
+
+def test_served_weights_are_gathered(two):
+    pytest.importorskip("transformers")
+    two(serve_shards)

@@ -1,4 +1,4 @@
-"""`fp8pass.export`: files in the layout of compressed-tensors, which transformers loads."""
+"""`fp8pass.export` and `served_weights`: layouts that transformers loads."""
 
 from __future__ import annotations
 
@@ -150,3 +150,110 @@ def test_models_that_cannot_be_exported_are_refused(trained, tmp_path):
     with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight has a NaN"):
         fp8pass.export(broken, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+# --- blocks of 128×128 elements -------------------------------------------------------------------
+
+VALUES, WEIGHTS = "e4m3 1×128 fp32", "e4m3 128×128 fp32"
+
+
+@pytest.fixture
+def wide():
+    """A Llama whose sizes are multiples of 128, with magnitudes that differ among blocks."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    model = llama(**sizes, num_key_value_heads=2, head_dim=64).bfloat16()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[:128] *= 30
+    return model
+
+
+def rounded(x: torch.Tensor, quantization: str) -> torch.Tensor:
+    """Round to E4M3 as the manuals of DeepGEMM describe it: scales are powers of two."""
+    rows, columns = (1, 128) if quantization == VALUES else (128, 128)
+    blocks = x.float().reshape(-1, x.shape[-1]).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    amax = blocks.abs().amax((1, 3), keepdim=True)
+    scales = torch.exp2(torch.ceil(torch.log2(amax / 448)))
+    return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).reshape(x.shape)
+
+
+def test_blocks_have_the_layout_of_deepseek(wide, tmp_path):
+    layers = fp8pass.export(wide, tmp_path, format="block")
+    assert len(layers) == 7
+    found = load_file(tmp_path / "model.safetensors")
+    for layer in layers:
+        weight = wide.get_submodule(layer).weight
+        data, scales = found[f"{layer}.weight"], found[f"{layer}.weight_scale_inv"]
+        assert (data.dtype, data.shape) == (torch.float8_e4m3fn, weight.shape)
+        assert scales.shape == (weight.shape[0] // 128, weight.shape[1] // 128)
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert torch.equal(data.float() * spread, rounded(weight, WEIGHTS))
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert written["quant_method"] == "fp8"
+    assert written["weight_block_size"] == [128, 128]
+    assert written["modules_to_not_convert"] == ["lm_head"]
+
+
+@pytest.mark.long
+def test_transformers_loads_blocks(wide, tmp_path):
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    layers = fp8pass.export(wide, tmp_path, format="block")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    for layer in layers:
+        want = rounded(wide.get_submodule(layer).weight, WEIGHTS)
+        assert torch.equal(loaded.get_submodule(layer).weight.float(), want)
+
+
+@pytest.mark.parametrize(("format", "recipe"), [("block", "block"), ("row", "coat")])
+def test_served_logits_are_those_of_the_compiled_forward(wide, format, recipe):
+    """A server multiplies FP8 weights with inputs that it quantizes by the same rule."""
+    weights = dict(fp8pass.served_weights(wide, format=format))
+    server = copy.deepcopy(wide)
+    for name, layer in server.named_modules():
+        if f"{name}.weight_scale_inv" in weights or f"{name}.weight_scale" in weights:
+            scales = weights.get(f"{name}.weight_scale_inv", weights.get(f"{name}.weight_scale"))
+            data = weights[f"{name}.weight"].float()
+            if format == "block":
+                scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            layer.weight.data = (data * scales).to(torch.bfloat16)
+            layer.register_forward_pre_hook(lambda _, args: round_inputs(args[0], format))
+    config = fp8pass.Config.recipe(recipe, compiler="eager")
+    program = torch.compile(wide, backend=Backend(config))
+    with torch.no_grad():
+        got, want = program(tokens()).logits.float(), server(tokens()).logits.float()
+        exact = wide(tokens()).logits.float()
+    assert relative(got, want) < 0.5 * relative(exact, want)
+    assert relative(got, want) < 0.01
+
+
+def round_inputs(x: torch.Tensor, format: str) -> torch.Tensor:
+    if format == "block":
+        return rounded(x, VALUES).to(x.dtype)
+    scales = torch.exp2(torch.ceil(torch.log2(x.float().abs().amax(-1, keepdim=True) / 448)))
+    return ((x.float() / scales).to(torch.float8_e4m3fn).float() * scales).to(x.dtype)
+
+
+@pytest.mark.parametrize("format", ["row", "block"])
+def test_served_weights_are_the_exported_tensors(wide, format, tmp_path):
+    fp8pass.export(wide, tmp_path, format=format)
+    found, served = (
+        load_file(tmp_path / "model.safetensors"),
+        fp8pass.served_weights(wide, format=format),
+    )
+    served = dict(served)
+    assert served.keys() == found.keys()
+    for name, tensor in found.items():
+        assert served[name].dtype == tensor.dtype
+        assert torch.equal(served[name].float(), tensor.float())
+
+
+def test_invalid_formats_and_sizes_are_refused(trained, tmp_path):
+    with pytest.raises(fp8pass.ConfigError, match=r"'rows'.*format is one of 'row', 'block'"):
+        fp8pass.export(trained, tmp_path, format="rows")
+    with pytest.raises(fp8pass.ConfigError, match="sizes in multiples of 128"):
+        fp8pass.served_weights(trained, format="block")
+    with pytest.raises(fp8pass.ConfigError, match="served_weights takes a PreTrainedModel"):
+        fp8pass.served_weights(nn.Linear(16, 16))

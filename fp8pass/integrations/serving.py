@@ -1,0 +1,236 @@
+"""`export` and `served_weights`: a trained model with FP8 weights, for vLLM, SGLang, transformers.
+
+Each linear layer has `NAME.weight`, float8_e4m3fn [out, in], and fp32 scales. The product of both
+is the weight. The serving engine quantizes the layer's inputs. The FP8 weights are bit-identical to
+the FP8 weights in the forward of training, if the recipe has the same scales. FP32 weights are
+rounded to BF16 first, as autocast does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass import compat
+from fp8pass.config import Config
+from fp8pass.dialect import ops as ops  # defines the dialect
+from fp8pass.dialect.quantization import BY_ROW, block_text, parse
+from fp8pass.graph.linear_layers import why_unsuitable_size
+from fp8pass.graph.names import matching_pattern
+from fp8pass.option_checks import ConfigError, check_choice
+from fp8pass.tools.running import find_configuration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+fp8 = torch.ops.fp8pass
+
+Format = Literal["row", "block"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How serving engines read a quantized weight."""
+
+    quantization: str
+    scales: str  # name of the scales, after the name of the layer
+    # Returns the entry `quantization_config` of config.json, for the layers in high precision.
+    configure: Callable[[list[str]], dict[str, Any]]
+
+    def fits(self, layer: nn.Linear) -> bool:
+        """Whether the blocks divide the weight."""
+        sizes = zip(parse(self.quantization).block, layer.weight.shape, strict=True)
+        return all(side < 2 or size % side == 0 for side, size in sizes)
+
+
+def export(
+    model: nn.Module, path: str | Path, *, format: Format = "row", config: Config | None = None
+) -> list[str]:
+    """Write a `PreTrainedModel` to a folder for serving, with FP8 weights in its linear layers.
+
+    As in training, some layers are not quantized: output heads, layers in `skip`, layers with sizes
+    that are not multiples of 16, and layers too narrow to gain from FP8. With `format="block"`,
+    sizes must be multiples of 128. The model is not changed.
+
+    Args:
+        model: a `PreTrainedModel`, compiled or not.
+        path: the folder to write, in the layout of `save_pretrained`.
+        format: `row`, one scale for each output feature in `NAME.weight_scale` [out, 1], in format
+            `float-quantized` of compressed-tensors; or `block`, one scale for each 128×128 elements
+            in `NAME.weight_scale_inv` [out / 128, in / 128], in the layout of DeepSeek-V3.
+        config: a configuration. Its `skip` is used instead of the `skip` of the compiled model.
+
+    Returns:
+        Paths of the layers in FP8.
+
+    Raises:
+        ConfigError: the format is unknown, the model is not a `PreTrainedModel`, is sharded, or has
+            experts or no layer for FP8.
+        ValueError: a weight has a NaN or an infinity.
+    """
+    plain, layout = _check_pretrained(model, "export"), _find_layout(format)
+    for name, parameter in plain.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ConfigError(
+                f"{name} is sharded. Load the full state dict, get_model_state_dict(..., options="
+                "StateDictOptions(full_state_dict=True)), into an unsharded model on one rank, and "
+                "export that model."
+            )
+    chosen = _choose_layers(plain, layout, config or find_configuration(model))
+    values = dict(_quantize_layers(plain, layout, chosen))
+    plain.save_pretrained(path, state_dict=values)
+    others = {name for name, m in plain.named_modules() if isinstance(m, nn.Linear)} - set(chosen)
+    description = Path(path) / "config.json"
+    settings = json.loads(description.read_text())
+    settings["quantization_config"] = layout.configure(sorted(others))
+    description.write_text(json.dumps(settings, indent=2) + "\n")
+    return chosen
+
+
+def served_weights(
+    model: nn.Module, *, format: Format = "row", config: Config | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Return the tensors that `export` would write, one by one, to update a serving engine.
+
+    Sharded parameters are gathered one by one, so all ranks must iterate. In vLLM, for example,
+    `load_weights` of a model that was loaded from an exported folder takes these pairs.
+
+    Args:
+        model: a `PreTrainedModel`, compiled or not.
+        format: `row` or `block`, as in `export`.
+        config: a configuration. Its `skip` is used instead of the `skip` of the compiled model.
+
+    Returns:
+        An iterator of pairs of a name in the checkpoint and a tensor: FP8 data, scales, or a tensor
+        of a layer that is not quantized.
+
+    Raises:
+        ConfigError: as in `export`, except that the model may be sharded.
+        ValueError: a weight has a NaN or an infinity.
+    """
+    plain, layout = _check_pretrained(model, "served_weights"), _find_layout(format)
+    chosen = _choose_layers(plain, layout, config or find_configuration(model))
+    return _quantize_layers(plain, layout, chosen)
+
+
+def _check_pretrained(model: nn.Module, function: str) -> PreTrainedModel:
+    from transformers import PreTrainedModel
+
+    plain = compat.original_of(model)
+    if not isinstance(plain, PreTrainedModel):
+        raise ConfigError(
+            f"{function} takes a PreTrainedModel of transformers, got {type(plain).__name__}. For "
+            "a PEFT model, pass model.merge_and_unload(); for a wrapped model, pass its .module."
+        )
+    experts = next((n for n, p in plain.named_parameters() if "experts" in n and p.ndim == 3), "")
+    if experts:  # loaders expect a separate layer for each expert
+        raise ConfigError(
+            f"{function} does not support stacked weights of experts, such as {experts}. Save the "
+            "model in 16 bits with save_pretrained."
+        )
+    return plain
+
+
+def _find_layout(format: str) -> Layout:
+    check_choice("format", format, get_args(Format))
+    return LAYOUTS[format]
+
+
+def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> list[str]:
+    """Return the paths of the layers in FP8.
+
+    Raises ConfigError if there are none.
+    """
+    head = model.get_output_embeddings()
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    chosen = [
+        name
+        for name, layer in linears.items()
+        if layer is not head and is_served_in_fp8(name, layer, config) and layout.fits(layer)
+    ]
+    if not chosen:
+        sides = [side for side in parse(layout.quantization).block if side > 1]
+        raise ConfigError(
+            f"No layer of {type(model).__name__} can be exported in FP8. Exported layers are "
+            f"nn.Linear with sizes in multiples of {max(sides, default=16)}, except output heads, "
+            "layers in skip and narrow layers."
+        )
+    return chosen
+
+
+def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
+    """Whether a layer, which is not an output head, is exported in FP8."""
+    fits = not why_unsuitable_size(layer.out_features, layer.in_features)
+    return fits and matching_pattern(path, config.skip_patterns) is None
+
+
+def _quantize_layers(
+    model: PreTrainedModel, layout: Layout, chosen: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    weights = {f"{name}.weight": f"{name}.{layout.scales}" for name in chosen}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if hasattr(value, "device_mesh") else value
+        if name not in weights:
+            yield name, whole
+            continue
+        data, scales = quantize_weight(name, whole, layout.quantization)
+        yield name, data
+        yield weights[name], scales
+
+
+def quantize_weight(name: str, weight: Tensor, quantization: str) -> tuple[Tensor, Tensor]:
+    """Return float8_e4m3fn data [M, K] and fp32 scales. FP32 weights are rounded to BF16 first.
+
+    Raises:
+        ValueError: the weight is not finite.
+    """
+    if weight.dtype is torch.float32:
+        weight = weight.bfloat16()
+    amax = fp8.amax(weight, block_text(parse(quantization).block))
+    if not amax.isfinite().all():
+        raise ValueError(
+            f"{name} has a NaN or an infinity, which would make all weights with the same scale "
+            "NaN in FP8. Export a checkpoint with finite weights."
+        )
+    scales = fp8.scale(amax, quantization)
+    return fp8.quantize(weight, scales, quantization), scales
+
+
+def _configure_rows(others: list[str]) -> dict[str, Any]:
+    kind = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**kind, "strategy": "channel", "dynamic": False},
+        "input_activations": {**kind, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": others,
+        "kv_cache_scheme": None,
+    }
+
+
+def _configure_blocks(others: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": others,
+    }
+
+
+LAYOUTS: dict[str, Layout] = {
+    "row": Layout(BY_ROW, "weight_scale", _configure_rows),
+    "block": Layout("e4m3 128×128 fp32", "weight_scale_inv", _configure_blocks),
+}
