@@ -101,6 +101,21 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
     return None
 
 
+def why_no_row_scales(device: torch.device) -> str | None:
+    """Return why GEMMs on `device` need one scale per tensor, or None if rows may have scales.
+
+    The caller has checked that the device can run FP8 GEMMs.
+    """
+    if _is_reference(device):
+        return None
+    capability, name = capability_of(device), name_of(device)
+    if capability[0] == 12:
+        return f"{name} (sm12{capability[1]}): PyTorch has no FP8 GEMM with row scales for it"
+    if capability == (8, 9) and torch.__version__ < "2.12":
+        return f"{name} (sm89): before PyTorch 2.12, GEMMs with row scales ignore CUDA streams"
+    return None
+
+
 def why_emulated(device: torch.device, scales: str) -> str | None:
     """Return why GEMMs multiply dequantized operands on `device`, or None if they do not.
 

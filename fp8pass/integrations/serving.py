@@ -145,7 +145,7 @@ def _find_layout(format: str) -> Layout:
 def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> list[str]:
     """Return the paths of the layers in FP8.
 
-    Raises ConfigError if there are none.
+    Raises ConfigError if no layer fits.
     """
     head = model.get_output_embeddings()
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -15,6 +15,7 @@ calibration.py        `calibrate`: means and standard deviations of activations
 sharpness.py          `sharpness`: how far the loss rises near the last token's logits
 recording.py          the joint graphs and inputs of one step, for diagnose and calibrate
 saved_bytes.py        measured bytes that a model saves for its backward
+self_check.py         `fp8pass env --check`: every kernel and GEMM on a GPU against the reference
 running.py            the configuration of a compiled model; runs that restore the model's state
 cli/                  the command line
 """

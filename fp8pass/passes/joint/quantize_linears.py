@@ -155,6 +155,8 @@ def _takes_rows(gemm: fx.Node) -> bool:
     operands = gemm_operands(gemm)
     if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
         return False
+    if hardware.why_no_row_scales(tensor(gemm).device):
+        return False
     a_is_transposed, b_is_transposed = (graph.skip_transposes(x)[1] for x in operands)
     contracts_rows = a_is_transposed or not b_is_transposed
     return tensor(gemm).dtype is torch.bfloat16 and not contracts_rows

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import fp8pass
-from fp8pass.tools.cli.parsing import Command, describe_error
+from fp8pass.tools.cli.parsing import Command, Failure, describe_error
 
 if TYPE_CHECKING:
     import torch
@@ -108,9 +108,20 @@ def _list_paths(device: torch.device) -> dict[str, str]:
     return {
         "fp8_gemms": _try(lambda: hardware.why_no_fp8_gemm(device) or "yes"),
         "fp8_casts": _try(lambda: "yes" if hardware.has_fp8_casts(device) else no_casts),
+        "row_scales": _try(lambda: hardware.why_no_row_scales(device) or "yes"),
+        "mx_gemms": _try(lambda: _describe_mx(device)),
         "triton_kernels": _try(lambda: hardware.why_no_triton_kernels(device) or "yes"),
         "fp8_product": _try(_check_product, device),
     }
+
+
+def _describe_mx(device: torch.device) -> str:
+    from fp8pass import hardware
+
+    if lacking := hardware.why_no_fp8_gemm(device):
+        return lacking
+    emulated = hardware.why_emulated(device, "e8m0")
+    return f"emulated: {emulated}" if emulated else "yes"
 
 
 def _check_product(device: torch.device) -> str:
@@ -154,19 +165,49 @@ def _format(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run every kernel and FP8 GEMM on each GPU, and compare with the reference",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.check:
+        _check_gpus()
+        return
     found = collect()
     print(json.dumps(found, indent=1) if options.json else _format(found))
+
+
+def _check_gpus() -> None:
+    """Print a line for each check. Raise Failure if one fails, or if there is no GPU."""
+    import torch
+
+    from fp8pass.tools.self_check import check_device
+
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    if not devices:
+        raise Failure("No GPU was found, so nothing was checked. fp8pass env shows the driver.")
+    failed = 0
+    for device in devices:
+        print(f"{torch.cuda.get_device_name(device)} ({device}):")
+        for outcome in check_device(device):
+            result = outcome.problem or (f"not run: {outcome.skipped}" if outcome.skipped else "ok")
+            print(f"  {outcome.name:22} {outcome.case:38} {result}", flush=True)
+            failed += bool(outcome.problem)
+    if failed:
+        raise Failure(f"{failed} checks failed. Please report this output.")
+    print("All checks passed.")
 
 
 COMMAND = Command(
     "env",
     "print versions, devices and their capabilities, for bug reports",
     "Print the facts for a bug report: versions, devices, the paths of fp8pass that each device\n"
-    "supports or why not, the result of one FP8 product there, and environment variables.",
-    ("fp8pass env", "fp8pass env --json"),
+    "supports or why not, the result of one FP8 product there, and environment variables.\n"
+    "With --check, run every kernel and FP8 GEMM on each GPU instead, in about a minute.",
+    ("fp8pass env", "fp8pass env --json", "fp8pass env --check"),
     add_options,
     run,
 )
