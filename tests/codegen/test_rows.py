@@ -196,3 +196,22 @@ def test_packed_groups(device, reading, columns, group, format):
         for *planes, scales, _ in (run(row_kernel, program, [x]), compute_program(program, [x]))
     ]
     assert torch.equal(*(v.isfinite() for v in values))
+
+
+@both_devices
+@pytest.mark.parametrize("columns", [128, 640])
+def test_groups_of_operands_have_powers_of_two_as_scales(device, reading, columns):
+    """The same value is saved in groups with other scales."""
+    operand = Store("sum", ("groups",), format="e4m3", group_size=128, scale_form="fp32")
+    program = replace(norm(columns, 128), stores=(*norm(columns, 128).stores, operand))
+    inputs = operands(program, 9, columns, device)
+    inputs[1][2], inputs[1][3, 5], inputs[1][4, 6] = 0.0, math.nan, math.inf
+    got, want = run(row_kernel, program, inputs), compute_program(program, inputs)
+    for x, y in zip(got[-2:], want[-2:], strict=True):
+        assert_same(x, y, exact=True)
+    scales = got[-1]
+    assert scales.dtype is torch.float32
+    finite = scales[scales.isfinite()]
+    assert torch.equal(torch.exp2(torch.log2(finite).round()), finite)
+    assert scales[3, 0].isnan()
+    assert scales[4, 0].isinf()

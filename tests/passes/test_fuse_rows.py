@@ -60,3 +60,36 @@ def test_a_value_in_fp32_is_stored_in_16_bits_if_only_its_cast_is_used(monkeypat
     (kernel,) = gm.graph.find_nodes(op="call_function", target=rows)
     (loaded,) = kernel.args[0]
     assert loaded.meta["val"].dtype == torch.bfloat16
+
+
+def in_blocks(x, how="e4m3 1×128 fp32"):
+    """Quantize in blocks of 128 columns. Return the FP8 data as bytes, and the scales."""
+    scales = fp8.scale(fp8.amax(x, "1×128"), how)
+    return fp8.quantize(x, scales, how).view(torch.uint8), scales
+
+
+def test_an_operand_in_blocks_is_stored_with_a_norm(monkeypatch):
+    """Beside the same value in groups for the backward."""
+
+    def function(x, weight):
+        y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+        saved = fp8.scale(fp8.amax(x, "1×128"), "e4m3 1×128")
+        data = fp8.quantize(x, saved, "e4m3 1×128").view(torch.uint8)
+        return *in_blocks(y), data, saved
+
+    gm = fused(monkeypatch, function, random(40, 256), random(256))
+    (kernel,) = gm.graph.find_nodes(op="call_function", target=rows)
+    (program,) = Batch.parse(str(kernel.args[1])).programs
+    assert sorted(store.scale_form for store in program.stores) == ["", "fp32"]
+    for target in (fp8.amax.default, fp8.quantize.default):
+        assert not gm.graph.find_nodes(op="call_function", target=target)
+
+
+def test_other_blocks_are_not_stored_by_the_kernel(monkeypatch):
+    def function(x):
+        square = fp8.scale(fp8.amax(x, "128×128"), "e4m3 128×128 fp32")
+        data = fp8.quantize(x, square, "e4m3 128×128 fp32").view(torch.uint8)
+        return *in_blocks(x.t()), data, *in_blocks(x, "e4m3 1×128 e8m0")
+
+    gm = fused(monkeypatch, function, random(128, 128).bfloat16())
+    assert not gm.graph.find_nodes(op="call_function", target=rows)

@@ -67,11 +67,13 @@ _OF_GROUPS = (
 _GROUPS = [
     "{v}_groups = tl.reshape({value}, ({chunk} // {size}, {size}))",
     "{v}_amax = tl.reduce(tl.abs({v}_groups), 1, largest)",
-    "{v}_scales = truncated({scale})",
+    "{v}_scales = {round}({scale})",
     "group = {start} // {size} + tl.arange(0, {chunk} // {size})",
-    "tl.store({scales} + row * ({N} // {size}) + group, {v}_scales.to(tl.bfloat16){if_group})",
+    "tl.store({scales} + row * ({N} // {size}) + group, {v}_scales.to({scale_type}){if_group})",
     "{v}_groups = {v}_groups * tl.div_rn(1.0, {v}_scales)[:, None]",
 ]
+# How scales of groups are rounded and stored, by `Store.scale_form`.
+_SCALE_FORMS = {"": ("truncated", "tl.bfloat16"), "fp32": ("power_of_two", "tl.float32")}
 _STORE_ELEMENTS = (
     "tl.store({data} + first + {column}, tl.reshape({v}_groups.to({type}), ({chunk},)){if_there})"
 )
@@ -383,6 +385,8 @@ class RowWriter:
             "value": value,
             "scales": scales,
             "size": store.group_size,
+            "round": _SCALE_FORMS[store.scale_form][0],
+            "scale_type": _SCALE_FORMS[store.scale_form][1],
             "scale": call_quotient_of(f"{store.name}_{i}_amax", store.format),
             "if_there": self._if_there(i),
             "if_group": self._if_there(i, f"group < {self.shape.columns // store.group_size}"),

@@ -13,10 +13,18 @@ from fp8pass.codegen.program.ir import Program
 from fp8pass.config import BUG
 from fp8pass.dialect.quantization import ROW, TENSOR
 from fp8pass.graph.nodes import aten, is_call, tensor
-from fp8pass.graph.patterns import is_batched_transpose, quantization_of, skip_reshapes, transposes
+from fp8pass.graph.patterns import (
+    is_batched_transpose,
+    quantization_of,
+    skip_reshapes,
+    skip_transposes,
+    transposes,
+)
 
 fp8 = torch.ops.fp8pass
 
+# The forms of scales of groups that the row kernel stores.
+GROUP_SCALES = ("bf16", "fp32")
 # A kernel computes the matrix itself if its operands have at most this many times its bytes.
 LARGEST_INPUTS = 2.0
 
@@ -46,10 +54,15 @@ def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]])
 
 def why_no_rows(data: fx.Node) -> str | None:
     """Return why the row kernel cannot compute `data`, whatever its operands are."""
-    block = quantization_of(data).block
-    if block != ROW:
-        return "one scale for the whole matrix" if block == TENSOR else "scales vary along rows"
-    if _has_columns_for_rows(data.args[0]):  # type: ignore[arg-type]
+    how, x = quantization_of(data), data.args[0]
+    assert isinstance(x, fx.Node)
+    if how.block == TENSOR:
+        return "one scale for the whole matrix"
+    if how.block[0] > 1 or how.scales not in GROUP_SCALES:
+        return f"scales of {how}"
+    if skip_transposes(x)[1]:
+        return "quantized along columns"
+    if _has_columns_for_rows(x):
         return "it is transposed in memory"
     return why_no_kernel(data)
 
@@ -62,9 +75,9 @@ def _has_columns_for_rows(x: fx.Node) -> bool:
 
 def why_no_tiles(data: fx.Node) -> str | None:
     """Return why the tile kernel cannot compute `data`, whatever its operands are."""
-    block = quantization_of(data).block
-    if block != TENSOR:
-        return "one scale for each row" if block == ROW else "scales vary along rows"
+    how = quantization_of(data)
+    if how.block != TENSOR:
+        return "one scale for each row" if how.block == ROW else f"scales of {how}"
     return why_no_kernel(data) or (None if transposes(data) else "its transpose is not needed")
 
 

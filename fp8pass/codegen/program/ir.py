@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8pass import compat
 from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
+from fp8pass.dialect.quantization import Quantization, group
 
 # Broadcast from shape [], [N], [M, 1] or [M, N]. `groups` have several tensors: quantized data [M,
 # N], or packed planes [M, N w / 8] with w bits of each element, then scales [M, N / G].
@@ -82,7 +82,7 @@ class Store:
                support; `scale` is '' if the values are already divided by their scale
     `amax`     the largest magnitude of each tile (`AMAX_TILE`), fp32 [M / 64, N / 128]
     `groups`   quantized data [M, N], or packed planes [M, N w / 8] with w bits of each element,
-               then bf16 scales [M, N / G]
+               then scales [M, N / G]: bf16, or powers of two in fp32 with `scale_form` fp32
     `full`     the value, [M, N] in `dtype`; later steps use the rounded value
     `row`      a value for each row, [M, 1] in `dtype`
     `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
@@ -95,9 +95,15 @@ class Store:
     scale: str = ""
     format: str = ""
     group_size: int = 0
+    scale_form: str = ""
     dtype: str = ""
     width: int = 0
     offset: int = 0
+
+    @property
+    def grouped(self) -> Quantization:
+        """The quantization of layout `groups`."""
+        return Quantization(FORMATS[self.format], group(self.group_size), self.scale_form)
 
     def tensor_count(self, layout: str) -> int:
         return len(FORMATS[self.format].planes) + 1 if layout == "groups" else 1
@@ -176,7 +182,7 @@ class Program:
                 }
                 if layout == "groups":
                     planes = FORMATS[store.format].planes
-                    scales = (rows, columns // store.group_size), GROUP_SCALE_DTYPE
+                    scales = (rows, columns // store.group_size), store.grouped.scale_dtype
                     data = [((rows, columns * width // 8), quantized) for width in planes]
                     shapes["groups"] = [*data, scales]
                 outputs += [inputs[0].new_empty(s, dtype=d) for s, d in shapes[layout]]

@@ -74,7 +74,7 @@ def _store(
         rows = torch.nn.functional.pad(value, padding).reshape(-1, PARTIAL_SUMS, size[1])
         return [rows.sum(0)]
     if layout == "groups":
-        how = Quantization(FORMATS[store.format], group(store.group_size))
+        how = store.grouped
         scales = how.scale(how.amax(value))
         planes = range(len(how.format.planes))
         return [*(quantize(value, scales, str(how), plane) for plane in planes), scales]

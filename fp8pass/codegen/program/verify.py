@@ -28,7 +28,10 @@ _FIELDS: dict[str, frozenset[str]] = {
     "amax": frozenset(),
 }
 # The values of `columns` may already be divided by their scale.
-_OPTIONAL: dict[str, frozenset[str]] = {"columns": frozenset({"scale"})}
+_OPTIONAL: dict[str, frozenset[str]] = {
+    "columns": frozenset({"scale"}),
+    "groups": frozenset({"scale_form"}),
+}
 _QUANTIZED = frozenset({"rows", "columns"})
 
 

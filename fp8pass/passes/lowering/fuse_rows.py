@@ -6,8 +6,9 @@
              c  = scale(amax(s));  d = quantize(s, c)
     after    s, d, c, a, b = rows([w, x, mm], program)
 
-The kernel also stores intermediate values that other nodes use, and quantizes saved values in
-groups. `lower_dialect` lowers the dialect operators that do not fit in a kernel.
+The kernel also stores intermediate values that other nodes use. It quantizes saved values, and the
+operands of recipe `block`, in groups. `lower_dialect` lowers the dialect operators that do not fit
+in a kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels.row_kernel import ROW_CHUNK, rows
-from fp8pass.codegen.kernels.supported import LARGEST_INPUTS, why_no_rows
+from fp8pass.codegen.kernels.supported import GROUP_SCALES, LARGEST_INPUTS, why_no_rows
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Store
@@ -72,18 +73,22 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
     reader = Reader(quantize, by_row=True)
+    is_grouped = quantization_of(quantize).is_in_groups
     try:
         if not compute:
             reader.load(x)
         reader.read(x)
-        reader.read(scale)
+        if not is_grouped:
+            reader.read(scale)
     except NotAMatrix:
         return None
-    if not reader.large_loads or scale not in reader.steps:
+    if not reader.large_loads or not (is_grouped or scale in reader.steps):
         return None
     if reader.bytes_read > LARGEST_INPUTS * graph.nbytes(x):
         return None
     names, kernel, groups = reader.names, RowKernel(reader, [], []), _find_groups(reader)
+    if is_grouped and [quantize] not in (planes for _, planes in groups):
+        return None
     amaxes = {scales.all_input_nodes[0] for scales, _ in groups}
     absorbed = {n for scales, planes in groups for n in (scales, *planes)}
     for node in _used_outside(reader, {quantize} | amaxes | absorbed):
@@ -95,11 +100,19 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
     for scales, planes in groups:
         how = quantization_of(planes[0])
         name = names[planes[0].args[0]]  # type: ignore[index]
-        store = Store(name, ("groups",), format=how.format.name, group_size=how.block[1])
-        kernel.stores.append(store)
+        kernel.stores.append(
+            Store(
+                name,
+                ("groups",),
+                format=how.format.name,
+                group_size=how.block[1],
+                scale_form="" if how.scales == "bf16" else how.scales,
+            )
+        )
         kernel.replaced += [*planes, scales]
-    format = quantization_of(quantize).format.name
-    kernel.add_store(quantize, Store(names[x], ("rows",), scale=names[scale], format=format))
+    if not is_grouped:
+        format = quantization_of(quantize).format.name
+        kernel.add_store(quantize, Store(names[x], ("rows",), scale=names[scale], format=format))
     return None if depends_on(reader.loads, kernel.replaced) else kernel
 
 
@@ -140,4 +153,4 @@ def _can_store_groups(planes: list[fx.Node]) -> bool:
     expected = [(*planes[0].args[:3], number) for number in range(len(how.format.planes))]
     if [(*plane.args, 0)[:4] for plane in planes] != expected:
         return False
-    return fits and not how.is_for_operands and how.format.name in GROUP_FORMATS
+    return fits and how.scales in GROUP_SCALES and how.format.name in GROUP_FORMATS
