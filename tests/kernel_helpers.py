@@ -194,6 +194,33 @@ def swiglu_backward(group: int, saved: str = "e4m3") -> Program:
     )
 
 
+def gelu_backward(group: int) -> Program:
+    """Return a program for the amaxes and column sums of a gradient of GELU, in the tanh form."""
+    return Program(
+        (Load("d", "full"), Load("x", "groups", group, "e4m3")),
+        (
+            Step("square", "aten.mul.Tensor", ("x", "x")),
+            Step("cube", "aten.mul.Tensor", ("square", "x")),
+            Step("part", "aten.mul.Scalar", ("cube", 0.044715)),
+            Step("sum", "aten.add.Tensor", ("x", "part")),
+            Step("inner", "aten.mul.Scalar", ("sum", 0.7978845608028654)),
+            Step("t", "aten.tanh.default", ("inner",)),
+            Step("up", "aten.add.Scalar", ("t", 1.0)),
+            Step("half", "aten.mul.Scalar", ("x", 0.5)),
+            Step("slope", "aten.mul.Scalar", ("square", 0.1070322243)),
+            Step("shifted", "aten.add.Scalar", ("slope", 0.7978845608028654)),
+            Step("tt", "aten.mul.Tensor", ("t", "t")),
+            Step("rest", "aten.rsub.Scalar", ("tt", 1.0)),
+            Step("left", "aten.mul.Tensor", ("half", "rest")),
+            Step("right", "aten.mul.Tensor", ("left", "shifted")),
+            Step("halved", "aten.mul.Scalar", ("up", 0.5)),
+            Step("derivative", "aten.add.Tensor", ("halved", "right")),
+            Step("dx", "aten.mul.Tensor", ("d", "derivative")),
+        ),
+        (Store("dx", ("amax",)), Store("dx", ("tile_sums",), dtype="bfloat16")),
+    )
+
+
 def by_row(x: str) -> tuple[tuple[Step, ...], Store]:
     """Return the steps and the store that quantize `x` by row."""
     steps = Step("amax", "row_amax", (x,)), Step("scale", "scale", ("amax", "e4m3"))

@@ -199,5 +199,14 @@ def is_same_shape_addition(node: fx.Node) -> bool:
     return len(shapes) == 3 and len(set(shapes)) == 1
 
 
+def sums_columns(node: fx.Node) -> bool:
+    """Whether `node` sums over all dimensions except the last, such as the gradient of a bias."""
+    if node.target is not aten.sum.dim_IntList or node.kwargs:
+        return False
+    x, dims = node.args[:2]
+    leading = tensor(x).ndim - 1  # type: ignore[arg-type]
+    return leading > 0 and sorted(dims or ()) == list(range(leading))  # type: ignore[arg-type]
+
+
 def transposes(data: fx.Node) -> list[fx.Node]:
     return [u for u in data.users if u.target is fp8.transpose.default]

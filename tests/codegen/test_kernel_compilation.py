@@ -84,6 +84,7 @@ found = {
     "5 bits in tiles": compiled(tile_kernel, (t.swiglu_backward(128, "e2m2"), 4096, 1024)),
     "5 bits in rows": compiled(row_kernel, (t.swiglu(128, "e2m2"), 4096, 1024)),
     "5 bits in a norm": compiled(row_kernel, (t.norm_backward(384, "e2m2"), 4096, 384)),
+    "amaxes and sums": compiled(tile_kernel, (t.gelu_backward(128), 4096, 1024)),
     "tiles": compiled(tile_kernel, backward),
     "rows": compiled(row_kernel, swiglu),
     "norm": compiled(row_kernel, (t.norm_backward(384), 4096, 384)),

@@ -190,3 +190,34 @@ def test_amax_of_tiles(device, rows, columns):
     (got,), (want,) = run(tile_kernel, program, inputs), compute_program(program, inputs)
     assert_same(got, want, exact=True)
     assert got.isnan().sum() == 1
+
+
+@both_devices
+@pytest.mark.parametrize("dtype", ["", "bfloat16", "float16"])
+@given(rows=st.integers(1, 200), columns=st.integers(1, 10).map(lambda n: 16 * n))
+def test_sums_of_tiles(device, dtype, rows, columns):
+    """Each element is rounded before it is added. The sums may differ by the order of additions."""
+    program = Program(
+        (Load("x", "full"), Load("g", "full")),
+        (Step("y", "aten.mul.Tensor", ("x", "g")),),
+        (Store("y", ("amax",)), Store("y", ("tile_sums",), dtype=dtype)),
+    )
+    inputs = operands(program, rows, columns, device)
+    (amaxes, sums), want = run(tile_kernel, program, inputs), compute_program(program, inputs)
+    assert_same(amaxes, want[0], exact=True)
+    tolerance = 64 * 2.0**-24 * inputs[0].float().abs().sum() * inputs[1].float().abs().max()
+    assert sums.shape == (math.ceil(rows / 64), columns)
+    assert (sums - want[1]).abs().max() <= tolerance
+
+
+@both_devices
+def test_sums_of_tiles_that_are_not_finite(device):
+    """NaN and infinite elements reach the sums of their tile and column, and no other sums."""
+    program = Program((Load("x", "full"),), (), (Store("x", ("tile_sums",), dtype="float16"),))
+    (x,) = operands(program, 150, 48, device)
+    x[3, 5], x[70, 6], x[149, 7], x[80, 8] = math.nan, math.inf, -math.inf, 1e5
+    x[10, 9], x[20, 9] = math.inf, -math.inf
+    (got,), (want,) = run(tile_kernel, program, [x]), compute_program(program, [x])
+    assert got.isfinite().logical_not().sum() == 5
+    assert_same(got[want.isfinite().logical_not()], want[want.isfinite().logical_not()], exact=True)
+    assert got[1, 8] == math.inf  # it overflows in FP16

@@ -47,6 +47,9 @@ WELL_FORMED = {
     "norm backward": norm_backward(128),
     "swiglu backward": swiglu_backward(32),
     "amax": program(stores=(Store("y", ("amax",)), Store("x", ("amax",)))),
+    "sums of tiles": program(
+        stores=(Store("y", ("amax",)), Store("y", ("tile_sums",), dtype="bfloat16"))
+    ),
     "a value of rows": program(stores=(Store("r", ("row",), dtype="float32"),)),
     "sums twice": program(stores=(Store("y", ("sums",)), Store("y", ("sums",)))),
     "in a wider matrix": program(stores=(Store("y", ("rows",), "s", "e4m3", width=96, offset=32),)),
@@ -185,7 +188,11 @@ MALFORMED = {
     ),
     "amaxes beside values": (
         program(stores=(Store("y", ("amax",)), VALUE)),
-        "store of y (full): is stored together with amaxes of tiles",
+        "store of y (full): is stored together with amaxes or sums of tiles",
+    ),
+    "sums of tiles beside data": (
+        program(stores=(Store("y", ("tile_sums",)), DATA)),
+        "store of y (rows, columns): is stored together with amaxes or sums of tiles",
     ),
     "rounded two ways": (
         program(stores=(VALUE, replace(VALUE, dtype="float32"))),
@@ -282,6 +289,7 @@ STORES = {
     "row": Store("s", ("row",), dtype="bfloat16"),
     "sums": Store("x", ("sums",)),
     "amax": Store("x", ("amax",)),
+    "tile_sums": Store("x", ("tile_sums",), dtype="bfloat16"),
 }
 
 

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import hardware
 from fp8pass.codegen.kernels.tile_kernel import tiles
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.config import Config
 from fp8pass.graph import spec
 from fp8pass.passes import Context
@@ -139,3 +140,101 @@ def test_amaxes_of_values_in_memory(case, monkeypatch):
     for special in (1.0, -1e30, math.nan, -math.inf):
         args[0][3, 17] = special
         assert torch.equal(gm(*args).nan_to_num(-1.0), function(*args).nan_to_num(-1.0))
+
+
+def quantized(d):
+    scale = fp8.scale(fp8.amax(d, "tensor"), "e4m3 tensor")
+    data = fp8.quantize(d, scale, "e4m3 tensor")
+    return data.view(torch.uint8), fp8.transpose(data).view(torch.uint8)
+
+
+def gradient(dy, x, dtype=torch.bfloat16):
+    return (dy.float() * torch.tanh(x.float())).to(dtype)
+
+
+def in_groups(dy, x):
+    scales = fp8.scale(fp8.amax(x, "1×16"), "e4m3 1×16")
+    data = fp8.quantize(x, scales, "e4m3 1×16")
+    return gradient(dy, fp8.dequantize([data], scales, "e4m3 1×16", torch.bfloat16))
+
+
+def sum_before_a_cast(dy, x):
+    d = gradient(dy, x, torch.float32)
+    return *quantized(d.bfloat16()), d.sum(0)
+
+
+def sum_after_a_cast(dy, x):
+    d = gradient(dy, x)
+    return *quantized(d), d.float().sum(0)
+
+
+def sum_before_a_view(dy, x):
+    d = gradient(dy.view(4, 20, 64), x.view(4, 20, 64))
+    return *quantized(d.view(80, 64)), d.sum([0, 1])
+
+
+def sums_of_concatenated_gradients(dy, x):
+    gradients = gradient(dy, x), gradient(x, dy)
+    scales = [fp8.scale(fp8.amax(d, "tensor"), "e4m3 tensor") for d in gradients]
+    data = [fp8.quantize(d, s, "e4m3 tensor") for d, s in zip(gradients, scales, strict=True)]
+    turned = [fp8.transpose(x).view(torch.uint8) for x in data]
+    return fp8.joined(data).view(torch.uint8), *turned, *(d.sum(0) for d in gradients)
+
+
+# Functions whose column sums are stored by the tile kernel, and the rounding before the sum.
+SUMMED = {
+    "of the result": (lambda dy, x: (*quantized(d := gradient(dy, x)), d.sum(0)), "bfloat16"),
+    "in fp16": (
+        lambda dy, x: (*quantized(d := gradient(dy, x, torch.float16)), d.sum(0, True)),
+        "float16",
+    ),
+    "of a value in groups": (
+        lambda dy, x: (*quantized(d := in_groups(dy, x)), d.sum(0), d * 2),
+        "bfloat16",
+    ),
+    "of an input": (lambda dy, x: (*quantized(dy), dy.sum(0)), ""),
+    "of a product": (lambda dy, x: (*quantized(d := dy @ x.t()[:, :32]), d.sum(0)), ""),
+    "before a cast": (sum_before_a_cast, ""),
+    "after a cast": (sum_after_a_cast, "bfloat16"),
+    "concatenated": (sums_of_concatenated_gradients, "bfloat16"),
+    "before a view": (sum_before_a_view, "bfloat16"),
+}
+NOT_SUMMED = {
+    "stored for another reader": lambda dy, x: (*quantized(d := gradient(dy, x)), d.sum(0), d * 2),
+    "returned": lambda dy, x: (*quantized(d := gradient(dy, x)), d.sum(0), d),
+    "another dimension": lambda dy, x: (*quantized(d := gradient(dy, x)), d.sum(1)),
+    "no kernel quantizes it": lambda dy, x: (
+        fp8.amax(d := gradient(dy, x), "tensor"),
+        fp8.quantize(d, d[0, 0].float(), "e4m3 tensor").view(torch.uint8),
+        d.sum(0),
+    ),
+    "more inputs than the kernel may read": lambda dy, x: (
+        *quantized(d := gradient(dy, x) * x.view(2, 40, 64).flip(1).view(80, 64)),
+        d.sum(0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*SUMMED, *NOT_SUMMED])
+def test_column_sums(case, monkeypatch):
+    """The kernel that computes the amax sums the columns, if no other node needs the matrix."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    function, rounding = SUMMED.get(case) or (NOT_SUMMED.get(case), None)
+    args = torch.randn(80, 64).bfloat16(), torch.randn(80, 64).bfloat16()
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    fuse_tiles(gm, Context(Config()))
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    kernels = gm.graph.find_nodes(op="call_function", target=tiles)
+    stores = [s for n in kernels for p in Batch.parse(n.args[1]).programs for s in p.stores]
+    assert {s.dtype for s in stores if s.layouts == ("tile_sums",)} == {rounding} - {None}
+    sums = gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    summed = {node.args[0].args[0] for node in sums if node.args[0].args}
+    assert summed.isdisjoint(kernels) == (case in NOT_SUMMED)
+    for got, want in zip(gm(*args), function(*args), strict=True):
+        if want.dtype == torch.uint8:
+            assert (got != want).float().mean() < 0.05  # the kernel does not round to BF16 first
+        else:
+            # Kernels do not round what they dequantize from groups.
+            tolerance = 0.1 if "groups" in case else 1e-4
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=tolerance)

@@ -21,6 +21,9 @@ from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.config import Config
 from fp8pass.graph.nodes import tensor
 from fp8pass.option_checks import ConfigError
+from fp8pass.passes import gemm_choice
+from fp8pass.passes.joint import quantize_linears
+from fp8pass.passes.lowering import fuse_tiles
 
 
 def gradients(model, x, config, *, kernels_off, monkeypatch):
@@ -192,6 +195,94 @@ def test_gated_units_with_any_activation_use_the_kernels(activation, graphs, mon
         for program in Batch.parse(node.args[1]).programs
     ]
     assert ["columns"] * 3 + ["rows"] * 2 in layouts
+
+
+class Perceptron(nn.Module):
+    """Two layers with biases around a GELU, as in ViT, with a linear layer before them."""
+
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(64, 48), nn.Linear(48, 256), nn.Linear(256, 64)
+        self.activation = nn.GELU(approximate)
+
+    def forward(self, x):
+        return self.down(self.activation(self.up(self.first(x))))
+
+
+# Recipe, autocast, form of GELU, and the only GEMM in BF16 of each layer.
+BIASES = {
+    "bf16": ("coat", False, "tanh", ""),
+    "autocast": ("coat", True, "none", ""),
+    "values saved in BF16": ("linear", False, "none", ""),
+    "values saved in BF16 under autocast": ("linear", True, "tanh", ""),
+    "wgrad in BF16": ("coat", False, "tanh", "wgrad"),
+    "values saved and wgrad in BF16": ("linear", False, "tanh", "wgrad"),
+    "values saved and dgrad in BF16": ("linear", False, "tanh", "dgrad"),
+}
+
+
+def leave_out(role, monkeypatch):
+    """Run the GEMMs with a role in BF16."""
+
+    def choose(*args):
+        choice = gemm_choice.choose_gemms(*args)
+        rest = {gemm for gemm in choice.in_fp8 if gemm.meta["fp8pass_role"] == role}
+        choice.in_fp8 -= rest
+        choice.casts.update((gemm, {}) for gemm in rest)
+        choice.gains.update(dict.fromkeys(rest, 0.0))
+        return choice
+
+    monkeypatch.setattr(quantize_linears, "choose_gemms", choose)
+
+
+def rows_summed(g):
+    """Return the number of rows of each sum over rows of 256 columns."""
+    sums = g.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    operands = (tensor(node.args[0]) for node in sums)
+    return [math.prod(x.shape[:-1]) for x in operands if x.shape[-1] == 256]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", BIASES)
+def test_tile_kernels_sum_gradients_of_biases(case, graphs, monkeypatch):
+    """Nothing stores the gradient of GELU, unless a GEMM in BF16 reads it."""
+    recipe, autocast, approximate, in_bf16 = BIASES[case]
+    leave_out(in_bf16, monkeypatch)
+    model, x = Perceptron(approximate), torch.randn(4, 40, 64)
+    if not autocast:
+        model, x = model.bfloat16(), x.bfloat16()
+    found, summed = [], []
+    for find_sums in (lambda reader, values: {}, fuse_tiles._find_column_sums):
+        monkeypatch.setattr(fuse_tiles, "_find_column_sums", find_sums)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            options = {"kernels_off": False, "monkeypatch": monkeypatch}
+            found.append(gradients(model, x, Config.recipe(recipe), **options).gradients)
+        summed += rows_summed(graphs[-1])
+    in_memory = recipe == "linear" and in_bf16
+    assert summed == [160, 160 if in_memory else math.ceil(160 / 64)]
+    multiplied = [n for n in graphs[-1].nodes if n.target is torch.ops.aten.mul.Tensor]
+    assert any(tensor(n).numel() == 160 * 256 for n in multiplied) == bool(in_bf16)
+    for parameter, want in found[0].items():
+        # Kernels do not round to BF16 what they dequantize from groups.
+        tolerance = 0.01 if recipe == "coat" and parameter == "up.bias" else 1e-3
+        assert relative(found[1][parameter], want) < tolerance, parameter
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["coat", "linear"])
+def test_gradients_of_biases_with_dynamic_shapes(recipe, kernels_on_cpu):
+    """Inductor compiles the graphs. The last tile may have few rows."""
+    model = Perceptron("tanh").bfloat16()
+    program = torch.compile(model, backend=make_backend(Config.recipe(recipe)), dynamic=True)
+    for count in (160, 37, 128):
+        x = torch.randn(count, 64).bfloat16().requires_grad_()
+        got, want = step(program, model, (x,)), step(model, model, (x,))
+        for name in ("first.bias", "up.bias", "down.bias"):
+            assert relative(got.gradients[name], want.gradients[name]) < 0.15, name
+    assert len(kernels_on_cpu) == 2
+    (count,) = rows_summed(kernels_on_cpu[-1])
+    assert isinstance(count, torch.SymInt)
+    assert not any(n.target is torch.ops.aten.tanh.default for n in kernels_on_cpu[-1].nodes)
 
 
 class GatedByOne(nn.Module):

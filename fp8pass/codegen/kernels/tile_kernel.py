@@ -28,6 +28,7 @@ FORMATS_BY_LAYOUT: dict[str, frozenset[str]] = {
     "rows": frozenset(TRITON_TYPES),
     "columns": frozenset({"e4m3"}),
     "amax": frozenset(),
+    "tile_sums": frozenset(),
 }
 
 
@@ -51,7 +52,7 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
         grid=tiles,
         sizes={"M": rows, "M_PADDED": padded_size(rows), "N": columns},
         constants={"M_TILE": m, "N_TILE": n, "FULL": is_full},
-        num_warps=8 if len(program.stores) > 2 and not program.takes_amaxes else 4,
+        num_warps=8 if len(program.stores) > 2 and not program.reduces_tiles else 4,
     )
 
 

@@ -161,6 +161,14 @@ class TileWriter:
         amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
         yield f"tl.store({pointer} + index, {amax})"
 
+    def _store_tile_sums(self, store: Store, pointer: str) -> Iterator[str]:
+        """A program with this store has only slice 0."""
+        value = f"{store.name}_0"
+        if store.dtype:
+            value = f"{value}.to(tl.{store.dtype}).to(tl.float32)"
+        sums = f"tl.sum(tl.where(there_0, {value}, 0.0), 0)"
+        yield f"tl.store({pointer} + row_tile.to(tl.int64) * N + column, {sums}, column_there)"
+
     def _store_rows(self, store: Store, pointer: str) -> Iterator[str]:
         first = f"{pointer} + first"
         if store.width:
@@ -193,4 +201,5 @@ TILE_STORES: dict[str, Callable[[TileWriter, Store, str], Iterator[str]]] = {
     "rows": TileWriter._store_rows,
     "columns": TileWriter._store_columns,
     "amax": TileWriter._store_amax,
+    "tile_sums": TileWriter._store_tile_sums,
 }

@@ -31,8 +31,8 @@ def name_kernel(kind: str, program: Program) -> str:
     """Return the name that profilers show, e.g. `rows_mul_sigmoid`."""
     targets = [step.target.split(".")[1] for step in program.steps if "." in step.target]
     words = [kind, *dict.fromkeys(targets)]
-    if program.takes_amaxes:
-        words.append("amax")
+    if program.reduces_tiles:
+        words += sorted({layout for store in program.stores for layout in store.layouts})
     elif not targets:
         words.append("scale" if program.finishes_amax else "cast")
     return "_".join(words)[:80]

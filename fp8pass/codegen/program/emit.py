@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -16,7 +17,7 @@ from fp8pass.codegen.program.reader import Reader, tensors_of
 from fp8pass.codegen.program.simplify import simplify
 from fp8pass.codegen.program.verify import verify
 from fp8pass.dialect.encoding import is_fp8
-from fp8pass.graph.nodes import aten, tensor
+from fp8pass.graph.nodes import aten, prims, tensor
 
 Draft = tuple[Iterable[Reader], Iterable[Store]]
 
@@ -106,3 +107,13 @@ def replace(node: fx.Node, result: fx.Node) -> None:
         with result.graph.inserting_after(result):
             result = graph.emit(result.graph, aten.reshape.default, result, shape, like=node)
     node.replace_all_uses_with(result)
+
+
+def replace_column_sum(column_sum: fx.Node, partial_sums: fx.Node) -> None:
+    """Replace a sum over all rows by the sum of the partial sums [P, N]."""
+    val, add = tensor(column_sum), partial(graph.emit, column_sum.graph, like=column_sum)
+    with column_sum.graph.inserting_before(column_sum):
+        total = add(aten.sum.dim_IntList, partial_sums, [0])
+        shaped = add(aten.reshape.default, total, list(val.shape))
+        result = add(prims.convert_element_type.default, shaped, val.dtype)
+    column_sum.replace_all_uses_with(result)

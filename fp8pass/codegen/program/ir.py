@@ -26,6 +26,8 @@ from fp8pass.dialect.quantization import Quantization, group
 OPERAND_KINDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of a tile.
 AMAX_TILE = 64, 128
+# Layouts whose stores reduce tiles of this size.
+TILE_REDUCTIONS = frozenset({"amax", "tile_sums"})
 # Partial sum i adds rows i, i + 1024, ...
 PARTIAL_SUMS = 1024
 # Their results are [M, 1].
@@ -81,6 +83,8 @@ class Store:
     `columns`  the transposed data [N, M'], where M' is M padded with zeros to a length that GEMMs
                support; `scale` is '' if the values are already divided by their scale
     `amax`     the largest magnitude of each tile (`AMAX_TILE`), fp32 [M / 64, N / 128]
+    `tile_sums`  sums over the rows of each tile, fp32 [M / 64, N]; the values are rounded to
+               `dtype` first, unless it is ''
     `groups`   quantized data [M, N], or packed planes [M, N w / 8] with w bits of each element,
                then scales [M, N / G]: bf16, or powers of two in fp32 with `scale_form` fp32
     `full`     the value, [M, N] in `dtype`; later steps use the rounded value
@@ -150,9 +154,9 @@ class Program:
         return all(store.layouts == ("row",) for store in self.stores)
 
     @property
-    def takes_amaxes(self) -> bool:
+    def reduces_tiles(self) -> bool:
         """Such a program stores nothing else."""
-        return any("amax" in store.layouts for store in self.stores)
+        return any(not TILE_REDUCTIONS.isdisjoint(store.layouts) for store in self.stores)
 
     @property
     def input_count(self) -> int:
@@ -177,6 +181,7 @@ class Program:
                     "columns": [((columns, store.width or padded_size(rows)), quantized)],
                     "sums": [((PARTIAL_SUMS, columns), torch.float32)],
                     "amax": [(count_tiles(rows, columns), torch.float32)],
+                    "tile_sums": [((count_tiles(rows, columns)[0], columns), torch.float32)],
                     "full": [((rows, columns), value)],
                     "row": [((rows, 1), value)],
                 }

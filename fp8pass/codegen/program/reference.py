@@ -69,6 +69,8 @@ def _store(
         return [value.to(getattr(torch, store.dtype)).contiguous()]
     if layout == "amax":
         return [_reduce_tiles(value)]
+    if layout == "tile_sums":
+        return [_sum_tiles(value.to(getattr(torch, store.dtype or "float32")).float())]
     if layout == "sums":
         padding = (0, 0, 0, -size[0] % PARTIAL_SUMS)
         rows = torch.nn.functional.pad(value, padding).reshape(-1, PARTIAL_SUMS, size[1])
@@ -89,6 +91,12 @@ def _reduce_tiles(value: Tensor) -> Tensor:
     padding = (0, across * n - columns, 0, down * m - rows)
     tiles = torch.nn.functional.pad(value.abs(), padding).reshape(down, m, across, n)
     return tiles.amax(dim=(1, 3))
+
+
+def _sum_tiles(value: Tensor) -> Tensor:
+    rows, columns = value.shape
+    padding = (0, 0, 0, -rows % AMAX_TILE[0])
+    return torch.nn.functional.pad(value, padding).reshape(-1, AMAX_TILE[0], columns).sum(1)
 
 
 def _load(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str, Tensor]:

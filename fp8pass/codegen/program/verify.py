@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.codegen.program.ir import OPERAND_KINDS, REDUCTION_STEPS, Load, Program, Step, Store
+from fp8pass.codegen.program.ir import (
+    OPERAND_KINDS,
+    REDUCTION_STEPS,
+    TILE_REDUCTIONS,
+    Load,
+    Program,
+    Step,
+    Store,
+)
 from fp8pass.config import BUG
 from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
@@ -26,10 +34,12 @@ _FIELDS: dict[str, frozenset[str]] = {
     "row": frozenset({"dtype"}),
     "sums": frozenset(),
     "amax": frozenset(),
+    "tile_sums": frozenset(),
 }
-# The values of `columns` may already be divided by their scale.
+# The values of `columns` may already be divided by their scale, and sums may be of FP32 values.
 _OPTIONAL: dict[str, frozenset[str]] = {
     "columns": frozenset({"scale"}),
+    "tile_sums": frozenset({"dtype"}),
     "groups": frozenset({"scale_form"}),
 }
 _QUANTIZED = frozenset({"rows", "columns"})
@@ -49,9 +59,9 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     one of `OPERAND_KINDS`. Parts lie within matrices. - Kernels support every step. Reductions have
     one operand. - The program stores a value. Stores have known layouts, and the fields that these
     require. - Values stored as `row`, and the scales of quantized matrices, do not vary along a
-    row. - A program that stores amaxes of tiles stores nothing else. - A value that is stored as
-    `full` several times has the same dtype each time. - The sizes of `inputs`, if given: group
-    sizes divide rows, and parts fit into wider matrices.
+    row. - A program that stores amaxes or sums of tiles stores nothing else. - A value that is
+    stored as `full` several times has the same dtype each time. - The sizes of `inputs`, if given:
+    group sizes divide rows, and parts fit into wider matrices.
     """
     defined: set[str] = set()
     varying: set[str] = set()
@@ -173,8 +183,9 @@ def _verify_fields(store: Store) -> None:
 def _verify_together(program: Program) -> None:
     rounded: dict[str, str] = {}
     for store in program.stores:
-        if program.takes_amaxes:
-            _require(store.layouts == ("amax",), store, "is stored together with amaxes of tiles")
+        if program.reduces_tiles:
+            reduces = TILE_REDUCTIONS.issuperset(store.layouts)
+            _require(reduces, store, "is stored together with amaxes or sums of tiles")
         if store.layouts == ("full",):
             dtype = rounded.setdefault(store.name, store.dtype)
             _require(dtype == store.dtype, store, f"is rounded to {dtype}, too")

@@ -13,20 +13,18 @@ of the weight's gradient. The order of summation is fixed, so results are determ
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels.row_kernel import LONGEST_SUMMED, rows
 from fp8pass.codegen.kernels.supported import why_not_a_matrix
-from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
+from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace, replace_column_sum
 from fp8pass.codegen.program.ir import NotAMatrix, Step, Store
 from fp8pass.codegen.program.reader import Reader
-from fp8pass.graph.nodes import aten, prims, tensor
+from fp8pass.graph.nodes import tensor
 from fp8pass.graph.order import depends_on, sort_around
-from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum
+from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum, sums_columns
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -68,7 +66,7 @@ def _fuse(total: fx.Node) -> bool:
         amax.update_arg(0, results[-1])
     replace(total, results[0])
     for column_sum, partial_sums in zip(sums, results[1:], strict=False):
-        _replace_sum(column_sum, partial_sums)
+        replace_column_sum(column_sum, partial_sums)
     sort_around(graph.operator_of(results[0]))
     return True
 
@@ -79,7 +77,7 @@ def _find_column_sums(reader: Reader) -> list[fx.Node]:
     loads = set(reader.loads)
     for load in sorted(loads):
         for node in sorted(_users_within(load)):
-            if not _sums_columns(node) or node in found:
+            if not sums_columns(node) or node in found:
                 continue
             before = reader.snapshot()
             try:
@@ -103,14 +101,6 @@ def _users_within(load: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _sums_columns(node: fx.Node) -> bool:
-    if node.target is not aten.sum.dim_IntList or node.kwargs:
-        return False
-    x = node.args[0]
-    leading = tensor(x).ndim - 1  # type: ignore[arg-type]
-    return sorted(node.args[1]) == list(range(leading))  # type: ignore[arg-type]
-
-
 def _find_amaxes(node: fx.Node) -> list[fx.Node]:
     found = []
     for user in node.users:
@@ -127,12 +117,3 @@ def _is_cast_to_bf16(node: fx.Node) -> bool:
     A cast to FP16 may overflow, so it is not left out.
     """
     return node.target in CASTS and tensor(node).dtype is torch.bfloat16
-
-
-def _replace_sum(column_sum: fx.Node, partial_sums: fx.Node) -> None:
-    val, add = tensor(column_sum), partial(graph.emit, column_sum.graph, like=column_sum)
-    with column_sum.graph.inserting_before(column_sum):
-        total = add(aten.sum.dim_IntList, partial_sums, [0])
-        shaped = add(aten.reshape.default, total, list(val.shape))
-        result = add(prims.convert_element_type.default, shaped, val.dtype)
-    column_sum.replace_all_uses_with(result)

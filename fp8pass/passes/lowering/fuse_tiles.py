@@ -15,6 +15,17 @@ The same kernel transposes FP8 data from other ranks:
     before   c = transpose(as_codes(all_gather(b)))
     after    c = tiles([as_codes(all_gather(b))], program)
 
+A kernel that computes amaxes also stores partial sums of the columns, for gradients of biases:
+
+    before   d = gelu_backward(dy, dequantize(x))
+             a = amax(d);  b = quantize(d, scale(a));  c = transpose(b)
+             v = sum(d, [0])
+    after    r, p = tiles([dy, x], program)
+             a = amax(r);  b, c = tiles([scale(a), dy, x], program)
+             v = sum(p, [0])
+
+Generated code would store `d` for the sum. The order of summation is fixed.
+
 If `joined` concatenates FP8 data, each kernel stores its columns of the result:
 
     before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
@@ -25,20 +36,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import fx
 
-from fp8pass import graph
+from fp8pass import compat, graph
 from fp8pass.codegen.kernels.supported import LARGEST_INPUTS, why_no_tiles, why_not_a_matrix
 from fp8pass.codegen.kernels.tile_kernel import FORMATS_BY_LAYOUT, tiles
-from fp8pass.codegen.program.emit import emit_kernel
+from fp8pass.codegen.program.emit import emit_kernel, replace_column_sum
 from fp8pass.codegen.program.ir import NotAMatrix, Store
-from fp8pass.codegen.program.reader import Reader, is_in_memory
+from fp8pass.codegen.program.reader import TRANSPARENT, Reader, is_in_memory
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.order import depends_on, sort_around
-from fp8pass.graph.patterns import is_quantized_operand, quantization_of, transposes
+from fp8pass.graph.patterns import (
+    is_quantized_operand,
+    quantization_of,
+    sums_columns,
+    transposes,
+)
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -54,16 +70,21 @@ class TiledMatrix:
     replaced: dict[str, list[fx.Node]] = field(default_factory=dict)
     # The `amax` operators that will read the amaxes of tiles instead of the matrix.
     amaxes: list[fx.Node] = field(default_factory=list)
+    # The sums over all rows that will read the sums of tiles, by the dtype of the summed values.
+    sums: dict[str, list[fx.Node]] = field(default_factory=dict)
 
     @property
     def results(self) -> list[fx.Node]:
-        return [*(n for nodes in self.replaced.values() for n in nodes), *self.amaxes]
+        groups = self.replaced.values(), [self.amaxes], self.sums.values()
+        return [node for nodes in chain(*groups) for node in nodes]
 
     def stores(self, whole: Concatenation | None) -> Iterator[Store]:
         parts = {x for x, nodes in self.replaced.items() if whole and whole.offset_of(nodes) >= 0}
         alone = tuple(x for x in self.replaced if x not in parts)
         if alone or self.amaxes:
             yield replace(self.store, layouts=alone or ("amax",))
+        for dtype in self.sums:
+            yield replace(self.store, layouts=("tile_sums",), dtype=dtype)
         for layout in self.replaced:
             if whole and layout in parts:
                 offset = whole.offset_of(self.replaced[layout])
@@ -94,7 +115,6 @@ class Concatenation:
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:  # recipe `exact` has amaxes, but must not change
         return
-    changed = False
     for find_matrix in (_find_quantized, _find_received, _find_measured):
         matrices = [m for n in gm.graph.nodes if (m := find_matrix(n)) is not None]
         groups = dict(enumerate(_group_by_kernel(matrices)))
@@ -109,9 +129,8 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
                     del groups[i]
         for group in groups.values():
             _fuse([group])
-        changed |= bool(matrices)
-    if changed:
-        graph.sort_and_prune(gm.graph)
+        if matrices:
+            graph.sort_and_prune(gm.graph)
 
 
 def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
@@ -155,10 +174,10 @@ def _find_received(data: fx.Node) -> TiledMatrix | None:
 
 
 def _find_measured(x: fx.Node) -> TiledMatrix | None:
-    """Return `x` if a kernel should compute its amax without storing `x`.
+    """Return `x` if a kernel should compute its amax, and its column sums, without storing `x`.
 
-    Such an `x` is in memory or dequantized from groups. Generated code that computes any other
-    matrix can also compute its amax.
+    Such an `x` is in memory or dequantized from groups, or generated code would store it only for
+    its column sums. Generated code that computes any other matrix can also compute its amax.
     """
     amaxes = [u for u in x.users if u.target is fp8.amax.default and u.args[1] == "tensor"]
     if not amaxes or tensor(x).ndim != 2 or why_not_a_matrix(x):
@@ -169,9 +188,56 @@ def _find_measured(x: fx.Node) -> TiledMatrix | None:
     except NotAMatrix:
         return None
     operands = {load.operand for load in reader.loads.values()}
-    if not reader.large_loads or ("groups" not in operands and not is_in_memory(x)):
+    values = _find_equal_values(reader, x)
+    sums = _find_column_sums(reader, values)
+    results = [*amaxes, *chain(*sums.values())]
+    is_needed = "groups" in operands or is_in_memory(x) or (sums and not _is_used(values, results))
+    if not reader.large_loads or not is_needed:
         return None
-    return TiledMatrix(reader, Store(reader.names[x], ()), amaxes=amaxes)
+    return TiledMatrix(reader, Store(reader.names[x], ()), amaxes=amaxes, sums=sums)
+
+
+def _find_equal_values(reader: Reader, x: fx.Node) -> list[fx.Node]:
+    """Return `x` and the casts and views that have the same elements before rounding."""
+    equal = (node for node, name in reader.names.items() if name == reader.names[x])
+    found = [node for node in equal if _has_elements_of(node, x)]
+    for value in found:
+        views = (u for u in value.users if u.target in TRANSPARENT and _has_elements_of(u, x))
+        found += [view for view in views if view not in found]
+    return found
+
+
+def _has_elements_of(node: fx.Node, x: fx.Node) -> bool:
+    val, matrix, true = tensor(node), tensor(x), compat.statically_known_true
+    if val.ndim < 2 or val.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    return true(val.shape[-1] == matrix.shape[-1]) and true(val.numel() == matrix.numel())
+
+
+def _find_column_sums(reader: Reader, values: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
+    """Return the column sums of `values`, by the dtype to which a kernel must round `values`."""
+    found: dict[str, list[fx.Node]] = {}
+    for value in values:
+        if sums := [user for user in value.users if sums_columns(user)]:
+            found.setdefault(_rounding_of(reader, value), []).extend(sums)
+    return found
+
+
+def _rounding_of(reader: Reader, value: fx.Node) -> str:
+    """Return the narrowest dtype between the kernel's FP32 value and `value`; '' if none."""
+    narrowest = tensor(value).dtype
+    while value not in reader.loads and value.target in TRANSPARENT:
+        value = value.args[0]  # type: ignore[assignment]
+        narrowest = min(narrowest, tensor(value).dtype, key=lambda dtype: dtype.itemsize)
+    load = reader.loads.get(value)
+    is_exact = load is not None and load.operand == "full" and tensor(value).dtype is narrowest
+    return "" if is_exact or narrowest is torch.float32 else graph.dtype_text(narrowest)
+
+
+def _is_used(values: list[fx.Node], results: list[fx.Node]) -> bool:
+    """Whether a node that is not one of `results` reads one of `values`."""
+    users = {user for value in values for user in value.users}
+    return not users.issubset({*values, *results})
 
 
 def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
@@ -234,6 +300,9 @@ def _fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -
             elif layout == "amax":
                 for amax in matrix.amaxes:
                     amax.update_arg(0, result)
+            elif layout == "tile_sums":
+                for column_sum in matrix.sums[store.dtype]:
+                    replace_column_sum(column_sum, result)
             else:
                 for node in matrix.replaced[layout]:
                     node.replace_all_uses_with(result)
