@@ -221,3 +221,55 @@ def test_sums_of_tiles_that_are_not_finite(device):
     assert got.isfinite().logical_not().sum() == 5
     assert_same(got[want.isfinite().logical_not()], want[want.isfinite().logical_not()], exact=True)
     assert got[1, 8] == math.inf  # it overflows in FP16
+
+
+BLOCK_STORES = {
+    "rows": [Store("h", ("rows",), format="e4m3", block="1×128")],
+    "columns": [Store("h", ("columns",), format="e4m3", block="128×1")],
+    "both": [
+        Store("h", ("rows",), format="e4m3", block="1×128"),
+        Store("h", ("columns",), format="e4m3", block="128×1"),
+        Store("x", ("columns",), format="e4m3", block="128×1"),
+    ],
+    "squares": [Store("h", ("rows", "columns"), format="e4m3", block="128×128")],
+    "square": [Store("h", ("rows",), format="e4m3", block="128×128")],
+}
+
+
+@both_devices
+@pytest.mark.parametrize("kind", BLOCK_STORES)
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 384), (77, 256), (128, 48)])
+def test_scales_of_blocks(device, kind, rows, columns):
+    """Also of blocks with NaN, Inf or only zeros, and with rests of tiles where blocks allow it."""
+    stores = tuple(BLOCK_STORES[kind])
+    needs_rows = any(store.block != "1×128" for store in stores)
+    needs_columns = any(store.block != "128×1" for store in stores)
+    if (needs_rows and rows % 128) or (needs_columns and columns % 128):
+        pytest.skip("blocks do not divide the matrix")
+    program = Program(
+        (Load("x", "full"), Load("y", "full")), (Step("h", "aten.mul.Tensor", ("x", "y")),), stores
+    )
+    x = torch.randn(rows, columns) * torch.logspace(-6, 6, columns)
+    x[3, 5], x[40, 17] = math.nan, math.inf
+    x[:, 32:33] = 0
+    inputs = [t.to(device).bfloat16() for t in (x, torch.randn(rows, columns))]
+    got, want = run(tile_kernel, program, inputs), compute_program(program, inputs)
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b, exact=True)
+
+
+@both_devices
+def test_known_scales_of_squares(device):
+    """The backward quantizes a weight again, with the scales of the forward."""
+    program = Program(
+        (Load("s", "tile"), Load("w", "full")),
+        (),
+        (Store("w", ("rows", "columns"), "s", "e4m3"),),
+    )
+    inputs = [torch.tensor([[0.5, 2.0, 4.0]]), torch.randn(128, 384).bfloat16() * 50]
+    inputs = [x.to(device) for x in inputs]
+    got, want = run(tile_kernel, program, inputs), compute_program(program, inputs)
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b, exact=True)
+    back = got[0].float() * inputs[0].repeat_interleave(128, 1)
+    assert ((back - inputs[1].float()).abs() <= inputs[1].float().abs() / 16 + 0.01).all()

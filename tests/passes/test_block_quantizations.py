@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import FFN, capture_joint, relative, step
+from kernel_helpers import counts
 from torch import nn
 
 import fp8pass
@@ -100,3 +101,31 @@ def test_invalid_quantizations_are_refused(text):
 def test_packed_formats_have_groups(text):
     with pytest.raises(ValueError, match="needs a scale for each group"):
         parse(text)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.ffn = nn.RMSNorm(256), FFN(256, 384)
+
+    def forward(self, x):
+        return x + self.ffn(self.norm(x))
+
+
+def test_kernels_quantize_all_operands_in_blocks(graphs):
+    """Norm and SwiGLU with row kernels, weights and gradients with tile kernels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).bfloat16()
+    x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for compiler in ("inductor", "eager"):
+        torch._dynamo.reset()
+        config = Config.recipe("block", compiler=compiler)
+        found.append(step(torch.compile(model, backend=fp8pass.backend(config)), model, (x,)))
+    used = counts(graphs)
+    assert used["quantize"] == 0
+    assert used["rows"] >= 4
+    got, want = found
+    assert relative(got.outputs[0], want.outputs[0]) < 0.01
+    for name, gradient in want.gradients.items():
+        assert relative(got.gradients[name], gradient) < 0.1, name

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from kernel_helpers import fused, programs_of, random
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import hardware
@@ -238,3 +239,45 @@ def test_column_sums(case, monkeypatch):
             # Kernels do not round what they dequantize from groups.
             tolerance = 0.1 if "groups" in case else 1e-4
             torch.testing.assert_close(got, want, rtol=2**-7, atol=tolerance)
+
+
+def in_blocks(x, how="e4m3 1×128 fp32"):
+    """Quantize in blocks. Return the FP8 data as bytes, and the scales."""
+    scales = fp8.scale(fp8.amax(x, how.split()[1]), how)
+    return fp8.quantize(x, scales, how).view(torch.uint8), scales
+
+
+def squares(x):
+    """Quantize a weight for forward and dgrad."""
+    how = "e4m3 128×128 fp32"
+    scales = fp8.scale(fp8.amax(x, "128×128"), how)
+    data = fp8.quantize(x, scales, how)
+    return data.view(torch.uint8), fp8.transpose(data).view(torch.uint8), scales, scales.t()
+
+
+def known_squares(x, scales):
+    """Quantize a weight with the scales of the forward, in the backward."""
+    data = fp8.quantize(x, scales, "e4m3 128×128 fp32")
+    return fp8.transpose(data).view(torch.uint8)
+
+
+BLOCKS = {
+    "gradient": (lambda d, y: (*in_blocks(d * y), *in_blocks((d * y).t())), 1),
+    "wgrad only": (lambda d, y: in_blocks((d * y).t()), 1),
+    "weight": (lambda w, _: squares(w), 1),
+    "scales of the forward": (
+        lambda w, s: (known_squares(w, s[:2, :3].abs().contiguous() + 0.5),),
+        1,
+    ),
+    "gradient and input": (lambda d, x: (*in_blocks(d), *in_blocks(d.t()), *in_blocks(x.t())), 2),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_operands_in_blocks(case, monkeypatch):
+    """The kernel reads a matrix once for scales and data in both layouts."""
+    function, count = BLOCKS[case]
+    gm = fused(monkeypatch, function, random(256, 384).bfloat16(), random(256, 384))
+    assert sum(programs_of(gm, tiles)) == count
+    for target in (fp8.amax.default, fp8.quantize.default, fp8.transpose.default):
+        assert not gm.graph.find_nodes(op="call_function", target=target)

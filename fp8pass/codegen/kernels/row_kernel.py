@@ -54,9 +54,9 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
 def _check(program: Program, columns: int) -> None:
     check_stores("row", program, FORMATS_BY_LAYOUT)
     for store in program.stores:
-        if store.width:
-            problem = f"the row kernel cannot store {store.name} in a wider matrix"
-            raise UnsupportedProgram(problem)
+        if store.width or store.block:
+            kind = "blocks" if store.block else "a wider matrix"
+            raise UnsupportedProgram(f"the row kernel cannot store {store.name} in {kind}")
         size = store.group_size
         if size > ROW_CHUNK or size & (size - 1):
             raise UnsupportedProgram(f"the row kernel cannot store groups of {size}")

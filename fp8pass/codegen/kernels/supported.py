@@ -9,7 +9,7 @@ from torch import fx
 
 from fp8pass import hardware
 from fp8pass.codegen.kernels.triton_ops import TRITON_TYPES
-from fp8pass.codegen.program.ir import Program
+from fp8pass.codegen.program.ir import BLOCKS, Program
 from fp8pass.config import BUG
 from fp8pass.dialect.quantization import ROW, TENSOR
 from fp8pass.graph.nodes import aten, is_call, tensor
@@ -79,6 +79,14 @@ def why_no_tiles(data: fx.Node) -> str | None:
     if how.block != TENSOR:
         return "one scale for each row" if how.block == ROW else f"scales of {how}"
     return why_no_kernel(data) or (None if transposes(data) else "its transpose is not needed")
+
+
+def why_no_blocks(data: fx.Node) -> str | None:
+    """Return why the tile kernel cannot compute `data`, an operand in blocks, and its scales."""
+    how = quantization_of(data)
+    if how.block not in BLOCKS.values() or how.scales != "fp32":
+        return f"scales of {how}"
+    return why_no_kernel(data)
 
 
 def why_no_kernel(data: fx.Node) -> str | None:

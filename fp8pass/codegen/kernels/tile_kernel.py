@@ -19,7 +19,7 @@ from fp8pass.codegen.kernels.launch import Function, LaunchPart
 from fp8pass.codegen.kernels.supported import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.tile_source import TileWriter
 from fp8pass.codegen.kernels.triton_ops import TRITON_TYPES
-from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTION_STEPS, Program
+from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTION_STEPS, SIDE, Program
 from fp8pass.dialect.encoding import padded_size
 from fp8pass.graph.nodes import tensor
 
@@ -43,7 +43,9 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
         if step.target in REDUCTION_STEPS:
             raise UnsupportedProgram(f"the tile kernel cannot compute {step.target} {step.name}")
     m, n = AMAX_TILE
-    if any("rows" in store.layouts for store in program.stores):
+    if program.has_blocks:
+        m = n = SIDE
+    elif any("rows" in store.layouts for store in program.stores):
         m = 32
     is_full = columns % n == 0 and compat.statically_known_true(rows % m == 0)
     tiles = compat.ceil_div(padded_size(rows), m) * compat.ceil_div(columns, n)
@@ -52,8 +54,13 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
         grid=tiles,
         sizes={"M": rows, "M_PADDED": padded_size(rows), "N": columns},
         constants={"M_TILE": m, "N_TILE": n, "FULL": is_full},
-        num_warps=8 if len(program.stores) > 2 and not program.reduces_tiles else 4,
+        num_warps=_choose_warps(program),
     )
+
+
+def _choose_warps(program: Program) -> int:
+    holds_many = len(program.stores) > 2 and not program.reduces_tiles
+    return 8 if holds_many or program.has_blocks else 4
 
 
 @cache

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
+from fp8pass.codegen.kernels.device_functions import call_quotient_of
 from fp8pass.codegen.kernels.launch import Function
 from fp8pass.codegen.kernels.planes import decode_bits, extract_bits, locate_byte
 from fp8pass.codegen.kernels.triton_ops import (
@@ -56,6 +57,7 @@ _LOADS = {
     "row": "tl.load({0} + row_{i}, row_there_{i}, other=0.0).to(tl.float32)[:, None]",
     "column": "tl.load({0} + column, column_there, other=0.0).to(tl.float32)[None, :]",
     "scalar": "tl.load({0}).to(tl.float32)",
+    "tile": "tl.load({0} + index).to(tl.float32)",
 }
 
 
@@ -72,14 +74,14 @@ class TileWriter:
 
     def write(self) -> Function:
         program = self.program
-        results = [f"out{i}" for i in range(sum(len(s.layouts) for s in program.stores))]
+        results = [f"out{i}" for i in range(sum(s.result_count for s in program.stores))]
         body = [*self._places()]
         for i in range(self.slices):
             body += self._loads(i)
             body += self._steps(i)
         remaining = iter(results)
         for store in program.stores:
-            body += self._store(store, [next(remaining) for _ in store.layouts])
+            body += self._store(store, [next(remaining) for _ in range(store.result_count)])
         return Function(
             name_kernel("tiles", program),
             pointers=(*(f"in{i}" for i in range(program.input_count)), *results),
@@ -142,17 +144,42 @@ class TileWriter:
         return write_expression(replace(step, args=args))
 
     def _store(self, store: Store, where: list[str]) -> Iterator[str]:
+        if store.block:
+            yield from self._scale_blocks(store, where[-1])
         if store.format:
             yield from self._code(store)
-        for layout, pointer in zip(store.layouts, where, strict=True):
+        for layout, pointer in zip(store.layouts, where, strict=False):
             yield from TILE_STORES[layout](self, store, pointer)
+
+    def _scale_blocks(self, store: Store, pointer: str) -> Iterator[str]:
+        """Compute and store the scales of blocks. Scales of slice i have the suffix `_scale_i`."""
+        name, slices = store.name, range(self.slices)
+        amaxes = [f"tl.abs(tl.where(there_{i}, {name}_{i}, 0.0))" for i in slices]
+        if store.block == "1×128":
+            for i, amax in zip(slices, amaxes, strict=True):
+                yield from _scale(f"{name}_scale_{i}", f"tl.reduce({amax}, 1, largest)", store)
+                place = f"column_tile.to(tl.int64) * M + row_{i}"
+                yield f"tl.store({pointer} + {place}, {name}_scale_{i}, row_there_{i})"
+                yield f"{name}_scale_{i} = {name}_scale_{i}[:, None]"
+            return
+        yield f"{name}_amax = {reduce(_largest, (f'tl.reduce({x}, 0, largest)' for x in amaxes))}"
+        if store.block == "128×1":
+            yield from _scale(f"{name}_scale", f"{name}_amax", store)
+            place = "row_tile.to(tl.int64) * N + column"
+            yield f"tl.store({pointer} + {place}, {name}_scale, column_there)"
+            yield f"{name}_scale = {name}_scale[None, :]"
+        else:
+            yield from _scale(f"{name}_scale", f"tl.reduce({name}_amax, 0, largest)", store)
+            yield f"tl.store({pointer} + index, {name}_scale)"
+        yield from (f"{name}_scale_{i} = {name}_scale" for i in slices)
 
     def _code(self, store: Store) -> Iterator[str]:
         for i in range(self.slices):
             # Padding must be zero, but the steps may compute nonzero values from zeros.
             codes = f"{store.name}_{i}"
-            if store.scale:
-                codes = divide_by_scale(codes, f"{store.scale}_{i}")
+            if store.scale or store.block:
+                scale = f"{store.scale}_{i}" if store.scale else f"{store.name}_scale_{i}"
+                codes = divide_by_scale(codes, scale)
             yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
@@ -188,6 +215,14 @@ class TileWriter:
         place = f"in_row[:, None] * {width} + in_column[None, :]"
         where = f"{pointer}.to(tl.pointer_type(tl.int32)) + {first} + {place}"
         yield f"tl.store({where}, tl.trans(word_of({', '.join(codes)})), place_there)"
+
+
+def _scale(name: str, amax: str, store: Store) -> Iterator[str]:
+    yield f"{name} = power_of_two({call_quotient_of(amax, store.format)})"
+
+
+def _largest(a: str, b: str) -> str:
+    return f"largest({a}, {b})"
 
 
 def _place(load: Load, i: int) -> str:

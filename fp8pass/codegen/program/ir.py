@@ -21,9 +21,13 @@ from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.quantization import Quantization, group
 
-# Broadcast from shape [], [N], [M, 1] or [M, N]. `groups` have several tensors: quantized data [M,
-# N], or packed planes [M, N w / 8] with w bits of each element, then scales [M, N / G].
-OPERAND_KINDS = ("scalar", "column", "row", "full", "groups")
+# Broadcast from shape [], [M / 128, N / 128], [N], [M, 1] or [M, N]. `groups` have several tensors:
+# quantized data [M, N], or packed planes [M, N w / 8] with w bits of each element, then scales
+# [M, N / G].
+OPERAND_KINDS = ("scalar", "tile", "column", "row", "full", "groups")
+# Rows and columns of the elements that share a scale, by `Store.block`.
+SIDE = 128
+BLOCKS = {f"1×{SIDE}": (1, SIDE), f"{SIDE}×1": (SIDE, 1), f"{SIDE}×{SIDE}": (SIDE, SIDE)}
 # Rows and columns of a tile.
 AMAX_TILE = 64, 128
 # Layouts whose stores reduce tiles of this size.
@@ -92,6 +96,10 @@ class Store:
     `sums`     sums over every `PARTIAL_SUMS`-th row, fp32 [PARTIAL_SUMS, N]
 
     `rows` and `columns` may be a part, at column `offset`, of a matrix with `width` columns.
+
+    With a `block`, out of `BLOCKS`, the kernel computes the scales of `rows` and `columns`: fp32
+    powers of two. They follow the data: [N / 128, M] for 1×128, [M / 128, N] for 128×1, and
+    [M / 128, N / 128].
     """
 
     name: str
@@ -100,6 +108,7 @@ class Store:
     format: str = ""
     group_size: int = 0
     scale_form: str = ""
+    block: str = ""
     dtype: str = ""
     width: int = 0
     offset: int = 0
@@ -114,7 +123,13 @@ class Store:
 
     @property
     def result_count(self) -> int:
-        return sum(map(self.tensor_count, self.layouts))
+        return sum(map(self.tensor_count, self.layouts)) + bool(self.block)
+
+    def scale_shape(self, rows: Any, columns: int) -> tuple[Any, Any]:
+        """Return the shape of the scales of blocks."""
+        if self.block == "1×128":
+            return columns // SIDE, rows
+        return rows // SIDE, columns if self.block == "128×1" else columns // SIDE
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,12 @@ class Program:
         return any(not TILE_REDUCTIONS.isdisjoint(store.layouts) for store in self.stores)
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether tiles are blocks of 128×128 elements."""
+        loads = any(load.operand == "tile" for load in self.loads)
+        return loads or any(store.block for store in self.stores)
+
+    @property
     def input_count(self) -> int:
         return sum(load.tensor_count for load in self.loads)
 
@@ -191,6 +212,9 @@ class Program:
                     data = [((rows, columns * width // 8), quantized) for width in planes]
                     shapes["groups"] = [*data, scales]
                 outputs += [inputs[0].new_empty(s, dtype=d) for s, d in shapes[layout]]
+            if store.block:
+                shape = store.scale_shape(rows, columns)
+                outputs.append(inputs[0].new_empty(shape, dtype=torch.float32))
         return outputs
 
 

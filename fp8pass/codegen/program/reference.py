@@ -10,8 +10,10 @@ from torch import Tensor
 
 from fp8pass.codegen.program.ir import (
     AMAX_TILE,
+    BLOCKS,
     PARTIAL_SUMS,
     REDUCTION_STEPS,
+    SIDE,
     Program,
     Store,
     count_tiles,
@@ -54,9 +56,23 @@ def compute_program(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
     results: list[Tensor] = []
     for store in program.stores:
         value = values[store.name]
+        if store.block:
+            results += _store_blocks(store, value.expand(rows, columns))
+            continue
         for layout in store.layouts:
             results += _store(store, layout, value, values, (rows, columns))
     return results
+
+
+def _store_blocks(store: Store, value: Tensor) -> list[Tensor]:
+    height, width = BLOCKS[store.block]
+    blocks = value.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+    scales = operand_scale(blocks.abs().amax((1, 3)), FORMATS[store.format])
+    spread = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)
+    data = encode(value * spread.reciprocal(), FORMATS[store.format]).contiguous()
+    scales = scales.t() if height == 1 else scales
+    stored = (data if layout == "rows" else transpose(data) for layout in store.layouts)
+    return [*stored, scales.contiguous()]
 
 
 def _store(
@@ -111,7 +127,11 @@ def _load(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str,
             value = dequantize(planes, scales, str(how), torch.float32)
         else:
             shape = {"full": (-1, width), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
-            value = next(tensors).float().reshape(shape[load.operand])
+            value = next(tensors).float()
+            if load.operand == "tile":
+                value = value.repeat_interleave(SIDE, 0).repeat_interleave(SIDE, 1)
+            else:
+                value = value.reshape(shape[load.operand])
         if load.width:
             value = value[:, load.offset : load.offset + load.columns]
         values[load.name] = value

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.codegen.program.ir import (
+    BLOCKS,
     OPERAND_KINDS,
     REDUCTION_STEPS,
     TILE_REDUCTIONS,
@@ -163,7 +164,11 @@ def _verify_fields(store: Store) -> None:
     layout = store.layouts[0]
     needed = frozenset[str]().union(*(_FIELDS[x] for x in store.layouts))
     allowed = needed | _OPTIONAL.get(layout, frozenset())
-    for name in ("scale", "format", "group_size", "dtype"):
+    if store.block:
+        is_known = store.block in BLOCKS and _QUANTIZED.issuperset(store.layouts)
+        _require(is_known, store, f"has blocks {store.block}, which {layout} do not take")
+        needed, allowed = frozenset({"format"}), frozenset({"format"})
+    for name in ("scale", "format", "group_size", "scale_form", "dtype"):
         has = bool(getattr(store, name))
         _require(has or name not in needed, store, f"has no {name}")
         _require(not has or name in allowed, store, f"has a {name}, which {layout} do not take")
@@ -186,6 +191,8 @@ def _verify_together(program: Program) -> None:
         if program.reduces_tiles:
             reduces = TILE_REDUCTIONS.issuperset(store.layouts)
             _require(reduces, store, "is stored together with amaxes or sums of tiles")
+        if program.reduces_tiles and program.has_blocks:
+            _require(False, store, "needs smaller tiles than blocks")
         if store.layouts == ("full",):
             dtype = rounded.setdefault(store.name, store.dtype)
             _require(dtype == store.dtype, store, f"is rounded to {dtype}, too")
@@ -194,8 +201,12 @@ def _verify_together(program: Program) -> None:
 def _verify_sizes(program: Program, inputs: Sequence[Tensor]) -> None:
     count = program.input_count
     _require(len(inputs) == count, "the program", f"reads {count} tensors, not {len(inputs)}")
-    _, columns = program.sizes([x.shape for x in inputs])
+    rows, columns = program.sizes([x.shape for x in inputs])
     grouped: list[Load | Store] = [*program.loads, *program.stores]
+    for store in program.stores:
+        for side, size in zip(BLOCKS.get(store.block, ()), (rows, columns), strict=False):
+            divides = not isinstance(size, int) or size % side == 0
+            _require(divides, store, f"blocks {store.block} do not divide {rows}×{columns}")
     for x in grouped:
         divides = not x.group_size or columns % x.group_size == 0
         _require(divides, x, f"groups of {x.group_size} do not divide {columns} columns")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -42,7 +43,7 @@ def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _fuse(quantize: fx.Node) -> bool:
-    if why_no_rows(quantize):
+    if why_no_rows(quantize) or _is_quantized_twice(quantize.args[0]):
         return False
     kernel = _plan_kernel(quantize, compute=True) or _plan_kernel(quantize, compute=False)
     if kernel is None:
@@ -52,6 +53,12 @@ def _fuse(quantize: fx.Node) -> bool:
         replace(node, result)
     sort_around(graph.operator_of(results[0]))
     return True
+
+
+def _is_quantized_twice(x: Any) -> bool:
+    """Whether `x` is also quantized along its columns. The tile kernel then reads `x` once."""
+    turned = [user for user in x.users if graph.skip_transposes(user)[1]]
+    return any(is_quantized_operand(user) for view in turned for user in view.users)
 
 
 @dataclass

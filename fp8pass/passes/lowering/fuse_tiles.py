@@ -26,6 +26,12 @@ A kernel that computes amaxes also stores partial sums of the columns, for gradi
 
 Generated code would store `d` for the sum. The order of summation is fixed.
 
+A kernel computes the scales of blocks, too, because its tiles are blocks of 128×128 elements:
+
+    before   a = scale(amax(d, 1×128));     b = quantize(d, a)
+             p = scale(amax(t(d), 1×128));  q = quantize(t(d), p)
+    after    b, a, q, p = tiles([d], program)
+
 If `joined` concatenates FP8 data, each kernel stores its columns of the result:
 
     before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
@@ -42,12 +48,17 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.codegen.kernels.supported import LARGEST_INPUTS, why_no_tiles, why_not_a_matrix
+from fp8pass.codegen.kernels.supported import (
+    LARGEST_INPUTS,
+    why_no_blocks,
+    why_no_tiles,
+    why_not_a_matrix,
+)
 from fp8pass.codegen.kernels.tile_kernel import FORMATS_BY_LAYOUT, tiles
 from fp8pass.codegen.program.emit import emit_kernel, replace_column_sum
-from fp8pass.codegen.program.ir import NotAMatrix, Store
+from fp8pass.codegen.program.ir import SIDE, NotAMatrix, Store
 from fp8pass.codegen.program.reader import TRANSPARENT, Reader, is_in_memory
-from fp8pass.graph.nodes import tensor
+from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.order import depends_on, sort_around
 from fp8pass.graph.patterns import (
     is_quantized_operand,
@@ -68,6 +79,8 @@ class TiledMatrix:
     store: Store  # the store of the matrix, with its layouts still empty
     # The nodes that the stored result replaces, by layout.
     replaced: dict[str, list[fx.Node]] = field(default_factory=dict)
+    # The node that the scales of blocks replace.
+    scale: fx.Node | None = None
     # The `amax` operators that will read the amaxes of tiles instead of the matrix.
     amaxes: list[fx.Node] = field(default_factory=list)
     # The sums over all rows that will read the sums of tiles, by the dtype of the summed values.
@@ -75,7 +88,8 @@ class TiledMatrix:
 
     @property
     def results(self) -> list[fx.Node]:
-        groups = self.replaced.values(), [self.amaxes], self.sums.values()
+        scales = [self.scale] if self.scale else []
+        groups = self.replaced.values(), [scales, self.amaxes], self.sums.values()
         return [node for nodes in chain(*groups) for node in nodes]
 
     def stores(self, whole: Concatenation | None) -> Iterator[Store]:
@@ -115,7 +129,7 @@ class Concatenation:
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:  # recipe `exact` has amaxes, but must not change
         return
-    for find_matrix in (_find_quantized, _find_received, _find_measured):
+    for find_matrix in (_find_blocks, _find_quantized, _find_received, _find_measured):
         matrices = [m for n in gm.graph.nodes if (m := find_matrix(n)) is not None]
         groups = dict(enumerate(_group_by_kernel(matrices)))
         stored_by = {n: i for i, group in groups.items() for m in group for n in m.results}
@@ -133,6 +147,61 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
             graph.sort_and_prune(gm.graph)
 
 
+def _find_blocks(quantize: fx.Node) -> TiledMatrix | None:
+    """Return an operand with a scale for each 1×128 or 128×128 elements."""
+    if not is_quantized_operand(quantize) or why_no_blocks(quantize):
+        return None
+    x, scale = quantize.args[:2]
+    assert isinstance(x, fx.Node)
+    assert isinstance(scale, fx.Node)
+    base, is_flipped = graph.skip_transposes(x)
+    try:
+        reader = _read(base, base)
+    except NotAMatrix:
+        return None
+    how, name = quantization_of(quantize), reader.names[base]
+    height, width = reversed(how.block) if is_flipped else how.block
+    store = Store(name, (), format=how.format.name, block=f"{height}×{width}")
+    layouts = {"columns": [quantize]} if is_flipped else _find_layouts(quantize)
+    if _computes_scale(scale, x):
+        return TiledMatrix(reader, store, layouts, scale)
+    try:
+        reader.load(scale)
+    except NotAMatrix:
+        return None
+    store = replace(store, block="", scale=reader.names[scale])
+    return TiledMatrix(reader, store, layouts) if reader.loads[scale].operand == "tile" else None
+
+
+def _computes_scale(scale: fx.Node, x: fx.Node) -> bool:
+    """Whether the graph computes the scales of blocks from `x`."""
+    amax = scale.args[0] if graph.is_call(scale, fp8.scale.default) else None
+    return isinstance(amax, fx.Node) and amax.target is fp8.amax.default and amax.args[0] is x
+
+
+def _read(x: fx.Node, matrix: fx.Node) -> Reader:
+    """Return a reader of `x`, which loads `x` if its operands are too large.
+
+    Raises NotAMatrix if no kernel can read `x`.
+    """
+    reader = Reader(matrix)
+    reader.read(x)
+    if reader.bytes_read > LARGEST_INPUTS * graph.nbytes(x):
+        reader = Reader(matrix)
+        reader.load(x)
+    if not reader.large_loads:
+        raise NotAMatrix
+    return reader
+
+
+def _find_layouts(quantize: fx.Node) -> dict[str, list[fx.Node]]:
+    """Return the nodes that each layout of the quantized matrix replaces."""
+    by_layout = {"rows": [quantize], "columns": transposes(quantize)}
+    if len(quantize.users) == len(by_layout["columns"]):
+        del by_layout["rows"]
+    return {layout: nodes for layout, nodes in by_layout.items() if nodes}
+
+
 def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
     if not is_quantized_operand(quantize) or why_no_tiles(quantize):
         return None
@@ -140,21 +209,13 @@ def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
     try:
-        reader = Reader(quantize)
-        reader.read(x)
-        if reader.bytes_read > LARGEST_INPUTS * graph.nbytes(x):
-            reader = Reader(quantize)
-            reader.load(x)
+        reader = _read(x, quantize)
         reader.load(scale)
     except NotAMatrix:
         return None
-    if not reader.large_loads:
-        return None
-    by_layout = {"rows": [quantize], "columns": transposes(quantize)}
-    if len(quantize.users) == len(by_layout["columns"]):
-        del by_layout["rows"]
     names, format = reader.names, quantization_of(quantize).format.name
-    return TiledMatrix(reader, Store(names[x], (), scale=names[scale], format=format), by_layout)
+    store = Store(names[x], (), scale=names[scale], format=format)
+    return TiledMatrix(reader, store, _find_layouts(quantize))
 
 
 def _find_received(data: fx.Node) -> TiledMatrix | None:
@@ -306,4 +367,14 @@ def _fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -
             else:
                 for node in matrix.replaced[layout]:
                     node.replace_all_uses_with(result)
+        if store.block and matrix.scale:
+            _replace_scale(matrix.scale, next(following), store)
     sort_around(graph.operator_of(results[0]))
+
+
+def _replace_scale(scale: fx.Node, result: fx.Node, store: Store) -> None:
+    """Replace the scales of blocks. The kernel stores the scales of 1×128 elements transposed."""
+    with result.graph.inserting_after(result):
+        if store.block != f"{SIDE}×{SIDE}":
+            result = graph.emit(result.graph, aten.permute.default, result, [1, 0], like=scale)
+    scale.replace_all_uses_with(result)
