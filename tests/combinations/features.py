@@ -370,6 +370,7 @@ FEATURES: tuple[Feature, ...] = (
     Option("recipe linear", "recipe", recipe="linear"),
     Option("recipe agoq", "recipe", recipe="agoq"),
     Option("recipe exact", "recipe", recipe="exact"),
+    Option("recipe mxfp8", "recipe", recipe="mxfp8"),
     Option("memory budget", "budget", memory_budget=0.5),
     OffloadedActivations("activations in host memory"),
     Option("head in chunks", head_chunks=2),

@@ -25,7 +25,7 @@ LARGEST = 32 * 1024  # elements of a value
 OPTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("memory_budget", (0.6, 0.8, 0.95)),
     ("group_size", (16, 32, 64)),
-    ("scales", ("rowwise", "tensorwise")),
+    ("scales", ("rowwise", "tensorwise", "mx")),
     ("gradient_format", ("e4m3", "e5m2")),
     ("save_format", ("e2m3", "e2m2", "e4m3", "none")),
     ("quantize_lm_head", (True,)),
