@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from helpers import FFN, capture_joint, relative, step
@@ -129,3 +130,48 @@ def test_kernels_quantize_all_operands_in_blocks(graphs):
     assert relative(got.outputs[0], want.outputs[0]) < 0.01
     for name, gradient in want.gradients.items():
         assert relative(got.gradients[name], gradient) < 0.1, name
+
+
+def mx_by_hand(x: np.ndarray) -> np.ndarray:
+    """Round groups of 32 numbers to MXFP8, as the OCP specification describes E4M3 and E8M0.
+
+    The scale is the smallest power of two by which no element exceeds 448.
+    """
+    groups = x.reshape(-1, 32)
+    amax = np.abs(groups).max(1, keepdims=True)
+    mantissa, exponent = np.frexp(amax / 448)  # mantissa in [0.5, 1)
+    exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
+    scale = np.exp2(np.clip(exponent, -126, 127))
+    scaled = groups / scale
+    _, power = np.frexp(scaled)
+    step = np.exp2(np.maximum(power - 1, -6) - 3)  # E4M3: 3 mantissa bits, smallest exponent -6
+    return (np.clip(np.rint(scaled / step) * step, -448, 448) * scale).reshape(x.shape)
+
+
+def test_mx_equals_a_reference_by_hand_for_all_bf16_values():
+    """In groups of neighboring values, and in groups of values of all magnitudes."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    values = bits.view(torch.bfloat16)
+    finite = values[values.isfinite()]
+    finite = torch.cat((finite, finite[: -len(finite) % 32])) if len(finite) % 32 else finite
+    for order in (torch.arange(len(finite)), torch.randperm(len(finite))):
+        x = finite[order].view(-1, 32)
+        text = "e4m3 1×32 e8m0"
+        scales = fp8.scale(fp8.amax(x, "1×32"), text)
+        data = fp8.quantize(x, scales, text)
+        got = fp8.dequantize([data], scales, text, torch.float32).numpy()
+        with np.errstate(over="ignore"):  # the largest values round to 2^128
+            want = mx_by_hand(x.double().numpy()).astype(np.float32)
+        assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_group_with_nan_or_inf_is_nan_in_mx(value):
+    x = torch.ones(2, 64)
+    x[0, 40] = value
+    text = "e4m3 1×32 e8m0"
+    scales = fp8.scale(fp8.amax(x, "1×32"), text)
+    back = fp8.dequantize([fp8.quantize(x, scales, text)], scales, text, torch.float32)
+    assert back.isfinite().tolist()[1] == [True] * 64
+    assert back[0, :32].isfinite().all()
+    assert not back[0, 40].isfinite()
