@@ -159,6 +159,7 @@ def variants(extra: bool) -> dict[str, Variant]:
     }
     if extra:
         table["fp8pass linear"] = with_fp8pass(recipe="linear")
+        table["fp8pass block"] = with_fp8pass(recipe="block")
         table["fp8pass coat G=16"] = with_fp8pass(group_size=16)
         table["fp8pass e8m3 simulated"] = with_fp8pass(simulate="e8m3")
         graphed = {"mode": "reduce-overhead"}

@@ -125,6 +125,7 @@ VARIANTS: dict[str, Variant] = {
     "fp8pass coat, all in FP8": with_fp8pass(fp8_gemms="all"),
     "fp8pass agoq": with_fp8pass(recipe="agoq"),
     "fp8pass linear": with_fp8pass(recipe="linear"),
+    "fp8pass block": with_fp8pass(recipe="block"),
 }
 
 

@@ -98,6 +98,8 @@ VARIANTS = {
     "linear": Variant({"recipe": "linear"}),
     "coat": Variant({"recipe": "coat"}),
     "agoq": Variant({"recipe": "agoq"}),
+    "block": Variant({"recipe": "block", "fp8_gemms": "all"}),
+    "mxfp8": Variant({"recipe": "mxfp8"}),
     "agoq, 6 bits": Variant({"save_format": "e2m3"}),
     "agoq, 4 bits": Variant({"save_format": "e2m1"}),
     "agoq, 4 bits, groups of 32": Variant({"save_format": "e2m1", "group_size": 32}),
