@@ -289,16 +289,17 @@ def _check_operand(data: fx.Node, scale: Any, how: Quantization) -> Iterator[str
         return
     if quantized.target is not fp8.quantize.default:
         yield f"operand {data} is not quantized"
-    own_scale = quantized.args[1]
-    if how.is_in_groups and data is not matrix:
-        scale = graph.skip_transposes(scale)[0]
+    own_scale, scale = quantized.args[1], _skip_host_copies(scale)
+    is_transposed = _skip_host_copies(data).target is fp8.transpose.default
+    if how.is_in_groups and is_transposed:
+        scale = _skip_host_copies(graph.skip_transposes(scale)[0])
     is_gathered = quantized is not matrix and _have_same_amax(own_scale, scale)
     if not (_is_same(own_scale, scale) or is_gathered):
         yield f"{data} was quantized with another scale"
     own = parse(str(quantized.args[2]))
     if own != how:
         yield f"{data} is quantized as {own}, not {how}"
-    if data is not matrix and not how.survives_transpose:
+    if is_transposed and not how.survives_transpose:
         yield f"{data} is transposed, but the scales of {how} do not fit the transpose"
 
 
