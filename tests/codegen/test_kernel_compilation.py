@@ -23,7 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import kernel_helpers as t
 from fp8pass.codegen.kernels import launch as launching
+from fp8pass.codegen.kernels import block_gemm as gemm
 from fp8pass.codegen.kernels import device_functions, row_kernel, tile_kernel
+from fp8pass.codegen.program.ir import Load, Program, Store
 from fp8pass.codegen.kernels.kernel_operator import prepare_batch
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.dialect.formats import FORMATS
@@ -34,7 +36,7 @@ def data_types(format):
     return [TYPES.get(format, "u8") for _ in FORMATS[format].planes]
 
 def types(program):
-    operands = {"row": "fp32", "scalar": "fp32"}
+    operands = {"row": "fp32", "scalar": "fp32", "tile": "fp32"}
     reads, writes = [], []
     for load in program.loads:
         operand = operands.get(load.operand, "bf16")
@@ -42,9 +44,11 @@ def types(program):
     for store in program.stores:
         for layout in store.layouts:
             if layout == "groups":
-                writes += [*data_types(store.format), "bf16"]
+                scales = "fp32" if store.scale_form else "bf16"
+                writes += [*data_types(store.format), scales]
             else:
                 writes += [TYPES[store.format or store.dtype or "float32"]]
+        writes += ["fp32"] * bool(store.block)
     return reads, writes
 
 def code_size(cubin):
@@ -54,7 +58,7 @@ def code_size(cubin):
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
     return sum(section[5] for section in sections if section[2] & 4)
 
-def compiled(module, *programs):
+def compiled(module, *programs, capability=90):
     inputs = [size for program, *size in programs for _ in range(program.input_count)]
     batch = Batch(tuple(program for program, *_ in programs))
     (launch,) = launching.plan_launches(prepare_batch(module.prepare, batch, inputs))
@@ -64,8 +68,23 @@ def compiled(module, *programs):
     signature |= dict.fromkeys(launch.sizes, "i32")
     source = ASTSource(launch.kernel, signature)
     options = {"num_warps": launch.num_warps}
-    binary = triton.compile(source, GPUTarget("cuda", 90, 32), options)
+    binary = triton.compile(source, GPUTarget("cuda", capability, 32), options)
     return code_size(binary.asm["cubin"])
+
+def block_gemm(capability, b_rows, bias):
+    # Return the code size, and the bytes of shared memory.
+    kernel = gemm._multiply_blocks
+    types = {"a": "*fp8e4nv", "a_scale": "*fp32", "b": "*fp8e4nv", "b_scale": "*fp32"}
+    types |= {"bias": "*bf16"} if bias else {}
+    types |= {"out": "*bf16"} | dict.fromkeys(("M", "N", "K"), "i32")
+    types |= dict.fromkeys(("a_row", "a_step", "b_row", "b_step"), "i32")
+    constants = {"A_ROWS": 1, "B_ROWS": b_rows, "TILE_M": gemm.TILE_M, "TILE_N": gemm.TILE_N}
+    constants |= {"BLOCK": gemm.BLOCK, "GROUP": gemm.GROUP} | ({} if bias else {"bias": None})
+    signature = {n: types.get(n, "constexpr") for n in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    options = {"num_warps": 8, "num_stages": gemm.stages(capability)}
+    binary = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    return code_size(binary.asm["cubin"]), binary.metadata.shared
 
 write_functions = device_functions.write_functions
 
@@ -77,7 +96,17 @@ def as_triton_has_them(functions):
 
 swiglu = t.swiglu(128), 4096, 1024
 backward = t.swiglu_backward(128), 4096, 1024
+matrix = Load("x", "full"), Load("y", "full")
+gradient = tuple(
+    Store(name, (layout,), format="e4m3", block=block)
+    for name, layout, block in (
+        ("x", "rows", "1×128"), ("x", "columns", "128×1"), ("y", "columns", "128×1")
+    )
+)
+square = Store("x", ("rows", "columns"), format="e4m3", block="128×128")
 found = {
+    "blocks": compiled(tile_kernel, (Program(matrix, (), gradient), 4096, 1024)),
+    "squares": compiled(tile_kernel, (Program(matrix[:1], (), (square,)), 4096, 1024)),
     "nibbles in tiles": compiled(tile_kernel, (t.swiglu_backward(128, "e2m1"), 4096, 1024)),
     "nibbles in rows": compiled(row_kernel, (t.swiglu(128, "e2m1"), 4096, 1024)),
     "nibbles in a norm": compiled(row_kernel, (t.norm_backward(384, "e2m1"), 4096, 384)),
@@ -94,6 +123,15 @@ device_functions.write_functions = as_triton_has_them
 launching._load_kernel.cache_clear()
 found["plain tiles"] = compiled(tile_kernel, backward)
 found["plain rows"] = compiled(row_kernel, swiglu)
+for capability in (89, 90, 100, 120):
+    size, shared = block_gemm(capability, 128, False)
+    assert size
+    # Bytes of shared memory that a program may use on sm89 and sm120, and on the others.
+    assert shared <= (99 if capability in (89, 120) else 227) * 1024, (capability, shared)
+    found[f"blocks, sm{capability}"] = compiled(
+        tile_kernel, (Program(matrix, (), gradient), 4096, 1024), capability=capability
+    )
+found["GEMM of blocks"], _ = block_gemm(90, 1, True)
 print(json.dumps(found))
 """
 

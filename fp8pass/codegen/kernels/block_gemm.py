@@ -13,9 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8pass import hardware
+
 BLOCK = 128
 # Rows and columns of a tile of the result, and the number of row tiles that share columns of `b`.
 TILE_M, TILE_N, GROUP = 128, 128, 8
+# Compute capabilities with at most 99 KiB of shared memory for a program.
+SMALL = 89, 120
+
+
+def stages(capability: int) -> int:
+    """Return how many blocks of the operands are in shared memory at once."""
+    return 2 if capability in SMALL else 3
 
 
 @triton.jit
@@ -77,11 +86,13 @@ def multiply_blocks(
     """
     (M, K), N = a.shape, b.shape[0]
     out = a.new_empty((M, N), dtype=out_dtype)
+    major, minor = hardware.capability_of(a.device) if a.is_cuda else (9, 0)  # else interpreted
+    num_stages = stages(10 * major + minor)
     grid = (triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N),)
     with torch.cuda.device_of(a):
         _multiply_blocks[grid](
             a, a_scale, b, b_scale, None if bias is None else bias.contiguous(), out, M, N, K,
             *a_scale.stride(), *b_scale.stride(), A_ROWS=a_rows, B_ROWS=b_rows, TILE_M=TILE_M,
-            TILE_N=TILE_N, BLOCK=BLOCK, GROUP=GROUP, num_warps=8, num_stages=3,
+            TILE_N=TILE_N, BLOCK=BLOCK, GROUP=GROUP, num_warps=8, num_stages=num_stages,
         )  # fmt: skip
     return out
