@@ -14,7 +14,7 @@ from kernel_helpers import Layers, counts, interpret_halves
 from torch import nn
 
 from fp8pass import backend as make_backend
-from fp8pass import compat
+from fp8pass import compat, graph
 from fp8pass.codegen.kernels.row_kernel import rows
 from fp8pass.codegen.kernels.tile_kernel import tiles
 from fp8pass.codegen.program.program_batch import Batch
@@ -207,6 +207,38 @@ class Perceptron(nn.Module):
 
     def forward(self, x):
         return self.down(self.activation(self.up(self.first(x))))
+
+
+class BiasedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_norm_kernels_sum_gradients_of_biases(autocast, graphs, monkeypatch):
+    """Of the norm, and of the linear layer before the residual sum."""
+    model, x = nn.Sequential(*(BiasedBlock() for _ in range(3))), torch.randn(2, 32, 64)
+    if not autocast:
+        model, x = model.bfloat16(), x.bfloat16()
+    found, summed = [], []
+    for kernels_off in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            options = {"kernels_off": kernels_off, "monkeypatch": monkeypatch}
+            found.append(gradients(model, x, Config(), **options).gradients)
+        sums = graphs[-1].find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+        over_rows = [n for n in sums if n.args[1] != [2]]
+        summed.append([n for n in over_rows if not graph.is_getitem(n.args[0])])
+    # In the first block, only the backward of a norm without a residual gradient is left.
+    assert len(summed[0]) == 12
+    assert len(summed[1]) <= 3
+    plain = step(model, model, (x,)).gradients
+    for parameter, want in plain.items():
+        without, with_kernels = (relative(each[parameter], want) for each in found)
+        assert with_kernels < 1.3 * without + 0.01, parameter
 
 
 # Recipe, autocast, form of GELU, and the only GEMM in BF16 of each layer.

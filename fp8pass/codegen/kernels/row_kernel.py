@@ -18,12 +18,12 @@ from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
 
 # Longer rows are read in a loop.
 LONGEST_HELD = 16384
-# For passes that fuse sums over rows. The sums need registers, too.
+# For passes that fuse sums over rows.
 LONGEST_SUMMED = 8192
 # Elements that a thread holds at most. More would leave too few threads to hide the latency of
 # memory (`benchmarks/results/sweeps.json`).
 HELD = 44
-HELD_SUMMED = 32
+HELD_SUMMED = 32  # with one sum over rows
 # Elements of a chunk, if the row is read in a loop.
 ROW_CHUNK = 4096
 SMALLEST_CHUNK = 128
@@ -68,7 +68,9 @@ def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     """Return the chunks, which contain whole groups, and the number of warps."""
     if columns > LONGEST_HELD:
         return Shape(columns, ROW_CHUNK, held=False), 4
-    held, vector = (HELD_SUMMED, VECTOR) if sums_rows(program) else (HELD, 2 * VECTOR)
+    sums = sum("sums" in store.layouts for store in program.stores)
+    # Each sum takes as many registers as the elements of a row.
+    held, vector = (2 * HELD_SUMMED // (1 + sums), VECTOR) if sums else (HELD, 2 * VECTOR)
     warps = next(w for w in (4, 8, 16) if columns <= 32 * w * held)
     largest_group = max((store.group_size for store in program.stores), default=1)
     chunk = min(32 * warps * vector, 1 << (columns - 1).bit_length())

@@ -8,7 +8,8 @@
              a = amax(r);  v = sum(p, 0)
 
 The kernel stores the residual's gradient `g`, the amax `r` of each row of `g`, and partial sums `p`
-of the weight's gradient. The order of summation is fixed, so results are deterministic.
+of the weight's gradient. It also sums `dy` and `g`, for the gradients of biases. The order of
+summation is fixed, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def _fuse(total: fx.Node) -> bool:
 
 
 def _find_column_sums(reader: Reader) -> list[fx.Node]:
-    """Return sums over all rows, such as weight gradients, of values that are loaded anyway."""
+    """Return sums over all rows, such as gradients of weights and biases, of values that the kernel
+    loads or computes anyway.
+    """
     found: list[fx.Node] = []
     loads = set(reader.loads)
     for load in sorted(loads):
@@ -85,7 +88,7 @@ def _find_column_sums(reader: Reader) -> list[fx.Node]:
                     reader.read(node.args[0])  # type: ignore[arg-type]
             except NotAMatrix:
                 pass
-            if set(reader.loads) == loads and node.args[0] in reader.steps:
+            if set(reader.loads) == loads and node.args[0] in reader.names:
                 found.append(node)
             else:
                 reader.restore(before)
