@@ -28,7 +28,7 @@ from fp8pass.optim.shards import like_parameter, local, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GradientSum
 from fp8pass.optim.update import Group
-from fp8pass.option_checks import ConfigError
+from fp8pass.option_checks import ConfigError, is_whole
 
 log = logging.getLogger("fp8pass")
 
@@ -44,17 +44,11 @@ IN_TWO_PARTS = {"I", "W"}
 
 @dataclass(frozen=True, eq=False)
 class Attached:
-    """Optimizers that step within the backward, until `detach` is called.
-
-    Attributes:
-        optimizers: the optimizers that step.
-        parameters: the parameters that the optimizers update.
-        accumulated: the sum of each parameter's gradients; {} if the optimizers step in every
-            backward.
-    """
+    """Optimizers that step within the backward, until `detach` is called."""
 
     optimizers: tuple[Optimizer, ...]
     parameters: frozenset[Tensor] = field(repr=False)
+    # The sum of each parameter's gradients; {} if the optimizers step in every backward.
     accumulated: dict[Tensor, GradientSum] = field(repr=False)
     _handles: list[RemovableHandle] = field(repr=False)
 
@@ -83,17 +77,12 @@ def step_in_backward(
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4)
         fp8pass.optim.step_in_backward(model, optimizer)
 
-    With Muon, pass both optimizers: `step_in_backward(model, muon, adamw)`. Learning rate
-    schedules and checkpoints work as before. `optimizer.step()` only applies
-    incomplete sums, which contain fewer than `accumulate` gradients: sums of parameters that not
-    every backward used, or sums at the end of an epoch. Call `optimizer.step()` after the last
-    backward of a step, or never. With FSDP2 a shard is updated as soon as its gradient has been
-    reduced. Methods that need all gradients at once do not work: clipping by the norm of all
-    gradients, and `torch.amp.GradScaler`.
-
-    Layers may be frozen and unfrozen afterwards. A backward raises ConfigError before any update if
-    the optimizer lacks a trainable parameter, even a parameter that was added to the model later.
-    Wrapping the model in DistributedDataParallel afterwards raises ConfigError.
+    With Muon, pass both optimizers. Learning rate schedules and checkpoints work as before, and
+    layers may be frozen and unfrozen. `optimizer.step()` only applies incomplete sums, which
+    contain fewer than `accumulate` gradients. A backward raises ConfigError before any update if
+    the optimizer lacks a trainable parameter. Methods that need all gradients at once do not work,
+    such as clipping by the norm of all gradients, and `torch.amp.GradScaler`. Wrapping the model in
+    DistributedDataParallel raises ConfigError.
 
     Args:
         model: the module to train. A parameter that the module uses several times is updated once.
@@ -109,7 +98,7 @@ def step_in_backward(
             parameters are already attached, the model's gradients are reduced over ranks, or an
             option has an invalid value.
     """
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if not is_whole(accumulate) or accumulate < 1:
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
     buffer = default_buffer(accumulate) if buffer is None else buffer
     if buffer not in BUFFERS:
@@ -225,12 +214,7 @@ class BackwardHooks:
     _schedules: int = -1  # `count_schedules()` in the last search
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Check that all trainable parameters have hooks, unlike those that `fully_shard` creates.
-
-        Raises:
-            ConfigError: a trainable parameter has no hook, a GradScaler calls the step, or the
-                pipeline schedule calls no hooks.
-        """
+        """Check that all trainable parameters have hooks; `fully_shard` creates other ones."""
         self._count_trained()
         self._gradient_divisor()
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -337,11 +321,7 @@ class BackwardHooks:
         return len(trained)
 
     def find_schedule(self) -> None:
-        """Find the newest pipeline schedule that trains the model.
-
-        Raises:
-            ConfigError: the schedule computes gradients of weights and of inputs separately.
-        """
+        """Find the newest pipeline schedule that trains the model."""
         self._schedules = compat.count_schedules()
         model = self.model()
         schedule = None if model is None else compat.find_schedule(model)
@@ -380,12 +360,9 @@ def _wrappers() -> tuple[type, ...]:
 
 def _check_no_wrapper(model: nn.Module) -> None:
     """Raise ConfigError if a wrapper reduces the model's gradients."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not _is_distributed():
         return
-    for module in model.modules():
-        if isinstance(module, _wrappers()):
-            raise _wrapper_error(module)
-    # A module has no reference to a module that wraps it.
+    # The search covers all objects, because a module has no reference to a module that wraps it.
     of_model = {id(p) for p in model.parameters()}
     for found in gc.get_objects():
         if issubclass(type(found), _wrappers()) and _has_any(found.parameters(), of_model):
@@ -411,6 +388,10 @@ def _check_wrapped(wrapper: nn.Module, name: str, wrapped: nn.Module | None) -> 
         raise _wrapper_error(wrapper)
 
 
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _attached_ids() -> set[int]:
     return {id(p) for each in _ATTACHED.values() for x in each for p in x.parameters}
 
@@ -428,7 +409,7 @@ def _wrapper_error(wrapper: nn.Module) -> ConfigError:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not _is_distributed():
         return False
     from torch.distributed.fsdp import FSDPModule
 

@@ -16,36 +16,23 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8pass import hardware
 from fp8pass.optim import rounding, state_formats
 from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
 from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.state_formats import Quantized
-from fp8pass.optim.update import (
-    Group,
-    Rule,
-    Tensors,
-    factors,
-    update_eagerly,
-)
+from fp8pass.optim.update import Group, Rule, Tensors, factors, update_eagerly
 
 Launches = Sequence[Callable[[], object]]
 # For vectors, addresses (bytes) and sizes (elements) are multiples of this.
 VECTOR_ALIGNMENT = 16
-
-
-@cache
-def why_not(device: torch.device) -> str | None:
-    """Return why updates on `device` are not fused."""
-    return hardware.why_no_triton_kernels(device)
 
 
 class FusedUpdate:

@@ -168,10 +168,7 @@ def exchange_shards(
 def broadcast_results(
     matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
 ) -> list[Tensor]:
-    """Return shards of the results, which the owners broadcast along `dimension`.
-
-    Return the local shards.
-    """
+    """Return shards of the results, which the owners broadcast."""
     wholes = [whole(x).contiguous() for x in matrices]
     owned = ranks.owned(len(matrices))
     for i in owned[ranks.rank]:

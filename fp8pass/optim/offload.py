@@ -282,11 +282,7 @@ def offload_weights(
 
 
 def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, list[nn.Linear]]:
-    """Map each weight that can be offloaded to the layers that share it.
-
-    Raises:
-        ConfigError: no weight can be offloaded.
-    """
+    """Map each weight that can be offloaded to the layers that share it."""
     layers, reasons = choose_layers(model, skip, _why_not_offloaded)
     for path, why in reasons.items():
         log.info("offload_weights moves the weight of %s to the device: %s.", path, why)

@@ -83,11 +83,7 @@ def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Redistribute a parameter's gradient, which may be a partial sum over ranks, or replicated.
-
-    Raises:
-        RuntimeError: the parameter is a DTensor, but its gradient is a plain tensor.
-    """
+    """Redistribute a parameter's gradient, which may be a partial sum over ranks, or replicated."""
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(parameter, DTensor):

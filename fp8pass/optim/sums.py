@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.optim import fused
+from fp8pass import hardware
 from fp8pass.optim.offload import DEPTH, Staging, largest_piece
 from fp8pass.optim.rounding import SumStamp, random_bits
 from fp8pass.optim.slots import group_count, to_rows
@@ -172,7 +172,7 @@ def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
 
 def _load_kernels(device: torch.device, format: StateFormat) -> Any:
     """Return the module `sum_kernel`, if it supports the device and the format."""
-    if fused.why_not(device) is not None or format.values:
+    if hardware.why_no_triton_kernels(device) is not None or format.values:
         return None
     from fp8pass.optim import sum_kernel  # imports Triton
 
