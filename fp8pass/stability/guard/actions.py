@@ -25,17 +25,6 @@ class Actions:
     only if the earlier actions were not enough. If even all of them are not enough, `lower lr`
     multiplies learning rates by `factor` once more. Lasting actions end after `hold` steps.
     If an alarm follows within `quiet` steps, the same actions restart and last twice as long.
-
-    Args:
-        act: the allowed actions.
-        factor: `lower lr` multiplies learning rates by this factor.
-        hold: duration of lasting actions, in steps.
-        quiet: number of steps without an alarm after which a snapshot is trusted, and after which
-            the next alarm starts with the first action again.
-        monitor: the Monitor that switches graphs to high precision.
-
-    Raises:
-        ConfigError: an action is unknown, or `high precision` lacks a Monitor with a `fallback`.
     """
 
     def __init__(
@@ -64,11 +53,7 @@ class Actions:
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
     def bind(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Set the model and the optimizers that actions change.
-
-        Raises:
-            ConfigError: an action is not possible with this model or these optimizers.
-        """
+        """Set the model and the optimizers that actions change."""
         if self.act and _count_ranks() > 1:
             raise ConfigError(
                 f"act={self.act!r} does not support several ranks, because each rank would decide "
@@ -200,13 +185,10 @@ class LowerRate:
     """Multiplies learning rates by a factor within the steps of an optimizer.
 
     Between steps the optimizer has the rates of the user's schedule, so schedules work unchanged.
-
-    Attributes:
-        factor: the factor; 1 leaves learning rates unchanged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.factor = 1.0
+        self.factor = 1.0  # leaves learning rates unchanged
         self._optimizer = optimizer
         self._rates: list[Any] | None = None
         self._handles = [

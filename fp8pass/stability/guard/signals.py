@@ -56,15 +56,11 @@ STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's row
 
 
 class Signals:
-    """Compares a guard's readings and a Monitor's samples with earlier readings and samples.
-
-    Attributes:
-        has_risen: whether the loss of the last reading has risen enough to confirm an alarm.
-        rise: the rise of the loss in words, for the event.
-    """
+    """Compares a guard's readings and a Monitor's samples with earlier readings and samples."""
 
     def __init__(self) -> None:
-        self.has_risen, self.rise = False, ""
+        self.has_risen = False  # the loss of the last reading is high enough to confirm an alarm
+        self.rise = ""  # the rise of the loss in words, for the event
         steps = {"recent": 8, "block": 20, "blocks": 10}
         readings = {"recent": 2, "block": 8, "blocks": 5}
         self._trends = {

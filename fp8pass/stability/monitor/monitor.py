@@ -14,14 +14,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fp8pass import compat, graph
-from fp8pass.option_checks import ConfigError, checked_patterns
+from fp8pass.option_checks import ConfigError, checked_patterns, is_whole
 from fp8pass.stability.callbacks import StepObserver
 from fp8pass.stability.monitor.findings import Findings, Measured
 from fp8pass.stability.monitor.statistics import (
     LANDSCAPE,
     TensorName,
     TensorStatistics,
-    make_landscape_row,
     make_row,
     merge,
 )
@@ -81,7 +80,7 @@ class Monitor(StepObserver):
         model: nn.Module | None = None,
         fallback: str | Sequence[str] = (),
     ) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        if not is_whole(every) or every < 1:
             raise ConfigError(f"every must be a whole number of steps, at least 1, got {every!r}.")
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -183,7 +182,8 @@ class Monitor(StepObserver):
             found.append(Measured(make_row(self.steps, module, name, totals), name))
         self.latest = [y.row for y in found]
         if self._sharpness:
-            self.latest.append(make_landscape_row(self.steps, float(self._sharpness())))
+            sharpness = float(self._sharpness())
+            self.latest.append(TensorStatistics(self.steps, "", LANDSCAPE, sharpness=sharpness))
         for writer in self._writers:
             writer.write(self.latest)
         for message in self._findings.find_new(found):

@@ -57,15 +57,15 @@ class TensorStatistics:
     step: int
     module: str
     tensor: str
-    scales: str
-    format: str
-    dtype: str
-    elements: int
-    amax: float
-    saturated: float
-    underflow: float
-    sqnr_db: float
-    nonfinite: int
+    scales: str = ""
+    format: str = ""
+    dtype: str = ""
+    elements: int = 0
+    amax: float = math.nan
+    saturated: float = math.nan
+    underflow: float = math.nan
+    sqnr_db: float = math.nan
+    nonfinite: int = 0
     sharpness: float = math.nan
 
 
@@ -131,19 +131,6 @@ def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> T
         underflow=flushed / nonzero if nonzero else 0.0,
         sqnr_db=_to_decibels(signal, noise),
         nonfinite=int(nonfinite),
-    )
-
-
-def make_landscape_row(step: int, sharpness: float) -> TensorStatistics:
-    return TensorStatistics(
-        *(step, "", LANDSCAPE, "", "", ""),
-        elements=0,
-        amax=math.nan,
-        saturated=math.nan,
-        underflow=math.nan,
-        sqnr_db=math.nan,
-        nonfinite=0,
-        sharpness=sharpness,
     )
 
 
