@@ -92,7 +92,6 @@ class SavedState:
         return from_rows(dequantize(copied._replace(data=rows), self.format), copied.data.shape)
 
     def group_size(self) -> int:
-        """Compute the group size from the number of scales."""
         elements, groups = self.data.numel(), self.parts[0].numel()
         for exponent in range(SMALLEST_GROUP.bit_length() - 1, LARGEST_GROUP.bit_length()):
             if group_count(elements, 1 << exponent) == groups:
@@ -285,7 +284,6 @@ def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) 
 
 
 def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Group entries by the parameter's prefix and the state's name."""
     found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry, value in entries.items():
         prefix, dot, key = entry.rpartition(".")

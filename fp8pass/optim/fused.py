@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -86,8 +85,7 @@ class FusedUpdate:
             of_parameters = (self.tables, self.gradients, self.sizes, self.numbers, self.steps)
             of_step = (table, control, parameter_of, self.first_chunk, *self.values, *numbers)
             options = {"ALIGNED": aligned and self.gradients_aligned, **LAUNCH}
-            on_cuda = self.device.type == "cuda"
-            with torch.cuda.device(self.device) if on_cuda else nullcontext():
+            with torch.cuda.device_of(self.steps):
                 function[(len(parameter_of),)](*of_parameters, *of_step, **options)
 
         return [partial(launch, *each) for each in self.launches]
@@ -188,9 +186,7 @@ class StreamedUpdate:
             self.fused = FusedUpdate(staged, parts, storage, separate=True)
 
     def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
-        """Divide a slot into pieces that fit into a buffer, and begin with a chunk, a group and a
-        row.
-        """
+        """Divide a slot into pieces that fit into a buffer, of whole chunks, groups and rows."""
         weight, group_size = slot.offloaded, self.storage.group_size
         row = 1 if weight is None else weight.shape[-1]
         count = slot.parameter.numel()

@@ -46,10 +46,8 @@ class Muon(Optimizer):
         optimizers = [fp8pass.optim.Muon(matrices, lr=0.02), fp8pass.optim.AdamW(others, lr=3e-4)]
 
     Muon replaces the momentum of a matrix by the nearest orthogonal matrix (Jordan et al., "Muon:
-    An optimizer for hidden layers in neural networks", 2024). The options have the same meaning as
-    in `torch.optim.Muon`, apart from the formats of momentum and weights, and can be set for each
-    parameter group. Under FSDP2 and tensor parallelism each rank orthogonalizes a part of the
-    matrices.
+    An optimizer for hidden layers in neural networks", 2024). Options can be set for each parameter
+    group. Under FSDP2 and tensor parallelism each rank orthogonalizes a part of the matrices.
 
     Args:
         params: matrices in float32, bfloat16 or float16, or groups of them.
@@ -250,23 +248,19 @@ def split_parameters(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Divide the parameters of a model: matrices of hidden layers for Muon, others for AdamW.
 
-        matrices, others = fp8pass.optim.split_parameters(model)
-        optimizers = [fp8pass.optim.Muon(matrices, lr=0.02), fp8pass.optim.AdamW(others, lr=3e-4)]
-
     A parameter is a matrix of a hidden layer if it has two dimensions, both longer than 1, and no
-    embedding or output head uses it. Embeddings are `nn.Embedding` and `nn.EmbeddingBag`. An output
-    head is a layer named `lm_head`, `embed_out` or `unembed`, or a layer of the model itself named
-    `output`, `head`, `classifier`, `score` or `fc`. If there is no such layer, and no linear layer
-    shares the weight of an embedding, the output heads are the linear layers of the size of the
-    largest embedding. Name other tables in `skip`, such as positions that are plain parameters.
+    embedding or output head uses it. An output head is a layer named `lm_head`, `embed_out` or
+    `unembed`, or a layer of the model itself named `output`, `head`, `classifier`, `score` or `fc`.
+    If there is no such layer, and no linear layer shares the weight of an embedding, the output
+    heads are the linear layers of the size of the largest embedding.
 
     Args:
         model: a module, also a compiled or distributed module.
-        skip: paths, or patterns with *, of modules or parameters that AdamW trains.
+        skip: paths, or patterns with *, of modules or parameters that AdamW trains, such as
+            positions that are plain parameters.
 
     Returns:
         The parameters for Muon, and the parameters for AdamW, both in the order of the model.
-        Frozen parameters are included.
 
     Raises:
         ConfigError: the model is not a module, or `skip` has an invalid pattern.

@@ -255,7 +255,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return Slot.of(self._number(parameter), parameter, state, storage)
 
     def _move_to_host(self, state: State, group: Group, parameter: Tensor) -> State:
-        """Move offloaded states to host memory."""
         if not is_offloaded(group, "states", parameter):
             return state
         copy = self._arena_of(parameter.device).take

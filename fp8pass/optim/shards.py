@@ -30,6 +30,10 @@ else:  # a build without torch.distributed has no DTensor
         """For isinstance checks."""
 
 
+def is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
     storage = Storage.of(group)
     if not isinstance(parameter, DTensor):

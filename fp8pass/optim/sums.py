@@ -161,7 +161,6 @@ def add_to(
 
 
 def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
-    """Add a sum to a gradient [N] in place."""
     if (kernels := _load_kernels(gradient.device, format)) is not None:
         kernels.add_from(sum_, gradient, format)
         return
