@@ -18,17 +18,14 @@ from torch import Tensor, nn
 
 from fp8pass import compat
 from fp8pass.config import Config
-from fp8pass.dialect import ops as ops  # defines the dialect
-from fp8pass.dialect.quantization import BY_ROW
 from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import matching_pattern
 from fp8pass.option_checks import ConfigError
 from fp8pass.tools.running import find_configuration
+from fp8pass.weights.quantized_parameter import quantize_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-fp8 = torch.ops.fp8pass
 
 
 def export(model: nn.Module, path: str | Path, *, config: Config | None = None) -> list[str]:
@@ -54,7 +51,13 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
     plain = _check_pretrained(model)
     linears = {name: m for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
     head = plain.get_output_embeddings()
-    chosen = [n for n, m in linears.items() if m is not head and is_served_in_fp8(n, m, config)]
+    chosen = [
+        name
+        for name, layer in linears.items()
+        if layer is not head
+        and not why_unsuitable_size(layer.out_features, layer.in_features)
+        and matching_pattern(name, config.skip_patterns) is None
+    ]
     if not chosen:
         raise ConfigError(
             f"No layer of {type(plain).__name__} can be exported in FP8. Exported layers are "
@@ -62,9 +65,8 @@ def export(model: nn.Module, path: str | Path, *, config: Config | None = None) 
             "narrow layers."
         )
     values = plain.state_dict()
-    for name in chosen:
-        data, scales = quantize_rows(f"{name}.weight", values[f"{name}.weight"])
-        values |= {f"{name}.weight": data, f"{name}.weight_scale": scales}
+    for name in [f"{layer}.weight" for layer in chosen]:
+        values[name], values[f"{name}_scale"] = _quantize_weight(name, values[name])
     plain.save_pretrained(path, state_dict=values)
     description = Path(path) / "config.json"
     settings = json.loads(description.read_text())
@@ -91,36 +93,22 @@ def _check_pretrained(model: nn.Module) -> PreTrainedModel:
     return plain
 
 
-def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
-    """Whether a layer, which is not an output head, is exported in FP8."""
-    fits = not why_unsuitable_size(layer.out_features, layer.in_features)
-    return fits and matching_pattern(path, config.skip_patterns) is None
-
-
-def quantize_rows(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float8_e4m3fn data [M, K] and fp32 scales [M, 1]. FP32 weights are rounded to BF16
-    first.
-
-    Raises:
-        ConfigError: the weight is sharded.
-        ValueError: the weight is not finite.
-    """
+def _quantize_weight(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float8_e4m3fn data [M, K] and fp32 scales [M, 1]."""
     if hasattr(weight, "device_mesh"):
         raise ConfigError(
             f"{name} is sharded. Load the full state dict, get_model_state_dict(..., options="
             "StateDictOptions(full_state_dict=True)), into an unsharded model on one rank, and "
             "export that model."
         )
-    if weight.dtype is torch.float32:
-        weight = weight.bfloat16()
-    amax = fp8.amax(weight, "row")
-    if not amax.isfinite().all():
+    dtype = torch.bfloat16 if weight.dtype is torch.float32 else weight.dtype
+    ((data, scales),) = quantize_rows([weight], dtype)
+    if not scales.isfinite().all():
         raise ValueError(
             f"{name} has a NaN or an infinity, which would make its whole row NaN in FP8. Export a "
             "checkpoint with finite weights."
         )
-    scales = fp8.scale(amax, BY_ROW)
-    return fp8.quantize(weight, scales, BY_ROW), scales
+    return data, scales
 
 
 def make_quantization_config(ignored: list[str]) -> dict[str, Any]:
