@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass.optim.backward import steps_in_backward
+from fp8pass.optim.shards import is_distributed
 from fp8pass.option_checks import ConfigError
 from fp8pass.stability.guard.snapshots import Snapshots
 from fp8pass.stability.monitor import Monitor
@@ -54,7 +55,7 @@ class Actions:
 
     def bind(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Set the model and the optimizers that actions change."""
-        if self.act and _count_ranks() > 1:
+        if self.act and is_distributed() and torch.distributed.get_world_size() > 1:
             raise ConfigError(
                 f"act={self.act!r} does not support several ranks, because each rank would decide "
                 "by itself. Leave act out: Guard then warns on every rank."
@@ -68,12 +69,10 @@ class Actions:
 
     @property
     def active(self) -> bool:
-        """Whether lasting actions are on."""
         return self._until is not None
 
     @property
     def rate_factor(self) -> float:
-        """The factor by which learning rates are multiplied now."""
         lowers = LOWER_LR in self._lasting[: self._level] and self.active
         return self.factor ** (1 + max(0, self._level - len(self._lasting))) if lowers else 1.0
 
@@ -128,7 +127,6 @@ class Actions:
             self._level = self._times = 0
 
     def close(self) -> None:
-        """End all actions, and remove the hooks from the optimizers."""
         self._until = None
         self._apply()
         self._close_rates()
@@ -143,7 +141,6 @@ class Actions:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the lasting actions of a checkpoint."""
         self._level, self._times = state["level"], state["times"]
         self._until, self._quiet_since = state["until"], state["quiet_since"]
         self._apply()
@@ -174,13 +171,6 @@ class Actions:
             self._monitor.falls_back = self.active and on
 
 
-def _count_ranks() -> int:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
-
-
 class LowerRate:
     """Multiplies learning rates by a factor within the steps of an optimizer.
 
@@ -199,7 +189,6 @@ class LowerRate:
         ]
 
     def close(self) -> None:
-        """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._restore(self._optimizer)

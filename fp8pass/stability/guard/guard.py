@@ -16,7 +16,6 @@ from fp8pass.optim.backward import steps_in_backward
 from fp8pass.option_checks import ConfigError, is_whole
 from fp8pass.stability.callbacks import StepObserver
 from fp8pass.stability.guard.actions import ROLL_BACK, Actions
-from fp8pass.stability.guard.events import Event, Signal, Suspect
 from fp8pass.stability.guard.measurements import (
     LossScale,
     ParameterNorms,
@@ -24,7 +23,7 @@ from fp8pass.stability.guard.measurements import (
     Readings,
     trained_names,
 )
-from fp8pass.stability.guard.signals import Signals
+from fp8pass.stability.guard.signals import Event, Signal, Signals, Suspect
 from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
@@ -49,11 +48,8 @@ class Alarm:
 class Guard(StepObserver):
     """Watches a training: loss, gradient norm, update size, weights, and a `Monitor`'s samples.
 
-    Call `step(loss)` after the steps of all optimizers and before `zero_grad()`. Measured numbers
-    are copied from the device without a wait, and read some steps later. Each number is compared
-    with the median of its past values. An alarm is raised if numbers of two kinds rose together, or
-    if one number rose very far or is not finite. An alarm adds an event with the most likely
-    suspects to `events`, and logs a warning to the logger `fp8pass`.
+    Call `step(loss)` after the steps of all optimizers and before `zero_grad()`. An alarm adds an
+    event with the most likely suspects to `events`, and logs a warning to the logger `fp8pass`.
 
     Args:
         monitor: a Monitor whose samples the guard also watches. Also call `monitor.step()`.
@@ -62,16 +58,13 @@ class Guard(StepObserver):
         every: steps between readings, which measure the norms of all parameters.
         act: actions after an alarm, by default none. `high precision`: the layers named by
             `Monitor(fallback=...)` run in high precision. `lower lr`: learning rates are multiplied
-            by `factor` within the optimizers' steps; the user's schedule is unchanged. If `act`
-            contains both actions, the second starts only if the first was not enough. `roll back`:
-            once the loss has risen, weights, buffers and optimizer states are restored from a copy
-            in host memory, taken at least `quiet` steps before the alarm. Host memory holds two
-            copies. Data, schedules and random numbers are not rolled back.
+            by `factor` within the optimizers' steps. If `act` contains both, the second starts only
+            if the first was not enough. `roll back`: once the loss has risen, weights, buffers and
+            optimizer states are restored from a copy in host memory.
         factor: factor of learning rates for `lower lr`, between 0 and 1.
         hold: number of steps after which `high precision` and `lower lr` end. If a new alarm
             follows soon, they restart for twice as many steps.
-        quiet: number of steps after which an alarm is over, and after which a copy is trusted. If
-            the loss has not risen in these steps and no action was taken, the alarm was false.
+        quiet: number of steps after which an alarm is over, and after which a copy is trusted.
 
     Attributes:
         steps: number of optimizer steps done.

@@ -81,7 +81,6 @@ class ParameterNorms:
 
 
 def trained_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters that require a gradient."""
     return tuple(name for name, p in model.named_parameters() if p.requires_grad)
 
 

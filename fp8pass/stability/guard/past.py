@@ -63,14 +63,12 @@ class Trend:
         self._past: deque[float] = deque(maxlen=block * blocks)
 
     def extend(self, values: Iterable[float]) -> None:
-        """Add the finite numbers of `values`."""
         for value in filter(math.isfinite, values):
             if len(self._recent) == self._recent.maxlen and not self.frozen:
                 self._past.append(self._recent[0])
             self._recent.append(float(value))
 
     def rise(self) -> Rise:
-        """Compare the recent numbers with the past."""
         now = float(np.median(self._recent)) if self._recent else math.nan
         whole = len(self._past) // self.block
         if whole < 2 or len(self._recent) < (self._recent.maxlen or 0):

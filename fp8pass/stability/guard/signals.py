@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from fp8pass.stability.guard.events import Signal, Suspect
 from fp8pass.stability.guard.measurements import Reading
 from fp8pass.stability.guard.past import History, Numbers, Trend, logs
 from fp8pass.stability.monitor.statistics import LANDSCAPE, TensorStatistics
@@ -30,8 +29,60 @@ class Limit:
     factor: float
 
     def is_reached(self, deviations: float, factor: float) -> bool:
-        """Whether both thresholds are reached."""
         return deviations >= self.deviations and factor >= self.factor
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A measured number that is far from its past values.
+
+    A strong signal alone raises an alarm; a weak one together with a signal of another name.
+    """
+
+    name: str  # a key of `LIMITS`
+    strong: bool
+    text: str  # the name and the measured value or its change, in words
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A tensor with a norm or statistics far from their earlier values."""
+
+    module: str  # path in the model
+    # A parameter, e.g. `weight`, or `gradient of weight` or `change of weight`; or
+    # `TensorStatistics.tensor` of a Monitor's row.
+    tensor: str
+    factor: float  # relative to the median of earlier values; infinite if not finite
+    deviations: float  # size of the change in robust standard deviations (`past.py`)
+
+    def __str__(self) -> str:
+        return f"{self.module or 'top level'} {self.tensor} (×{self.factor:.3g})"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A detection or an action of a guard.
+
+    `kind` is `alarm`, `confirmed` (the loss has risen after an alarm) or `false alarm`; the action
+    `lower lr`, `high precision` or `roll back`; the end of a lasting action, such as `end of lower
+    lr`; or `no roll back`, if no good copy exists or after `MOST_ROLLBACKS` rollbacks.
+    """
+
+    step: int  # number of optimizer steps done before the event
+    kind: str
+    message: str
+    signals: tuple[Signal, ...] = ()  # of an alarm
+    suspects: tuple[Suspect, ...] = ()  # of an alarm, the most likely first
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.kind}: {self.message}"
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Event:
+        """Return the event that `dataclasses.asdict` converted to `state`."""
+        signals = tuple(Signal(**s) for s in state["signals"])
+        suspects = tuple(Suspect(**s) for s in state["suspects"])
+        return cls(**{**state, "signals": signals, "suspects": suspects})
 
 
 # For each kind of signal, the limits of weak and of strong signals.

@@ -38,13 +38,9 @@ class Monitor(StepObserver):
     """Measures amax, saturation, underflow and SQNR of every quantized tensor in sampled steps.
 
     Pass a monitor to `fp8pass.backend(config, monitor=monitor)`, and call `monitor.step()` after
-    each optimizer step. The monitor samples the first step and then every `every`-th step. In a
-    sampled step the graphs run op by op, with the time and memory of eager execution, and each
-    quantized tensor is measured on its device. A monitor does not change other steps. Warnings go
-    to the logger `fp8pass`.
-
-    Forwards under `torch.no_grad()` are not sampled. In distributed training each process measures
-    its own tensors, so pass `csv` and `tensorboard` in one process only.
+    each optimizer step. In a sampled step the graphs run op by op, with the time and memory of
+    eager execution. Forwards under `torch.no_grad()` are not sampled. In distributed training each
+    process measures its own tensors, so pass `csv` and `tensorboard` in one process only.
 
     Args:
         every: number of steps from one sample to the next.
@@ -53,15 +49,14 @@ class Monitor(StepObserver):
         sharpness: a function that is called after each sampled step, such as `lambda:
             fp8pass.sharpness(model, loss_fn, batch)`. Its result, in percent, is a separate row.
         model: the whole model, for paths in the model. Only needed if its parts are compiled
-            separately, because tensors of different parts would have equal names. Callbacks set it.
+            separately. Callbacks set it.
         fallback: patterns of module paths, as in `Config.skip`. Each graph is compiled a third
             time, with the matched layers in high precision, and a `Guard` may switch to this
-            version. `("*",)` matches all layers.
+            version.
 
     Attributes:
         sampling: whether the current step is sampled.
-        falls_back: whether the version with `fallback` layers in high precision runs. That version
-            is not sampled.
+        falls_back: whether the version with `fallback` layers in high precision runs.
         steps: number of optimizer steps done.
         latest: rows of the last sample, in the order in which tensors were first quantized.
 

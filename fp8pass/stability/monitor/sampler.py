@@ -21,11 +21,7 @@ from fp8pass.config import Config
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.dialect.quantization import block_text
 from fp8pass.graph.names import operator_name
-from fp8pass.graph.patterns import (
-    is_quantized_operand,
-    is_quantized_saved_value,
-    quantization_of,
-)
+from fp8pass.graph.patterns import is_quantized_operand, is_quantized_saved_value, quantization_of
 from fp8pass.graph.tags import OPERAND_OF
 from fp8pass.hooks import CompiledGraph, CompileVersion, Hooks, Program, Wrap
 from fp8pass.stability.monitor.monitor import Monitor
@@ -87,9 +83,7 @@ class Sampler:
             self._forwards = deque(compacted, maxlen=MOST_FORWARDS)
 
     def _find_forward_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the forward that shares most memory with a backward, or of the last
-        forward.
-        """
+        """Return the path of the forward that shares most memory, or of the last forward."""
         memory = _collect_memory(arguments)
         found = max(
             reversed(self._forwards),
@@ -144,9 +138,7 @@ class MeasuringInterpreter(fx.Interpreter):
         return super().run_node(n)
 
     def find_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the part of the model that runs, to which the graph's paths are
-        relative.
-        """
+        """Return the path of the part of the model that runs; the graph has paths below it."""
         for index, module in self.weights:
             path = self.monitor.module_of(arguments[index])
             if path is not None and path.endswith(module):
@@ -184,7 +176,6 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _group_size(node: fx.Node, x: Tensor) -> int:
-    """Return how many elements of a row share a scale."""
     return quantization_of(node).block[1] or x.shape[-1]
 
 

@@ -75,15 +75,9 @@ COLUMNS = tuple(f.name for f in fields(TensorStatistics))
 def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
     """Measure the quantization of `x` on its device, without waiting for the device.
 
-    Args:
-        x: any shape; `group` divides its last dimension.
-        scale: one scale for each group, in order, or one scale for all groups.
-        fmt: the format of the quantization.
-        group: number of consecutive elements that share a scale.
-
-    Returns:
-        float64 [8]: amax; counts of elements, nonzero elements, saturated elements, elements
-        rounded to zero, and nonfinite elements; the energies of signal and noise.
+    `group` consecutive elements share a `scale`, or all elements share one. Return float64 [8]:
+    amax; counts of elements, nonzero elements, saturated elements, elements rounded to zero, and
+    nonfinite elements; the energies of signal and noise.
     """
     groups = x.detach().reshape(-1, group)
     scales = scale.detach().float().reshape(-1, 1).expand(groups.shape[0], 1)
