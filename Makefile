@@ -24,7 +24,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 .PHONY: demo test test-all test-long lint docs dist
 
 demo: $(VENV)/demo.stamp
-	@$(BIN)/python -m fp8pass.demo $(ARGS)
+	@$(BIN)/python -m fp8pass demo $(ARGS)
 
 # Each worker has a core of its own.
 test: export OMP_NUM_THREADS ?= 1

@@ -25,9 +25,8 @@ from fp8pass.partition import Partitioner
 from fp8pass.passes import INFERENCE_PASSES, Context, Requests
 from fp8pass.passes.added import check_positions
 from fp8pass.passes.runner import run_passes, warn_about_checkpointing
-from fp8pass.runtime.bandwidth import bandwidth
-from fp8pass.runtime.cuda_graph_gradients import protect_gradients
-from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights
+from fp8pass.runtime.copies import bandwidth
+from fp8pass.runtime.cuda_graphs import compile_for_moving, moving_weights, protect_gradients
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fp8pass.hooks import Hooks
 from fp8pass.passes.added import check_positions
 from fp8pass.progress.log import CompileLog
 from fp8pass.stability.monitor import Monitor
-from fp8pass.stability.monitor.versions import Versions
+from fp8pass.stability.monitor.sampler import Versions
 
 HOOKS: tuple[Hooks, ...] = (CompileLog(),)
 

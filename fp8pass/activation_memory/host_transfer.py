@@ -25,7 +25,7 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.config import Config
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.runtime.bandwidth import bandwidth
+from fp8pass.runtime.copies import bandwidth
 
 # A copy of fewer bytes takes no longer than its launch.
 SMALLEST_COPY = 1 << 20

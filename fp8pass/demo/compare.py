@@ -16,8 +16,8 @@ import fp8pass
 from fp8pass import compat
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import Decoder, new_model
+from fp8pass.demo.options import SIZES, Size
 from fp8pass.demo.show import list_conclusions, make_table, show_progress, write_plot
-from fp8pass.demo.sizes import SIZES, Size
 from fp8pass.demo.train import Compile, Run, free_memory, run_variant
 from fp8pass.tools.cli.parsing import Failure, UsageError, find_device
 
@@ -58,7 +58,6 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises Failure if `torch.compile` finds no C++ compiler on a CPU."""
     if device.type == "cpu" and not compat.has_cpp_compiler():
         raise Failure(
             "torch.compile needs a C++ compiler on a CPU, and found none. Install one "
@@ -68,7 +67,6 @@ def check_compiler(device: torch.device) -> None:
 
 @contextmanager
 def hide_compile_log() -> Iterator[None]:
-    """Hide log lines except warnings."""
     log = logging.getLogger("fp8pass")
     level = log.level
     log.setLevel(logging.WARNING)
@@ -97,7 +95,6 @@ def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) ->
 
 
 def summarize(model: Decoder, size: Size) -> str:
-    """Describe the model, the training and the device."""
     parameters = sum(p.numel() for p in model.parameters())
     weight = model.lm_head.weight
     device, dtype = weight.device, "BF16" if weight.dtype is torch.bfloat16 else "FP32"

@@ -58,7 +58,6 @@ def make_table(runs: list[Run]) -> Table:
 
 
 def list_conclusions(runs: list[Run], device: torch.device) -> Iterator[str]:
-    """Compare memory, loss and speed."""
     stock, ours, other_seed = runs
     saved, stock_saved = bytes_text(ours.saved_bytes), bytes_text(stock.saved_bytes)
     share = ours.saved_bytes / stock.saved_bytes
@@ -92,7 +91,6 @@ def write_plot(runs: list[Run], folder: Path) -> str:
 
 
 def plot_losses(runs: list[Run], path: Path) -> None:
-    """Raises ImportError if matplotlib is not installed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,34 +22,29 @@ from fp8pass.compat.data_parallel import (
     Replicated,
     find_factor,
     find_replicas,
+    fsdp_has_run,
     replicas_have_begun,
 )
 from fp8pass.distributed.gradient_sums import GradientSums, Traffic
-from fp8pass.distributed.weight_gather import gather_quantized_weights, why_too_late
+from fp8pass.distributed.weight_gather import gather_quantized_weights
 from fp8pass.option_checks import ConfigError, check_choice, checked_patterns
 from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
 PATIENCE_S = 30  # before a rank warns that it waits
-_COMPRESSED: WeakKeyDictionary[nn.Module, Compression] = WeakKeyDictionary()
+TOO_LATE = "the model has run already: call compress before its first forward."
+_COMPRESSED: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
 class Compression:
-    """Changes that `compress` made to a model, and the bytes that this rank has sent since then.
+    """Changes that `compress` made to a model, and the bytes that this rank has sent since then."""
 
-    Attributes:
-        modules: paths of the modules that reduce compressed gradients; '' is the model itself.
-        layers: paths of the linear layers whose weights are gathered in FP8.
-        gradients: counts of values and bytes that this rank sent to reduce gradients.
-        weights: counts of values and bytes that this rank sent to gather the weights of `layers`.
-    """
-
-    modules: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # that reduce compressed gradients; '' is the model itself
+    layers: tuple[str, ...] = ()  # linear layers whose weights are gathered in FP8
     gradients: Traffic = field(default_factory=Traffic)
-    weights: Traffic = field(default_factory=Traffic)
+    weights: Traffic = field(default_factory=Traffic)  # of `layers`
 
 
 def compress(
@@ -68,13 +63,10 @@ def compress(
     forward. With one rank the call changes nothing.
 
     Gradients are quantized to E4M3 in groups of 128 that share a scale, and added up in fp32
-    (section 5 of the paper AGoQ). Sent gradients take 0.51 times the bytes of BF16. With hybrid
-    sharding, replicas still exchange sums in 16 bits. FSDP2 gathers the weights of linear layers in
-    E4M3 with a scale for each row. Gathered weights take half the bytes of BF16, on the wire and on
-    the GPU. Without `compress`, compiled code would quantize these weights to the same FP8 data.
-    Output heads, embeddings and all other parameters are gathered in high precision. A copy of a
-    DistributedDataParallel (copy.deepcopy, AveragedModel) uses PyTorch's reduction, unless the copy
-    is passed to `compress`, too.
+    (section 5 of the paper AGoQ). With hybrid sharding, replicas still exchange sums in 16 bits.
+    FSDP2 gathers the weights of linear layers in E4M3 with a scale for each row, and all other
+    parameters in high precision. A copy of a DistributedDataParallel uses PyTorch's reduction,
+    unless the copy is passed to `compress`, too.
 
     Args:
         model: a DistributedDataParallel, or a module to which `replicate` or `fully_shard` was
@@ -119,13 +111,11 @@ def compress(
     for path in modules:  # before weights are changed: this may raise an error
         _replace_reduction(path, reducers[path], GradientSums(of_gradients, monitor, path))
     layers = gather_quantized_weights(model, skip, of_weights) if weights != "none" else ()
-    compression = Compression(modules, layers, of_gradients, of_weights)
-    _COMPRESSED.update(dict.fromkeys(reducers.values(), compression))
-    return compression
+    _COMPRESSED.update(reducers.values())
+    return Compression(modules, layers, of_gradients, of_weights)
 
 
 def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool) -> None:
-    """Raise ConfigError if gradients or weights cannot be compressed."""
     if done := [path for path, module in reducers.items() if module in _COMPRESSED]:
         raise ConfigError(
             f"{done[0] or 'The model'} is compressed already: call compress only once, with the "
@@ -134,8 +124,9 @@ def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool)
     for path, module in reducers.items():
         if gradients and (reason := _why_not(module)):
             raise ConfigError(f"Gradients of {path or 'the model'} cannot be compressed: {reason}")
-    if weights and (reason := why_too_late(reducers.values())):
-        raise ConfigError(f"Weights cannot be compressed: {reason}")
+    shards = [module for module in reducers.values() if isinstance(module, FSDPModule)]
+    if weights and any(map(fsdp_has_run, shards)):
+        raise ConfigError(f"Weights cannot be compressed: {TOO_LATE}")
 
 
 def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> None:
@@ -202,7 +193,7 @@ def _why_nothing_reduces(model: nn.Module) -> str:
 def _why_not(module: nn.Module) -> str | None:
     """Return why a module's reduction cannot be replaced, and what to do."""
     if isinstance(module, Replicated) and replicas_have_begun(module):
-        return "the model has run already: call compress before its first forward."
+        return TOO_LATE
     if isinstance(module, FSDPModule) and not any(map(_is_scattered, module.parameters())):
         return (
             "no parameter is sharded, because the mesh only replicates (replicate of FSDP2) or has "
@@ -256,12 +247,6 @@ class FSDPReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce `input_tensor` over `group` into `output_tensor`.
-
-        Raises:
-            RuntimeError: the sizes of the parameters in the input are unknown, or `op` is neither a
-                sum nor a mean.
-        """
         assert isinstance(input_tensor, GradientBuffer)
         sizes, terms = input_tensor.compute_sizes(group.size()), input_tensor.plain()
         factor = find_factor(op, group.size())
@@ -294,7 +279,6 @@ class DDPReduction:
         return {"group": None, "sums": None, "stream": None}
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Average the bucket's gradients over ranks."""
         x = bucket.buffer()
         devices = [x.device] if x.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)

@@ -109,12 +109,8 @@ class GradientSums:
     ) -> None:
         """Write this rank's part of the sum of `terms` over ranks, times `factor`, to `output`.
 
-        Args:
-            output: [N], any float dtype.
-            terms: [world · N]: this rank's gradients; part `i`, of N elements, is for rank `i`.
-            sizes: number of elements of each parameter in a part, in order.
-            group: the process group.
-            factor: multiplies the sum; 1 / world gives the mean.
+        `terms`, [world · N], are this rank's gradients; part `i`, of N elements, is for rank `i`.
+        `sizes` are the numbers of elements of each parameter in a part, in order.
         """
         layout = make_layout(sizes)
         self.traffic.add(terms.numel(), 0, 1 - 1 / group.size())  # a rank keeps its own part

@@ -37,13 +37,10 @@ def pipeline_configs(
     """Return the configurations of a pipeline's stages, from the first stage to the last.
 
     The configurations differ in `memory_budget`. All ranks have the same budget for the tensors
-    that they save for backwards. It covers all stages and micro-batches of a rank at its peak.
-    By default, this is the memory that the rank with the most micro-batches needs with
-    `base.save_format`. Stages of other ranks save tensors in up to twice as many bits. For example,
-    four ranks with two stages each hold 11, 9, 7 and 5 micro-batches, and save tensors in 4, 4.9,
-    6.3 and 8 bits on average (AGoQ, Eq. 21 and 22).
-
-    Budgets do not include inputs and outputs of stages, which PyTorch holds for each micro-batch.
+    that they save for backwards, in all stages and micro-batches. By default, this is the memory
+    that the rank with the most micro-batches needs with `base.save_format`. Stages of other ranks
+    save tensors in up to twice as many bits (AGoQ, Eq. 21 and 22). Budgets do not include inputs
+    and outputs of stages, which PyTorch holds for each micro-batch.
 
     In this function, `base.memory_budget` is the budget of a rank. A number of bytes ("24GiB")
     also works for unequal stages, if each stage is compiled as one graph. A share is only useful if
@@ -82,8 +79,7 @@ def pipeline_configs(
 def most_held(actions: list[PipelineAction]) -> int:
     """Return how many micro-batches a rank holds at its peak.
 
-    A micro-batch counts for each stage, until its backward or, in zero bubble schedules, the action
-    for weight gradients ends. For interleaved 1F1B with two stages on each of n ranks, rank i (from
+    For interleaved 1F1B with two stages on each of n ranks, rank i (from
     1) holds 3n - 2i + 1. Eq. 21 of AGoQ is n + 2i - 1, because it counts ranks backwards.
     """
     held = peak = 0
@@ -161,11 +157,7 @@ def _plan(schedule: type, numbers: dict[str, int | None]) -> object:
 
 
 def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int) -> object:
-    """Return a schedule without models, which cannot run.
-
-    Raises:
-        ValueError: the schedule does not support these numbers of stages, ranks or micro-batches.
-    """
+    """Return a schedule without models, which cannot run."""
     place = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
     local = [SimpleNamespace(stage_index=i, **place) for i in range(0, stages, ranks)]
     is_single = issubclass(schedule, schedules.PipelineScheduleSingle)

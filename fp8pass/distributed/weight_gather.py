@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +22,6 @@ from fp8pass import compat
 from fp8pass.compat.data_parallel import (
     GatheredParameter,
     allow_writes_to_saved,
-    fsdp_has_run,
     gathered_parameters,
     get_shard,
 )
@@ -31,8 +30,8 @@ from fp8pass.distributed.gradient_sums import Traffic
 from fp8pass.distributed.wire import load_kernels
 from fp8pass.graph import dtype_text
 from fp8pass.graph.linear_layers import why_unsuitable_size
-from fp8pass.graph.names import clean_path, first_reasons, warn_about_idle_patterns
-from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_precision
+from fp8pass.graph.names import clean_path, first_reasons
+from fp8pass.weights.choice import find_linears
 from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows_into, split_rows
 
 log = logging.getLogger("fp8pass")
@@ -44,11 +43,8 @@ SHARD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class PackedWeights:
     """FP8 data and scales of several matrices [M, K] in one buffer, which is sent as one tensor.
 
-    Attributes:
-        memory: uint8 [ΣM·K + Σ4·M]: the FP8 data of all matrices, then all fp32 scales.
-        sizes: bytes of the data of each matrix, then of the scales of each matrix.
-        data, scales: typed views of `memory`.
-        parts: views of the data [M, K] and scales [M, 1] of each matrix.
+    `memory`, uint8 [ΣM·K + Σ4·M], has the FP8 data of all matrices, then all fp32 scales. `parts`
+    are views of the data [M, K] and scales [M, 1] of each matrix.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
@@ -61,10 +57,7 @@ class PackedWeights:
 
 
 class ShardKey(NamedTuple):
-    """Modules with equal keys share a send buffer.
-
-    FSDP2 may gather weights of several dtypes together.
-    """
+    """Modules with equal keys share a send buffer."""
 
     device: torch.device
     dtype: torch.dtype
@@ -72,7 +65,6 @@ class ShardKey(NamedTuple):
 
     @staticmethod
     def of(shards: Sequence[Tensor]) -> ShardKey:
-        """Return the key of shards of one device and dtype."""
         return ShardKey(shards[0].device, shards[0].dtype, tuple(x.shape for x in shards))
 
 
@@ -87,9 +79,7 @@ class SendBuffers:
         self._users[key] += 1
 
     def get(self, key: ShardKey) -> PackedWeights:
-        """Return a buffer that the current stream may overwrite, because its earlier reads have
-        ended.
-        """
+        """Return a buffer that the current stream may overwrite."""
         place = key, compat.stream_of(key.device)
         if (found := self._buffers.get(place)) is None:
             found = PackedWeights(key.shapes, key.device)
@@ -103,17 +93,11 @@ class WeightGather:
 
     FSDP2 calls it once for each weight, in order. The first call sends and unpacks all weights,
     because each tensor costs FSDP2 as much CPU time as a kernel launch.
-
-    Attributes:
-        layers: the layers that own the weights, in FSDP2's order.
-        traffic: counts the values and bytes that are sent.
-        buffers: the send buffers, shared with other modules.
-        received: the gathered weights; None before the first gather. FSDP2 frees their memory after
-            use, and allocates it again before a gather.
     """
 
     def __init__(self, layers: list[nn.Linear], traffic: Traffic, buffers: SendBuffers) -> None:
         self.layers, self.traffic, self.buffers = layers, traffic, buffers
+        # FSDP2 frees this memory after use, and allocates it again before a gather.
         self.received: PackedWeights | None = None
         self._shapes = [y.weight.shape for y in layers]
         key = ShardKey.of(self._shards())
@@ -170,10 +154,7 @@ class WeightGather:
         return post_all_gather
 
     def _receive(self, gathered: Tensor) -> None:
-        """Unpack the buffers of all ranks, uint8 [ranks · B], and free them.
-
-        FSDP2 has allocated the memory of `received` again.
-        """
+        """Unpack the buffers of all ranks, uint8 [ranks · B], and free them."""
         if self.received is None:
             self.received = PackedWeights(self._shapes, gathered.device)
         unpack(gathered.view(self._ranks, -1), self.received)
@@ -224,7 +205,6 @@ def _linear_weights(module: nn.Module) -> Iterator[tuple[GatheredParameter, nn.L
 
 
 def _log_layers(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, ...]:
-    """Log how many layers are gathered in FP8, and return their paths."""
     paths = {m: clean_path(path) for path, m in model.named_modules() if m in reasons}
     quantized = tuple(path for layer, path in paths.items() if not reasons[layer])
     others = {path: reasons[layer] for layer, path in paths.items() if reasons[layer]}
@@ -249,24 +229,13 @@ def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> Non
     module.register_forward_pre_hook(torch.compiler.disable(attach), prepend=True)
 
 
-def why_too_late(modules: Iterable[nn.Module]) -> str:
-    """Return why FSDP2 can no longer gather in FP8, or ''."""
-    shards = (m for m in modules if isinstance(m, FSDPModule))
-    has_run = any(map(fsdp_has_run, shards))
-    return "the model has run already: call compress before its first forward." if has_run else ""
-
-
 def find_reasons_against_fp8(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear, str]:
     """Return why each layer's weight is gathered in high precision; '' means FP8."""
-    modules = model.named_modules()
-    linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
-    warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
-    logits = largest_embedding_size(model)
+    linears = find_linears(model, skip)
     found = dict.fromkeys(linears, "FSDP2 does not gather this weight")
     for module in model.modules():
         for parameter, layer in _linear_weights(module):
-            skipped = stays_in_high_precision(linears[layer], layer, logits, skip)
-            found[layer] = "it is an output head, or skipped" if skipped else _why_not(parameter)
+            found[layer] = linears[layer][1] or _why_not(parameter)
     return found
 
 

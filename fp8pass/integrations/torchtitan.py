@@ -67,7 +67,6 @@ def _find_trainer() -> Any:
 
 
 def main() -> None:
-    """Run `torchtitan.train` with the command line's arguments."""
     compresses = "--compress" in sys.argv
     if compresses:
         sys.argv.remove("--compress")  # torchtitan 0.2 parses arguments when it is imported

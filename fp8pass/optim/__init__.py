@@ -2,9 +2,8 @@
 
     optimizer.py     `Optimizer`, the base class: step, states, checkpoints
     adamw.py         AdamW
-    muon.py          Muon
+    muon.py          Muon, and which parameters it trains
     newton_schulz.py orthogonalization of matrices, spread over ranks
-    split.py         which parameters Muon trains, and which AdamW
     group_options.py options of a parameter group, and presets
     state_formats.py formats of states, quantization with Dynamic Range Expansion
     rounding.py      stochastic rounding
@@ -27,8 +26,7 @@ from __future__ import annotations
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.backward import step_in_backward
 from fp8pass.optim.group_options import PRESETS
-from fp8pass.optim.muon import Muon
+from fp8pass.optim.muon import Muon, split_parameters
 from fp8pass.optim.offload import offload_weights
-from fp8pass.optim.split import split_parameters
 
 __all__ = ["PRESETS", "AdamW", "Muon", "offload_weights", "split_parameters", "step_in_backward"]

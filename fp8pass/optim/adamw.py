@@ -18,10 +18,8 @@ from fp8pass.optim.update import Group, PreparedUpdate, Tensors, update_adamw, u
 class AdamW(Optimizer):
     """`torch.optim.AdamW` with moments in FP8 and Dynamic Range Expansion (paper COAT, section 4).
 
-    Options have the same meaning as in `torch.optim.AdamW`, apart from the formats of moments and
-    weights, and can be set for each parameter group. `foreach`, `fused` and `capturable` are
-    ignored with a warning: each device has one implementation, which is fused and capturable on
-    CUDA.
+    Options can be set for each parameter group. `foreach`, `fused` and `capturable` are ignored
+    with a warning: each device has one implementation, which is fused and capturable on CUDA.
 
     Args:
         params: parameters in float32, bfloat16 or float16, or groups of them.
@@ -30,26 +28,23 @@ class AdamW(Optimizer):
         eps: added to the square root of the second moment.
         weight_decay: decoupled weight decay, multiplied by `lr`.
         amsgrad: must be False.
-        preset: `coat`; `coat-paper`, COAT as published, with states rounded to nearest and FP32
-            master weights; or `fp8-lm`, with the first moment in FP8, and the second moment and
-            master weights in FP16.
+        preset: `coat`; `coat-paper`, with states rounded to nearest and FP32 master weights; or
+            `fp8-lm`, with the second moment and master weights in FP16.
         first_moment: format, by default the preset's: `e4m3`, `e5m2` or `de8` (8-bit dynamic
             exponent), each also with `+expand`; `fp16`, `bf16`, `fp32`.
         second_moment: format, with the same choices.
-        state_rounding: rounding of moments and FP16 master copies. `stochastic` preserves their
-            mean. `nearest` has less noise, but if beta is near 1, the moment does not decrease when
-            gradients become smaller. Default: the preset's.
+        state_rounding: rounding of moments and FP16 master copies, by default the preset's.
+            `nearest` has less noise than `stochastic`, but if beta is near 1, the moment does not
+            decrease when gradients become smaller.
         weights: how 16-bit parameters receive updates smaller than their precision. `stochastic`
-            rounds BF16 stochastically, which preserves updates on average (FP16 is rounded to
-            nearest). `nearest` loses such updates. `fp32` and `fp16` update a master copy; the FP16
-            copy is rounded by `state_rounding`.
+            rounds BF16 stochastically, `nearest` loses such updates, and `fp32` and `fp16` update a
+            master copy.
         group_size: number of consecutive elements that share a scale, a power of two.
         seed: seed of stochastic rounding.
-        offload: tensors that are stored in host memory and streamed through the GPU (paper LLMQ,
-            section 3): `states`, the moments and master weights; `gradients`, the sums over several
-            backwards that `step_in_backward` makes. Results do not change. Tensors of parameters
-            with fewer than 65,536 elements are not offloaded, and neither are states of parameters
-            that are not contiguous (`channels_last`).
+        offload: tensors in host memory, which are streamed through the GPU (paper LLMQ, section 3):
+            `states`, the moments and master weights; `gradients`, the sums of `step_in_backward`.
+            Tensors of parameters with fewer than 65,536 elements are not offloaded, and neither are
+            states of parameters that are not contiguous (`channels_last`).
         maximize: whether to maximize the objective instead of minimizing it.
 
     Raises:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -24,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from fp8pass import compat
 from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.optimizer import Optimizer
-from fp8pass.optim.shards import like_parameter, local, local_gradient
+from fp8pass.optim.shards import is_distributed, like_parameter, local, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GradientSum
 from fp8pass.optim.update import Group
-from fp8pass.option_checks import ConfigError
+from fp8pass.option_checks import ConfigError, is_whole
 
 log = logging.getLogger("fp8pass")
 
@@ -42,21 +41,35 @@ NO_BACKWARD = -1
 IN_TWO_PARTS = {"I", "W"}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass
+class Backward:
+    parameters: int  # trainable parameters
+    gradients: int = 0  # final gradients
+    updates: int = 0  # other gradients were added to sums
+
+
+@dataclass(eq=False, repr=False)
 class Attached:
     """Optimizers that step within the backward, until `detach` is called.
 
-    Attributes:
-        optimizers: the optimizers that step.
-        parameters: the parameters that the optimizers update.
-        accumulated: the sum of each parameter's gradients; {} if the optimizers step in every
-            backward.
+    Hooks of parameters have weak references to it: the garbage collector does not see the
+    references of hooks, so a parameter whose hook refers back to the parameter is never freed.
     """
 
     optimizers: tuple[Optimizer, ...]
-    parameters: frozenset[Tensor] = field(repr=False)
-    accumulated: dict[Tensor, GradientSum] = field(repr=False)
-    _handles: list[RemovableHandle] = field(repr=False)
+    # The optimizer of each parameter, and the index of its group: loading a checkpoint replaces
+    # groups.
+    owners: dict[Tensor, tuple[Optimizer, int]]
+    accumulate: int  # backwards between two updates
+    # The sum of each parameter's gradients; {} if the optimizers step in every backward.
+    accumulated: dict[Tensor, GradientSum]
+    _model: ref[nn.Module]
+    _names: frozenset[str]  # of parameters that have hooks
+    _sharded: bool  # by FSDP2, before the optimizer was attached
+    _handles: list[RemovableHandle] = field(default_factory=list)
+    _running: dict[int, Backward] = field(default_factory=dict)
+    _schedule: ref[Any] | None = None
+    _schedules: int = -1  # `count_schedules()` in the last search
 
     def detach(self) -> None:
         """Remove the hooks, so `optimizer.step()` updates again. Drop accumulated gradients."""
@@ -68,169 +81,8 @@ class Attached:
             if self in attached:
                 attached.remove(self)
 
-
-# By module that owns parameters. This keeps an optimizer alive as long as a module. Hooks cannot
-# hold the optimizer: the garbage collector does not see the references of hooks, so a parameter
-# whose hook refers back to the parameter is never freed.
-_ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
-
-
-def step_in_backward(
-    model: nn.Module, *optimizers: Optimizer, accumulate: int = 1, buffer: str | None = None
-) -> Attached:
-    """Make `loss.backward()` update the parameters of `model`.
-
-        optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4)
-        fp8pass.optim.step_in_backward(model, optimizer)
-
-    With Muon, pass both optimizers: `step_in_backward(model, muon, adamw)`. Learning rate
-    schedules and checkpoints work as before. `optimizer.step()` only applies
-    incomplete sums, which contain fewer than `accumulate` gradients: sums of parameters that not
-    every backward used, or sums at the end of an epoch. Call `optimizer.step()` after the last
-    backward of a step, or never. With FSDP2 a shard is updated as soon as its gradient has been
-    reduced. Methods that need all gradients at once do not work: clipping by the norm of all
-    gradients, and `torch.amp.GradScaler`.
-
-    Layers may be frozen and unfrozen afterwards. A backward raises ConfigError before any update if
-    the optimizer lacks a trainable parameter, even a parameter that was added to the model later.
-    Wrapping the model in DistributedDataParallel afterwards raises ConfigError.
-
-    Args:
-        model: the module to train. A parameter that the module uses several times is updated once.
-        optimizers: the optimizers of all trainable parameters of `model`.
-        accumulate: number of backwards between two updates. A parameter is updated with the sum of
-            its gradients since the last update.
-        buffer: format of the sum: `e4m3`, `e5m2`, `de8`, or `fp16`, which has two bytes an element.
-            Default: `e4m3` for up to 8 gradients, and `fp16` for more. Each addition rounds the
-            sum, and the errors of many roundings to 8 bits become as large as the sum.
-
-    Raises:
-        ConfigError: an optimizer is not from `fp8pass.optim`, the optimizers lack a parameter,
-            parameters are already attached, the model's gradients are reduced over ranks, or an
-            option has an invalid value.
-    """
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
-    buffer = default_buffer(accumulate) if buffer is None else buffer
-    if buffer not in BUFFERS:
-        raise ConfigError(f"buffer must be one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                "step_in_backward takes an fp8pass.optim.AdamW or Muon, got "
-                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}. Create an "
-                "fp8pass.optim.AdamW with the same parameters."
-            )
-    _check_no_wrapper(model)
-    if torch.distributed.is_available():
-        _watch_wrappers()
-    # Loading a checkpoint replaces the groups, so indices are stored.
-    owners = {
-        p: (optimizer, i)
-        for optimizer in optimizers
-        for i, group in enumerate(optimizer.param_groups)
-        for p in group["params"]
-    }
-    if len(owners) < sum(len(g["params"]) for x in optimizers for g in x.param_groups):
-        raise ConfigError(
-            "Several optimizers have the same parameter. Pass each parameter to one optimizer, for "
-            "example with fp8pass.optim.split_parameters(model)."
-        )
-    # Frozen parameters may be unfrozen later.
-    updated = {name: p for name, p in model.named_parameters() if p in owners}
-    trained = (name for name, p in model.named_parameters() if p.requires_grad)
-    if missing := [name for name in trained if name not in updated]:
-        raise ConfigError(
-            f"The optimizers lack parameters of the model: {', '.join(missing[:3])}. Create them "
-            "with model.parameters(), or freeze the missing parameters with requires_grad_(False)."
-        )
-    # == would compare elements.
-    attached_ids = _attached_ids()
-    if names := [name for name, p in updated.items() if id(p) in attached_ids]:
-        raise ConfigError(
-            f"Parameters of the model are already attached to an optimizer: {', '.join(names[:3])}."
-            " First call detach() on the return value of step_in_backward."
-        )
-    sums: dict[Tensor, GradientSum] = {}
-    if accumulate > 1:
-        format = moment_format(buffer, signed=True)
-        for p in updated.values():
-            optimizer, group = owners[p]
-            sums[p] = optimizer.make_sum(group, p, format)
-    hooks = BackwardHooks(
-        [ref(optimizer) for optimizer in optimizers],
-        ref(model),
-        names=frozenset(updated),
-        ids=frozenset(map(id, updated.values())),
-        sharded=_is_sharded(model),
-        sums=[(ref(p), x) for p, x in sums.items()],
-    )
-    hooks.find_schedule()
-    handles = [x.register_step_pre_hook(hooks.before_step) for x in optimizers]
-    for optimizer in optimizers if sums else ():
-        # The step's closure may run the last backward, so the hook runs after the step.
-        own = {p: (owners[p][1], x) for p, x in sums.items() if owners[p][0] is optimizer}
-        finish = partial(_update_by_incomplete_sums, own)
-        handles.append(optimizer.register_step_post_hook(finish))
-    for parameter in updated.values():
-        optimizer, group = owners[parameter]
-        take = partial(_take, group, sums.get(parameter), accumulate)
-        # Dynamo would trace the hook if compiled autograd runs the backward.
-        hook = torch.compiler.disable(partial(hooks.take_gradient, ref(optimizer), take))
-        # PyTorch refuses to register hooks on frozen parameters.
-        was_trained = parameter.requires_grad
-        parameter.requires_grad_(True)
-        try:
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        finally:
-            parameter.requires_grad_(was_trained)
-    attached = Attached(optimizers, frozenset(updated.values()), sums, handles)
-    for module in model.modules():
-        if any(p in owners for p in module.parameters(recurse=False)):
-            _ATTACHED.setdefault(module, []).append(attached)
-    return attached
-
-
-def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is attached, so that its `step()` finds no gradients."""
-    everything = (
-        x for found in _ATTACHED.values() for attached in found for x in attached.optimizers
-    )
-    return any(x is optimizer for x in everything)
-
-
-def default_buffer(accumulate: int) -> str:
-    return "e4m3" if accumulate <= FEW_GRADIENTS else "fp16"
-
-
-@dataclass
-class Backward:
-    parameters: int  # trainable parameters
-    gradients: int = 0  # final gradients
-    updates: int = 0  # other gradients were added to sums
-
-
-@dataclass(eq=False)
-class BackwardHooks:
-    """Must not keep the model or parameters alive."""
-
-    optimizers: Sequence[ref[Optimizer]]
-    model: ref[nn.Module]
-    names: frozenset[str]  # of parameters that have hooks
-    ids: frozenset[int]  # of parameters that have hooks
-    sharded: bool  # by FSDP2, before the optimizer was attached
-    sums: Sequence[tuple[ref[Tensor], GradientSum]]
-    _running: dict[int, Backward] = field(default_factory=dict)
-    _schedule: ref[Any] | None = None
-    _schedules: int = -1  # `count_schedules()` in the last search
-
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Check that all trainable parameters have hooks, unlike those that `fully_shard` creates.
-
-        Raises:
-            ConfigError: a trainable parameter has no hook, a GradScaler calls the step, or the
-                pipeline schedule calls no hooks.
-        """
+        """Check that all trainable parameters have hooks; `fully_shard` creates other ones."""
         self._count_trained()
         self._gradient_divisor()
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -240,23 +92,8 @@ class BackwardHooks:
                 "optimizer.step() instead of step_in_backward."
             )
 
-    def take_gradient(
-        self,
-        reference: ref[Optimizer],
-        take: Callable[[Optimizer, Tensor], bool],
-        parameter: Tensor,
-    ) -> None:
-        """Pass a final gradient to `take`, which returns whether it updated the parameter.
-
-        The gradient is dropped even if `take` fails, because autograd would add the next gradient
-        to it.
-        """
-        optimizer = reference()
-        if optimizer is None:
-            raise RuntimeError(
-                "A parameter got a gradient after its module and its optimizer were deleted. Keep "
-                "the optimizer, or first call detach() on the return value of step_in_backward."
-            )
+    def take_gradient(self, parameter: Tensor) -> None:
+        """Use a final gradient, and drop it, even after an error: autograd would add to it."""
         try:
             number = compat.running_backward()
             backward = self._running.get(number)
@@ -270,11 +107,50 @@ class BackwardHooks:
             if divisor != 1:
                 with torch.no_grad():
                     parameter.grad.div_(divisor)  # type: ignore[union-attr]
-            backward.updates += take(optimizer, parameter)
+            backward.updates += self._update_or_add(parameter)
             if number == NO_BACKWARD:
-                optimizer.join()
+                self.owners[parameter][0].join()
         finally:
             parameter.grad = None
+
+    @torch.no_grad()
+    def _update_or_add(self, parameter: Tensor) -> bool:
+        """Update the parameter if its sum is complete. Return whether it was updated."""
+        optimizer, group = self.owners[parameter]
+        options, sum_ = optimizer.param_groups[group], self.accumulated.get(parameter)
+        if sum_ is None:
+            optimizer.update(options, [parameter])
+            return True
+        gradient = local_gradient(parameter).contiguous()
+        if sum_.count + 1 < self.accumulate:
+            # get_state_dict of torch.distributed.checkpoint would run a step to create missing
+            # states, which would use up the sum. `count_updates` creates them.
+            sum_.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
+            return False
+        _update_by_sum(options, sum_, optimizer, parameter, gradient)
+        return True
+
+    @torch.no_grad()
+    def finish_sums(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Update parameters with incomplete sums, after `optimizer.step()`."""
+        assert isinstance(optimizer, Optimizer)
+        self._drop_sums_of_frozen()
+        pending = [
+            (parameter, sum_)
+            for parameter, sum_ in self.accumulated.items()
+            if sum_.count and self.owners[parameter][0] is optimizer
+        ]
+        try:
+            for parameter, sum_ in pending:
+                group = optimizer.param_groups[self.owners[parameter][1]]
+                shape = local(parameter).shape
+                zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+                _update_by_sum(group, sum_, optimizer, parameter, zeros)
+        finally:
+            for parameter, _sum in pending:
+                parameter.grad = None
+            if pending:
+                optimizer.join()
 
     def _begin(self) -> int:
         """Check a new backward, and drop sums of frozen layers."""
@@ -284,15 +160,17 @@ class BackwardHooks:
                 "torch._dynamo.config.compiled_autograd = False, or call optimizer.step() instead "
                 "of step_in_backward."
             )
-        for reference, sum_ in self.sums:
-            parameter = reference()
-            if sum_.count and parameter is not None and not parameter.requires_grad:
-                sum_.clear()
+        self._drop_sums_of_frozen()
         return self._count_trained()
+
+    def _drop_sums_of_frozen(self) -> None:
+        for parameter, sum_ in self.accumulated.items():
+            if sum_.count and not parameter.requires_grad:
+                sum_.clear()
 
     def _end(self, number: int) -> None:
         updates = self._running.pop(number).updates
-        for optimizer in self._living():
+        for optimizer in self.optimizers:
             if updates:  # the next computation uses the new weights
                 optimizer.join()
             else:  # only the next addition reads the sums
@@ -300,34 +178,31 @@ class BackwardHooks:
 
     def _fail(self, number: int) -> None:
         backward = self._running.pop(number)
-        for optimizer in self._living():
+        for optimizer in self.optimizers:
             optimizer.abandon()
-        for _, sum_ in self.sums:
+        for sum_ in self.accumulated.values():
             sum_.clear()
         log.warning(
             "A backward failed after %d of %d gradients and updated only %d parameters. Training "
             "can continue; to undo these updates, load a checkpoint.%s",
             *(backward.gradients, backward.parameters, backward.updates),
-            " All accumulated gradients were dropped." if self.sums else "",
+            " All accumulated gradients were dropped." if self.accumulated else "",
         )
-
-    def _living(self) -> list[Optimizer]:
-        return [x for reference in self.optimizers if (x := reference()) is not None]
 
     def _count_trained(self) -> int:
         """Raise ConfigError if a trainable parameter has no hook."""
-        model = self.model()
+        model = self._model()
         if model is None:
             return 0
-        if not self.sharded and _is_sharded(model):
+        if not self._sharded and _is_sharded(model):
             raise ConfigError(
                 "fully_shard has replaced parameters that step_in_backward updates. Apply "
                 "fully_shard before the optimizer is created."
             )
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         # During a backward FSDP2 replaces parameters by tensors with the same names.
-        known, ids = self.names, self.ids
-        if missing := [name for name, p in trained if name not in known and id(p) not in ids]:
+        known, owned = self._names, self.owners
+        if missing := [name for name, p in trained if name not in known and p not in owned]:
             raise ConfigError(
                 "The attached optimizer does not update these parameters: "
                 f"{', '.join(missing[:3])}. Call detach(), add the parameters with "
@@ -337,13 +212,8 @@ class BackwardHooks:
         return len(trained)
 
     def find_schedule(self) -> None:
-        """Find the newest pipeline schedule that trains the model.
-
-        Raises:
-            ConfigError: the schedule computes gradients of weights and of inputs separately.
-        """
         self._schedules = compat.count_schedules()
-        model = self.model()
+        model = self._model()
         schedule = None if model is None else compat.find_schedule(model)
         if schedule is None:
             return
@@ -368,90 +238,118 @@ class BackwardHooks:
         return 1 if schedule is None else compat.gradient_divisor(schedule)
 
 
-@cache
-def _wrappers() -> tuple[type, ...]:
-    """These classes reduce gradients after the hooks of parameters have run."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from fp8pass.compat.data_parallel import Replicated
-
-    return nn.parallel.DistributedDataParallel, FullyShardedDataParallel, Replicated
+# By module that owns parameters. This keeps an optimizer alive as long as a module.
+_ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
-def _check_no_wrapper(model: nn.Module) -> None:
-    """Raise ConfigError if a wrapper reduces the model's gradients."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    for module in model.modules():
-        if isinstance(module, _wrappers()):
-            raise _wrapper_error(module)
-    # A module has no reference to a module that wraps it.
-    of_model = {id(p) for p in model.parameters()}
-    for found in gc.get_objects():
-        if issubclass(type(found), _wrappers()) and _has_any(found.parameters(), of_model):
-            raise _wrapper_error(found)
+def step_in_backward(
+    model: nn.Module, *optimizers: Optimizer, accumulate: int = 1, buffer: str | None = None
+) -> Attached:
+    """Make `loss.backward()` update the parameters of `model`.
 
+        optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4)
+        fp8pass.optim.step_in_backward(model, optimizer)
 
-@cache
-def _watch_wrappers() -> None:
-    """Make later wrappers raise ConfigError, such as the one of `replicate` in the first
-    forward.
+    With Muon, pass both optimizers. Learning rate schedules and checkpoints work as before, and
+    layers may be frozen and unfrozen. `optimizer.step()` only applies incomplete sums, which
+    contain fewer than `accumulate` gradients. A backward raises ConfigError before any update if
+    the optimizer lacks a trainable parameter. Methods that need all gradients at once do not work,
+    such as clipping by the norm of all gradients, and `torch.amp.GradScaler`. Wrapping the model in
+    DistributedDataParallel raises ConfigError.
+
+    Args:
+        model: the module to train. A parameter that the module uses several times is updated once.
+        optimizers: the optimizers of all trainable parameters of `model`.
+        accumulate: number of backwards between two updates. A parameter is updated with the sum of
+            its gradients since the last update.
+        buffer: format of the sum: `e4m3`, `e5m2`, `de8`, or `fp16`, which has two bytes an element.
+            Default: `e4m3` for up to 8 gradients, and `fp16` for more. Each addition rounds the
+            sum, and the errors of many roundings to 8 bits become as large as the sum.
+
+    Raises:
+        ConfigError: an optimizer is not from `fp8pass.optim`, the optimizers lack a parameter,
+            parameters are already attached, the model's gradients are reduced over ranks, or an
+            option has an invalid value.
     """
-    nn.modules.module.register_module_module_registration_hook(_check_wrapped)
-
-
-def _check_wrapped(wrapper: nn.Module, name: str, wrapped: nn.Module | None) -> None:
-    if torch.compiler.is_compiling():  # Dynamo would guard on the attached modules
-        return
-    if not _ATTACHED or wrapped is None or not isinstance(wrapper, _wrappers()):
-        return
-    # FullyShardedDataParallel has already replaced parameters.
-    replaced = any(_ATTACHED.get(module) for module in wrapped.modules())
-    if replaced or _has_any(wrapped.parameters(), _attached_ids()):
-        raise _wrapper_error(wrapper)
-
-
-def _attached_ids() -> set[int]:
-    return {id(p) for each in _ATTACHED.values() for x in each for p in x.parameters}
-
-
-def _has_any(parameters: Iterable[Tensor], ids: set[int]) -> bool:
-    return any(id(p) in ids for p in parameters)
-
-
-def _wrapper_error(wrapper: nn.Module) -> ConfigError:
-    return ConfigError(
-        f"{type(wrapper).__name__} reduces gradients over ranks only after step_in_backward has "
-        "used them. Shard the model with fully_shard, or call optimizer.step() instead of "
-        "step_in_backward."
+    if not is_whole(accumulate) or accumulate < 1:
+        raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
+    buffer = default_buffer(accumulate) if buffer is None else buffer
+    if buffer not in BUFFERS:
+        raise ConfigError(f"buffer must be one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                "step_in_backward takes an fp8pass.optim.AdamW or Muon, got "
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}. Create an "
+                "fp8pass.optim.AdamW with the same parameters."
+            )
+    _check_no_wrapper(model)
+    if torch.distributed.is_available():
+        _watch_wrappers()
+    all_owners = {
+        p: (optimizer, i)
+        for optimizer in optimizers
+        for i, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }
+    if len(all_owners) < sum(len(g["params"]) for x in optimizers for g in x.param_groups):
+        raise ConfigError(
+            "Several optimizers have the same parameter. Pass each parameter to one optimizer, for "
+            "example with fp8pass.optim.split_parameters(model)."
+        )
+    # Frozen parameters may be unfrozen later.
+    updated = {name: p for name, p in model.named_parameters() if p in all_owners}
+    trained = (name for name, p in model.named_parameters() if p.requires_grad)
+    if missing := [name for name in trained if name not in updated]:
+        raise ConfigError(
+            f"The optimizers lack parameters of the model: {', '.join(missing[:3])}. Create them "
+            "with model.parameters(), or freeze the missing parameters with requires_grad_(False)."
+        )
+    before = _attached_parameters()
+    if names := [name for name, p in updated.items() if p in before]:
+        raise ConfigError(
+            f"Parameters of the model are already attached to an optimizer: {', '.join(names[:3])}."
+            " First call detach() on the return value of step_in_backward."
+        )
+    owners: dict[Tensor, tuple[Optimizer, int]] = {p: all_owners[p] for p in updated.values()}
+    sums: dict[Tensor, GradientSum] = {}
+    if accumulate > 1:
+        format = moment_format(buffer, signed=True)
+        sums = {p: x.make_sum(group, p, format) for p, (x, group) in owners.items()}
+    attached = Attached(
+        optimizers, owners, accumulate, sums, ref(model), frozenset(updated), _is_sharded(model)
     )
+    attached.find_schedule()
+    handles = attached._handles
+    for optimizer in optimizers:
+        handles.append(optimizer.register_step_pre_hook(attached.before_step))
+        # The step's closure may run the last backward, so the hook runs after the step.
+        handles.append(optimizer.register_step_post_hook(attached.finish_sums))
+    # Dynamo would trace the hook if compiled autograd runs the backward.
+    hook = torch.compiler.disable(partial(_take_gradient, ref(attached)))
+    for parameter in owners:
+        # PyTorch refuses to register hooks on frozen parameters.
+        was_trained = parameter.requires_grad
+        parameter.requires_grad_(True)
+        try:
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        finally:
+            parameter.requires_grad_(was_trained)
+    for module in model.modules():
+        if any(p in owners for p in module.parameters(recurse=False)):
+            _ATTACHED.setdefault(module, []).append(attached)
+    return attached
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-@torch.no_grad()
-def _take(
-    group: int, sum_: GradientSum | None, backwards: int, optimizer: Optimizer, parameter: Tensor
-) -> bool:
-    """Update the parameter if its sum is complete. Return whether it was updated."""
-    options = optimizer.param_groups[group]
-    if sum_ is None:
-        optimizer.update(options, [parameter])
-        return True
-    gradient = local_gradient(parameter).contiguous()
-    if sum_.count + 1 < backwards:
-        # get_state_dict of torch.distributed.checkpoint would run a step to create missing states,
-        # which would use up the sum. `count_updates` creates them.
-        sum_.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
-        return False
-    _update_by_sum(options, sum_, optimizer, parameter, gradient)
-    return True
+def _take_gradient(reference: ref[Attached], parameter: Tensor) -> None:
+    attached = reference()
+    if attached is None:
+        parameter.grad = None
+        raise RuntimeError(
+            "A parameter got a gradient after its module and its optimizer were deleted. Keep "
+            "the optimizer, or first call detach() on the return value of step_in_backward."
+        )
+    attached.take_gradient(parameter)
 
 
 def _update_by_sum(
@@ -465,22 +363,70 @@ def _update_by_sum(
     optimizer.update(group, [parameter])
 
 
-@torch.no_grad()
-def _update_by_incomplete_sums(
-    sums: Mapping[Tensor, tuple[int, GradientSum]], optimizer: Optimizer, *_: Any
-) -> None:
-    """Update parameters with incomplete sums (group, sum), after `optimizer.step()`."""
-    for parameter, (_group, sum_) in sums.items():
-        if not parameter.requires_grad:  # frozen during the accumulation
-            sum_.clear()
-    pending = {parameter: found for parameter, found in sums.items() if found[1].count}
-    try:
-        for parameter, (group, sum_) in pending.items():
-            shape = local(parameter).shape
-            zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-            _update_by_sum(optimizer.param_groups[group], sum_, optimizer, parameter, zeros)
-    finally:
-        for parameter in pending:
-            parameter.grad = None
-        if pending:
-            optimizer.join()
+def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is attached, so that its `step()` finds no gradients."""
+    everything = (
+        x for found in _ATTACHED.values() for attached in found for x in attached.optimizers
+    )
+    return any(x is optimizer for x in everything)
+
+
+def default_buffer(accumulate: int) -> str:
+    return "e4m3" if accumulate <= FEW_GRADIENTS else "fp16"
+
+
+@cache
+def _wrappers() -> tuple[type, ...]:
+    """These classes reduce gradients after the hooks of parameters have run."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from fp8pass.compat.data_parallel import Replicated
+
+    return nn.parallel.DistributedDataParallel, FullyShardedDataParallel, Replicated
+
+
+def _check_no_wrapper(model: nn.Module) -> None:
+    if not is_distributed():
+        return
+    # The search covers all objects, because a module has no reference to a module that wraps it.
+    of_model = set(model.parameters())
+    for x in gc.get_objects():
+        if issubclass(type(x), _wrappers()) and not of_model.isdisjoint(x.parameters()):
+            raise _wrapper_error(x)
+
+
+@cache
+def _watch_wrappers() -> None:
+    """Make later wrappers raise ConfigError. `replicate` wraps in the first forward."""
+    nn.modules.module.register_module_module_registration_hook(_check_wrapped)
+
+
+def _check_wrapped(wrapper: nn.Module, name: str, wrapped: nn.Module | None) -> None:
+    if torch.compiler.is_compiling():  # Dynamo would guard on the attached modules
+        return
+    if not _ATTACHED or wrapped is None or not isinstance(wrapper, _wrappers()):
+        return
+    # FullyShardedDataParallel has already replaced parameters.
+    replaced = any(_ATTACHED.get(module) for module in wrapped.modules())
+    if replaced or not _attached_parameters().isdisjoint(wrapped.parameters()):
+        raise _wrapper_error(wrapper)
+
+
+def _attached_parameters() -> set[Tensor]:
+    return {p for each in _ATTACHED.values() for x in each for p in x.owners}
+
+
+def _wrapper_error(wrapper: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(wrapper).__name__} reduces gradients over ranks only after step_in_backward has "
+        "used them. Shard the model with fully_shard, or call optimizer.step() instead of "
+        "step_in_backward."
+    )
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    if not is_distributed():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())

@@ -92,11 +92,6 @@ class SavedState:
         return from_rows(dequantize(copied._replace(data=rows), self.format), copied.data.shape)
 
     def group_size(self) -> int:
-        """Compute the group size from the number of scales.
-
-        Raises:
-            ConfigError: the number of scales fits no group size.
-        """
         elements, groups = self.data.numel(), self.parts[0].numel()
         for exponent in range(SMALLEST_GROUP.bit_length() - 1, LARGEST_GROUP.bit_length()):
             if group_count(elements, 1 << exponent) == groups:
@@ -111,10 +106,6 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     """Return a checkpoint with `HiddenParameter` keys, so that PyTorch does not cast the states.
 
     The groups of the result have the optimizer's `OWN` options.
-
-    Raises:
-        ConfigError: the checkpoint is not the state dict of an optimizer, was made with AMSGrad, or
-            has an option with an invalid value.
     """
     check_has_states(state_dict)
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
@@ -152,10 +143,6 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
     """Return a parameter's state in the formats of `storage`, on the parameter's device.
 
     States in the right format are copied bit by bit. `values` may be a state of `torch.optim`.
-
-    Raises:
-        ConfigError: the state is incomplete, or belongs to another optimizer or to a parameter of
-            another shape.
     """
     formats = storage.states(parameter.dtype)
     found = {name: _find(name, values, format) for name, format in formats.items()}
@@ -222,7 +209,6 @@ def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState 
 
 
 def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
-    """Raises ConfigError if the format is unknown, or scales or powers are missing."""
     data = values[key]
     if key == name:
         if not data.is_floating_point():
@@ -249,15 +235,8 @@ def stage_states(
 ) -> dict[str, Callable[[], None]]:
     """Replace the states in `state_dict` that the checkpoint has in another format.
 
-    Args:
-        state_dict: the flat state dict that DCP loads into.
-        saved: the metadata of the checkpoint's entries.
-
-    Returns:
-        For each new entry of `state_dict`, the function that converts it after the read.
-
-    Raises:
-        ConfigError: a state in the checkpoint is incomplete.
+    DCP loads into `state_dict`; `saved` is the metadata of the checkpoint's entries. Return, for
+    each new entry of `state_dict`, the function that converts it after the read.
     """
     theirs = _group_by_state(saved)
     conversions: dict[str, Callable[[], None]] = {}
@@ -305,7 +284,6 @@ def _convert_staged(name: str, own: dict[str, Tensor], read: dict[str, Tensor]) 
 
 
 def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Group entries by the parameter's prefix and the state's name."""
     found: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry, value in entries.items():
         prefix, dot, key = entry.rpartition(".")
@@ -315,7 +293,6 @@ def _group_by_state(entries: Mapping[str, Any]) -> dict[tuple[str, str], dict[st
 
 
 def _groups_prefix(prefix: str) -> str:
-    """Derive the prefix of parameter groups from the prefix of a parameter's states."""
     return prefix.rpartition("state.")[0] + "param_groups."
 
 

@@ -14,38 +14,24 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8pass import hardware
 from fp8pass.optim import rounding, state_formats
 from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
 from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.state_formats import Quantized
-from fp8pass.optim.update import (
-    Group,
-    Rule,
-    Tensors,
-    factors,
-    update_eagerly,
-)
+from fp8pass.optim.update import Group, Rule, Tensors, factors, update_eagerly
 
 Launches = Sequence[Callable[[], object]]
 # For vectors, addresses (bytes) and sizes (elements) are multiples of this.
 VECTOR_ALIGNMENT = 16
-
-
-@cache
-def why_not(device: torch.device) -> str | None:
-    """Return why updates on `device` are not fused."""
-    return hardware.why_no_triton_kernels(device)
 
 
 class FusedUpdate:
@@ -99,8 +85,7 @@ class FusedUpdate:
             of_parameters = (self.tables, self.gradients, self.sizes, self.numbers, self.steps)
             of_step = (table, control, parameter_of, self.first_chunk, *self.values, *numbers)
             options = {"ALIGNED": aligned and self.gradients_aligned, **LAUNCH}
-            on_cuda = self.device.type == "cuda"
-            with torch.cuda.device(self.device) if on_cuda else nullcontext():
+            with torch.cuda.device_of(self.steps):
                 function[(len(parameter_of),)](*of_parameters, *of_step, **options)
 
         return [partial(launch, *each) for each in self.launches]
@@ -201,9 +186,7 @@ class StreamedUpdate:
             self.fused = FusedUpdate(staged, parts, storage, separate=True)
 
     def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
-        """Divide a slot into pieces that fit into a buffer, and begin with a chunk, a group and a
-        row.
-        """
+        """Divide a slot into pieces that fit into a buffer, of whole chunks, groups and rows."""
         weight, group_size = slot.offloaded, self.storage.group_size
         row = 1 if weight is None else weight.shape[-1]
         count = slot.parameter.numel()

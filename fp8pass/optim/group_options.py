@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8pass import graph
 from fp8pass.optim.state_formats import PLAIN, StateFormat, moment_format
-from fp8pass.option_checks import ConfigError, check_choice
+from fp8pass.option_checks import ConfigError, check_choice, is_number, is_whole
 
 WEIGHTS = ("stochastic", "nearest", "fp32", "fp16")
 STATE_ROUNDINGS = ("stochastic", "nearest")
@@ -40,7 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Supported by the kernels.
 SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
 # `torch.optim.Muon` refuses more Newton–Schulz iterations, too.
-ADJUST, ADJUSTMENTS, MOST_NS_STEPS = "adjust_lr_fn", ("original", "match_rms_adamw"), 100
+ADJUSTMENTS, MOST_NS_STEPS = ("original", "match_rms_adamw"), 100
 # In dicts and tables that also contain states.
 PARAMETER = "parameter"
 
@@ -67,11 +67,7 @@ class Storage:
 
     @staticmethod
     def of(group: Mapping[str, Any], group_size: int | None = None) -> Storage:
-        """Return the storage of a group; `group_size=0` stores all states in FP32.
-
-        Raises:
-            ConfigError: an option has an invalid value.
-        """
+        """Return the storage of a group; `group_size=0` stores all states in FP32."""
         method = method_of(group)
         formats = tuple(group[option] for option in method.moments)
         weights, size = group["weights"], group_size or group["group_size"]
@@ -133,11 +129,7 @@ def is_signed(state: str) -> bool:
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace options of a preset by those in `given` that are not None.
-
-    Raises:
-        ConfigError: the preset is unknown.
-    """
+    """Replace options of a preset by those in `given` that are not None."""
     check_choice("preset", preset, tuple(PRESETS))
     return PRESETS[preset] | {name: x for name, x in given.items() if x is not None}
 
@@ -169,7 +161,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
     for name in offload:
         check_choice("offload", name, OFFLOAD)
-    if not isinstance(seed, int) or isinstance(seed, bool):
+    if not is_whole(seed):
         raise ConfigError(f"seed must be an int, got {seed!r}.")
     for parameter in group["params"]:
         _check_parameter(parameter, method)
@@ -209,17 +201,17 @@ def _check_adamw(group: Mapping[str, Any]) -> None:
 
 def _check_muon(group: Mapping[str, Any]) -> None:
     _check_decay("momentum", group["momentum"])
-    coefficients, steps, adjust = (group[x] for x in ("ns_coefficients", "ns_steps", ADJUST))
+    coefficients, steps = group["ns_coefficients"], group["ns_steps"]
     is_row = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
     if not is_row or not all(map(_is_number, coefficients)):
         raise ConfigError(
             "ns_coefficients must be three numbers, such as (3.4445, -4.775, 2.0315), got "
             f"{coefficients!r}."
         )
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MOST_NS_STEPS:
+    if not is_whole(steps) or not 0 <= steps < MOST_NS_STEPS:
         raise ConfigError(f"ns_steps must be an int from 0 to {MOST_NS_STEPS - 1}, got {steps!r}.")
-    if adjust is not None:
-        check_choice(ADJUST, adjust, ADJUSTMENTS)
+    if (adjust := group["adjust_lr_fn"]) is not None:
+        check_choice("adjust_lr_fn", adjust, ADJUSTMENTS)
 
 
 def _check_decay(name: str, value: object) -> None:
@@ -228,7 +220,7 @@ def _check_decay(name: str, value: object) -> None:
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return is_number(x) and math.isfinite(x)  # type: ignore[arg-type]
 
 
 ADAMW = Method(

@@ -525,7 +525,6 @@ class UpdateWriter:
 
 
 def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
-    """Return the columns of parameter, states, scales and powers."""
     names = [PARAMETER]
     for name, format in storage.states(parameter).items():
         names += [name, *(f"{name}_{part}" for part in format.parts)]

@@ -1,4 +1,4 @@
-"""`Muon`: momentum in FP8, orthogonalized by Newton–Schulz iterations.
+"""`Muon`: momentum in FP8, orthogonalized by Newton–Schulz iterations, and `split_parameters`.
 
     m ← μ m + (1 - μ) g        u = μ m + (1 - μ) g, or m without Nesterov momentum
     w ← w (1 - lr·λ) - lr · r · NS(u)
@@ -16,8 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fp8pass.graph.names import clean_path, matching_pattern, warn_about_idle_patterns
+from fp8pass.graph.output_heads import has_head_name, largest_embedding_size
 from fp8pass.optim.fused import StreamedUpdate
 from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.newton_schulz import newton_schulz, orthogonalize, ranks_of
@@ -26,12 +28,15 @@ from fp8pass.optim.optimizer import How, Optimizer
 from fp8pass.optim.shards import like_parameter
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.update import Batch, Group, PreparedUpdate, Rule, Tensors, update_eagerly
+from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 # Elements of a round on each rank, with at least one matrix for each rank. Small rounds need little
 # memory for the directions.
 ROUND = 1 << 26
 MOMENTUM = "momentum_buffer"
+# Output heads that are layers of the model itself.
+CLASSIFIERS = ("head", "classifier", "score", "fc")
 
 
 class Muon(Optimizer):
@@ -41,10 +46,8 @@ class Muon(Optimizer):
         optimizers = [fp8pass.optim.Muon(matrices, lr=0.02), fp8pass.optim.AdamW(others, lr=3e-4)]
 
     Muon replaces the momentum of a matrix by the nearest orthogonal matrix (Jordan et al., "Muon:
-    An optimizer for hidden layers in neural networks", 2024). The options have the same meaning as
-    in `torch.optim.Muon`, apart from the formats of momentum and weights, and can be set for each
-    parameter group. Under FSDP2 and tensor parallelism each rank orthogonalizes a part of the
-    matrices.
+    An optimizer for hidden layers in neural networks", 2024). Options can be set for each parameter
+    group. Under FSDP2 and tensor parallelism each rank orthogonalizes a part of the matrices.
 
     Args:
         params: matrices in float32, bfloat16 or float16, or groups of them.
@@ -153,7 +156,10 @@ class MuonUpdate:
             ]
             self._run(members, slots, update_momentum, found, group, control)
             found = self._orthogonalize(members, directions, group)
-            slots = [self._without_momentum(self.slots[i]) for i in members]
+            slots = [
+                replace(slot, states={k: x for k, x in slot.states.items() if k != MOMENTUM})
+                for slot in (self.slots[i] for i in members)
+            ]
             self._run(members, slots, update_weights, found, group, self.unscaled)
 
     def _run(
@@ -193,10 +199,6 @@ class MuonUpdate:
             like_parameter(u, self.parameters[i]) for i, u in zip(members, directions, strict=True)
         ]
         return orthogonalize(whole, self.slots[members[0]].number, function)
-
-    @staticmethod
-    def _without_momentum(slot: Slot) -> Slot:
-        return replace(slot, states={k: x for k, x in slot.states.items() if k != MOMENTUM})
 
 
 def _rounds(parameters: Tensors) -> Iterator[list[int]]:
@@ -239,3 +241,53 @@ def adjust_lr(how: str | None, shape: Sequence[int]) -> float:
     if how == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
+
+
+def split_parameters(
+    model: nn.Module, *, skip: str | Sequence[str] = ()
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Divide the parameters of a model: matrices of hidden layers for Muon, others for AdamW.
+
+    A parameter is a matrix of a hidden layer if it has two dimensions, both longer than 1, and no
+    embedding or output head uses it. An output head is a layer named `lm_head`, `embed_out` or
+    `unembed`, or a layer of the model itself named `output`, `head`, `classifier`, `score` or `fc`.
+    If there is no such layer, and no linear layer shares the weight of an embedding, the output
+    heads are the linear layers of the size of the largest embedding.
+
+    Args:
+        model: a module, also a compiled or distributed module.
+        skip: paths, or patterns with *, of modules or parameters that AdamW trains, such as
+            positions that are plain parameters.
+
+    Returns:
+        The parameters for Muon, and the parameters for AdamW, both in the order of the model.
+
+    Raises:
+        ConfigError: the model is not a module, or `skip` has an invalid pattern.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    patterns = checked_patterns("skip", skip)
+    named = [(clean_path(n), p) for n, p in model.named_parameters(remove_duplicate=False)]
+    warn_about_idle_patterns("skip", patterns, "parameter", [name for name, _ in named])
+    excluded = _parameters_of_tables(model)
+    excluded |= {id(p) for name, p in named if matching_pattern(name, patterns) is not None}
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
+        (matrices if is_matrix and id(parameter) not in excluded else others).append(parameter)
+    return matrices, others
+
+
+def _parameters_of_tables(model: nn.Module) -> set[int]:
+    modules = [(clean_path(path), module) for path, module in model.named_modules()]
+    embeddings = [m for _, m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    heads = [m for path, m in modules if has_head_name(path) or path in CLASSIFIERS]
+    tables = {id(p) for m in (*embeddings, *heads) for p in m.parameters()}
+    linears = [m for _, m in modules if isinstance(m, nn.Linear)]
+    if not heads and not any(id(m.weight) in tables for m in linears):
+        size = largest_embedding_size(model)
+        found = (m for m in linears if (m.out_features, m.in_features) == size)
+        tables |= {id(m.weight) for m in found}
+    return tables

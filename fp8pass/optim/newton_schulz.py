@@ -45,12 +45,10 @@ def newton_schulz(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
 def orthogonalize(
     matrices: Sequence[Tensor], first_owner: int, function: Orthogonalize
 ) -> list[Tensor]:
-    """Apply `function` to whole matrices, and return the local shards of the results.
+    """Apply `function` to whole BF16 matrices, and return the local shards of the results.
 
-    Args:
-        matrices: BF16 [M, N], plain tensors or DTensors, in the same order on all ranks.
-        first_owner: selects the owner of the first matrix, to spread calls with one matrix.
-        function: maps a BF16 matrix to a BF16 matrix of the same shape.
+    `matrices` have the same order on all ranks. `first_owner` selects the owner of the first one,
+    to spread calls with one matrix.
     """
     results: list[Any] = [None] * len(matrices)
     shared: dict[Any, list[int]] = defaultdict(list)
@@ -115,9 +113,7 @@ class Ranks:
         shapes: Sequence[Sequence[Sequence[int]]],
         device: torch.device,
     ) -> list[list[Tensor]]:
-        """Send the BF16 tensors `sent[r]` to rank r, and return tensors of `shapes[r]` from rank
-        r.
-        """
+        """Send BF16 tensors `sent[r]` to rank r, and receive tensors of `shapes[r]` from it."""
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
         sends = torch.cat([empty, *(x.reshape(-1) for tensors in sent for x in tensors)])
         counts = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
@@ -168,10 +164,7 @@ def exchange_shards(
 def broadcast_results(
     matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
 ) -> list[Tensor]:
-    """Return shards of the results, which the owners broadcast along `dimension`.
-
-    Return the local shards.
-    """
+    """Return shards of the results, which the owners broadcast."""
     wholes = [whole(x).contiguous() for x in matrices]
     owned = ranks.owned(len(matrices))
     for i in owned[ranks.rank]:

@@ -78,7 +78,6 @@ def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool
 
 
 def check_host_memory(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if the offloaded states do not fit into host memory."""
     offloaded = [(g, p) for g in groups for p in g["params"] if is_offloaded(g, "states", p)]
     needed, found = sum(state_bytes(g, local(p)) for g, p in offloaded), available()
     if found is not None and needed > found:
@@ -160,7 +159,6 @@ class Staging:
                 x.record_stream(self._compute)
 
     def on_compute_stream(self) -> AbstractContextManager[Any]:
-        """Launch work on the stream of first kernels."""
         return _on(self._compute)
 
     def run(
@@ -239,21 +237,15 @@ def offload_weights(
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4, offload=("states",))
         model.compile(backend="fp8pass")
 
-    These weights and their optimizer states are in pinned host memory. The device has FP8 data of
-    the weights, which the GEMMs of compiled code read. All other operators read and write the exact
-    weights; after a write, the FP8 data are updated before their next use. Writes to a part or to a
-    view of a weight raise RuntimeError. `fully_shard` and `parallelize_module` end the offloading:
-    they shard the exact weights on the device. Call `offload_weights` before creating the optimizer
-    and before compiling the model.
+    The device has FP8 data of the weights, which the GEMMs of compiled code read. All other
+    operators read and write the exact weights. Writes to a part or to a view of a weight raise
+    RuntimeError. Call `offload_weights` before creating the optimizer and before compiling.
 
     Args:
         model: a module with BF16 weights, in host memory or on the device.
         device: the device on which the model trains.
         skip: paths, or patterns with *, of linear layers whose weights move to the device. The
             weights of output heads and of layers that cannot run in FP8 always move to the device.
-
-    Returns:
-        The model.
 
     Raises:
         ConfigError: no weight can be offloaded, or the device does not exist.
@@ -282,11 +274,7 @@ def offload_weights(
 
 
 def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, list[nn.Linear]]:
-    """Map each weight that can be offloaded to the layers that share it.
-
-    Raises:
-        ConfigError: no weight can be offloaded.
-    """
+    """Map each weight that can be offloaded to the layers that share it."""
     layers, reasons = choose_layers(model, skip, _why_not_offloaded)
     for path, why in reasons.items():
         log.info("offload_weights moves the weight of %s to the device: %s.", path, why)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8pass import hardware
 from fp8pass.compat import prepare_loads
-from fp8pass.optim import checkpoint, fused
+from fp8pass.optim import checkpoint
 from fp8pass.optim.group_options import Storage, check_group
 from fp8pass.optim.offload import Staging, check_host_memory, is_offloaded
 from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
@@ -41,14 +42,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
     """Base class of the optimizers, with states in the formats of `state_formats.py`.
 
     A subclass defines the options of parameter groups, and `_make_update`.
-
-    Args:
-        params: parameters in float32, bfloat16 or float16, or groups of them.
-        defaults: values of the options.
-
-    Raises:
-        ConfigError: an option has an invalid value, a parameter cannot be optimized, or host memory
-            is too small.
     """
 
     # GradScaler then sets `grad_scale` and `found_inf` instead of unscaling gradients.
@@ -96,7 +89,9 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Update all parameters that have a gradient, and return the result of `closure`.
 
         Raises:
-            RuntimeError, ConfigError: as in `update`. No parameter has been updated then.
+            RuntimeError: a gradient is sparse, a parameter is a DTensor and its gradient is not, or
+                a weight exists only in FP8. No parameter has been updated then.
+            ConfigError: an option of the group has an invalid value.
         """
         loss = None
         if closure is not None:
@@ -122,11 +117,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Update some parameters of a group with their gradients.
 
         Parameters with offloaded states are updated on another stream; `join` waits for it.
-
-        Raises:
-            RuntimeError: a gradient is sparse, a parameter is a DTensor and its gradient is not, or
-                a weight exists only in FP8.
-            ConfigError: an option of the group has an invalid value.
         """
         batches: dict[Any, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
@@ -227,7 +217,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return prepared
 
     def _fuses(self, parameter: Tensor) -> bool:
-        return fused.why_not(parameter.device) is None and local(parameter).is_contiguous()
+        device = parameter.device
+        return hardware.why_no_triton_kernels(device) is None and local(parameter).is_contiguous()
 
     def _streams(self, group: Group, parameter: Tensor) -> bool:
         return is_offloaded(group, "states", parameter)
@@ -246,9 +237,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self._staging[device]
 
     def _arena_of(self, device: torch.device) -> Arena:
-        if device not in self._arenas:
-            self._arenas[device] = Arena(device)
-        return self._arenas[device]
+        return self._arenas.setdefault(device, Arena(device))
 
     def _make_slot(self, storage: Storage, group: Group, parameter: Tensor) -> Slot:
         """Create or convert the state if necessary."""
@@ -266,7 +255,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return Slot.of(self._number(parameter), parameter, state, storage)
 
     def _move_to_host(self, state: State, group: Group, parameter: Tensor) -> State:
-        """Move offloaded states to host memory."""
         if not is_offloaded(group, "states", parameter):
             return state
         copy = self._arena_of(parameter.device).take

@@ -30,6 +30,10 @@ else:  # a build without torch.distributed has no DTensor
         """For isinstance checks."""
 
 
+def is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
     storage = Storage.of(group)
     if not isinstance(parameter, DTensor):
@@ -83,11 +87,7 @@ def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Redistribute a parameter's gradient, which may be a partial sum over ranks, or replicated.
-
-    Raises:
-        RuntimeError: the parameter is a DTensor, but its gradient is a plain tensor.
-    """
+    """Redistribute a parameter's gradient, which may be a partial sum over ranks, or replicated."""
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(parameter, DTensor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def _mix(x):
-    """Compute `rounding.mix`."""
     x = (x ^ (x >> 16 & 0xFFFF)) * _MIX_1
     x = (x ^ (x >> 15 & 0x1FFFF)) * _MIX_2
     return x ^ (x >> 16 & 0xFFFF)
@@ -47,7 +45,6 @@ def _fold(x, FACTOR: tl.constexpr):
 
 @triton.jit
 def _random_bits(key, element):
-    """Compute `rounding.random_bits`."""
     x = key.to(tl.uint32, bitcast=True) + (element >> 1).to(tl.uint32)
     x = _fold(_fold(x, _FOLD_1), _FOLD_2)
     return tl.where(element & 1 == 0, x, (x >> 16) | (x << 16))
@@ -131,5 +128,5 @@ def _launch(
     grid = (triton.cdiv(len(gradient), SUM_GROUP_SIZE * SUM_GROUPS),)
     tensors = (gradient, sum_.data.view(format.dtype), sum_.scale)
     options |= {"SIZE": SUM_GROUP_SIZE, "SUM_GROUPS": SUM_GROUPS, "num_warps": WARPS}
-    with torch.cuda.device_of(gradient) if gradient.is_cuda else nullcontext():
+    with torch.cuda.device_of(gradient):
         kernel[grid](*tensors, *numbers, len(gradient), **options)

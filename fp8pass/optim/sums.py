@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.optim import fused
+from fp8pass import hardware
 from fp8pass.optim.offload import DEPTH, Staging, largest_piece
 from fp8pass.optim.rounding import SumStamp, random_bits
 from fp8pass.optim.slots import group_count, to_rows
@@ -161,7 +161,6 @@ def add_to(
 
 
 def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
-    """Add a sum to a gradient [N] in place."""
     if (kernels := _load_kernels(gradient.device, format)) is not None:
         kernels.add_from(sum_, gradient, format)
         return
@@ -172,7 +171,7 @@ def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
 
 def _load_kernels(device: torch.device, format: StateFormat) -> Any:
     """Return the module `sum_kernel`, if it supports the device and the format."""
-    if fused.why_not(device) is not None or format.values:
+    if hardware.why_no_triton_kernels(device) is not None or format.values:
         return None
     from fp8pass.optim import sum_kernel  # imports Triton
 

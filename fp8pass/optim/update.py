@@ -111,7 +111,6 @@ def update_eagerly(
     group: Group,
     control: Tensor,
 ) -> None:
-    """Update `slots` of one dtype and device with PyTorch operators."""
     for found in _batches(slots, gradients, storage.group_size):
         batch = Batch([slot for slot, _ in found], group, storage)
         joined = batch.rows.join([g for _, g in found], torch.float32)
@@ -147,18 +146,13 @@ def _batches(
 class Batch:
     """Slots that are updated at once, and access to their parameters and states as rows [R, G].
 
-    Attributes:
-        slots: parameters of one dtype and device.
-        group: options of the update.
-        storage: how the states are stored.
-        rows: the layout of the rows.
-        steps: the step count of each slot, fp32 [n]; includes this update after `count_step`.
+    The slots have parameters of one dtype and device.
     """
 
     def __init__(self, slots: Sequence[Slot], group: Group, storage: Storage) -> None:
         self.slots, self.group, self.storage = slots, group, storage
         self.rows = Rows(tuple(s.parameter.numel() for s in slots), storage.group_size)
-        self.steps = torch.stack([s.step for s in slots])
+        self.steps = torch.stack([s.step for s in slots])  # includes the update after `count_step`
         self.dtype = slots[0].parameter.dtype
 
     def count_step(self) -> None:
@@ -218,7 +212,6 @@ class Batch:
         return {name: rounding.rotate(shared, rounding.ROTATIONS[name]) for name in names}
 
     def _write_state(self, name: str, values: Tensor, bits: Tensor | None) -> Quantized:
-        """Return the stored rows."""
         format, into = self._formats[name], [s.states[name] for s in self.slots]
         stored = quantize(values, format, bits)
         self.rows.split(stored.data, [x.data for x in into])

@@ -1,25 +1,35 @@
-"""Log compilations: one line for each training graph, warnings, a spinner."""
+"""Log compilations: one line for each training graph, warnings, a spinner.
+
+When PyTorch takes a graph from its caches, fp8pass's passes do not run, and there is no plan to
+report. Therefore the messages of the original compilation are stored in files, in the folder of
+Inductor's caches.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.text import Text
-from torch import fx
+from torch import fx, nn
 
-from fp8pass import compat
+from fp8pass import compat, hardware
+from fp8pass.compilation import describe_config, match_names, source_hash
 from fp8pass.config import Config
 from fp8pass.graph.dropped_logits import find_returned_logits
 from fp8pass.hooks import CompiledGraph, CompileVersion, Hooks, Program, Wrap
 from fp8pass.option_checks import bytes_text
+from fp8pass.passes.runner import disabled_passes
 from fp8pass.plan import Plan
-from fp8pass.progress.stored import StoredMessages
 
 log = logging.getLogger("fp8pass")
 
@@ -59,13 +69,12 @@ class CompileLog(Hooks):
         return finish
 
     def after_passes(self, compiled: CompiledGraph) -> None:
-        """Log the messages about a graph that was just compiled."""
         messages = describe(compiled)
         if not messages:
             log.debug("%s", compiled.plan.summary())
         _log(messages)
 
-    @contextmanager
+    @contextlib.contextmanager
     def while_compiling(self, what: str) -> Iterator[None]:
         """Show `what` with a spinner while the context is open, if stderr is a terminal."""
         console = Console(stderr=True)
@@ -77,10 +86,7 @@ class CompileLog(Hooks):
 
 
 def describe(compiled: CompiledGraph) -> dict[str, str]:
-    """Return the messages about a graph, by kind.
-
-    Return {} for graphs of inference and for graphs without linear layers.
-    """
+    """Return the messages about a graph, by kind; {} without a backward or linear layers."""
     plan = compiled.plan
     if plan.inference or not plan.linears:
         return {}
@@ -146,8 +152,61 @@ def _inform(line: str) -> None:
 
 
 def is_later_rank() -> bool:
-    """Return whether this process is a rank of distributed training, but not the first rank."""
     distributed = torch.distributed
     return (
         distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0
     )
+
+
+@dataclass(frozen=True)
+class StoredMessages:
+    """The file with the messages about one graph. Failures to read or write it are ignored."""
+
+    key: str  # hash of the graph, its inputs, the configuration and the source of fp8pass
+    path: Path | None  # None if compiled graphs are not cached
+
+    @classmethod
+    def find(cls, gm: fx.GraphModule, config: Config) -> StoredMessages:
+        """Return the file for the Dynamo graph `gm`. The file may not exist yet."""
+        values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
+        text = repr(
+            (
+                [part.code for part in gm.modules() if isinstance(part, fx.GraphModule)],
+                [_describe(x) for x in values],
+                torch.is_grad_enabled(),
+                [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
+                describe_config(config),
+                match_names(gm, config),
+                disabled_passes(),
+                source_hash(),
+            )
+        )
+        key = hashlib.sha256(text.encode()).hexdigest()
+        folder = compat.cache_folder()
+        return cls(key, Path(folder, "fp8pass", f"{key}.json") if folder else None)
+
+    def read(self) -> dict[str, str]:
+        """Return the stored messages, by kind; {} without a file."""
+        try:
+            return dict(json.loads(self.path.read_text())) if self.path else {}
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def write(self, messages: dict[str, str]) -> None:
+        """Store messages, if there are any. Other processes never read an incomplete file."""
+        if not self.path or not messages:
+            return
+        part = self.path.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(messages))
+            os.replace(part, self.path)
+
+
+def _describe(x: object) -> str:
+    """Return the properties of a graph input that messages depend on."""
+    if not isinstance(x, torch.Tensor):
+        return str(x)
+    is_parameter = isinstance(x, nn.Parameter)
+    device = f"{x.device} {hardware.name_of(x.device)}"
+    return f"{x.dtype} {tuple(x.shape)} {device} {x.requires_grad} {is_parameter}"

@@ -87,7 +87,6 @@ class Buffers:
 
     @property
     def used(self) -> int:
-        """Bytes in use."""
         return self._taken - sum(size * len(free) for size, free in self._free.items())
 
     def empty_strided(

@@ -7,19 +7,29 @@
 Copies run in order on one side stream, after all work that was launched before. `settled` makes the
 device wait, not the CPU. Until then, nothing may read the copy, and this module holds references.
 
-A compiler starts the copy `from_host(..., after)` after computing `after`.
+A compiler starts the copy `from_host(..., after)` after computing `after`. `bandwidth` measures
+copies, for plans.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8pass.config import BUG
-from fp8pass.runtime.arena import Buffers
+from fp8pass.runtime.arena import Arena, Buffers
+
+# Plans that are made on a CPU use an H200's bandwidth.
+H200 = 51e9
+MEASURED_BYTES = 64 << 20
+REPEATS = 4
+# Rounded down to powers of 2^(1/4), so that plans do not depend on noise.
+STEPS = 4
 
 library = torch.library.Library("fp8pass_host", "DEF")
 library.define("to_host(Tensor x) -> Tensor")
@@ -28,9 +38,7 @@ library.define("settled(Tensor(a) copy, Tensor source) -> Tensor(a)")
 
 
 class _Lane(NamedTuple):
-    """Both directions share one stream, so that a buffer is read before another tensor reuses
-    it.
-    """
+    """Both directions share one stream, so a buffer is read before another tensor reuses it."""
 
     buffers: Buffers
     stream: torch.cuda.Stream | None
@@ -104,16 +112,10 @@ def _settle(copy: Tensor, source: Tensor) -> Tensor:
     return copy
 
 
-def _fake_to_host(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-
-
-def _fake_from_host(x: Tensor, device: torch.device, after: Tensor | None = None) -> Tensor:
+def _fake_copy(
+    x: Tensor, device: torch.device | str = "cpu", after: Tensor | None = None
+) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-
-
-def _fake_settled(copy: Tensor, source: Tensor) -> Tensor:
-    return copy
 
 
 def _register(name: str, kernel: Any, fake: Any) -> Any:
@@ -122,6 +124,34 @@ def _register(name: str, kernel: Any, fake: Any) -> Any:
     return getattr(torch.ops.fp8pass_host, name).default
 
 
-to_host = _register("to_host", _to_host, _fake_to_host)
-from_host = _register("from_host", _from_host, _fake_from_host)
-settled = _register("settled", _settle, _fake_settled)
+to_host = _register("to_host", _to_host, _fake_copy)
+from_host = _register("from_host", _from_host, _fake_copy)
+settled = _register("settled", _settle, lambda copy, source: copy)
+
+
+@cache
+def bandwidth(device: torch.device) -> float:
+    """Return bytes per second in the slower direction."""
+    if device.type != "cuda":
+        return H200
+    on_device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)
+    on_host = Arena(device).empty(on_device.shape, on_device.dtype)
+    slower = max(_time(on_device, on_host, device), _time(on_host, on_device, device))
+    return round_down(MEASURED_BYTES / slower)
+
+
+def round_down(rate: float) -> float:
+    return float(2 ** (math.floor(STEPS * math.log2(rate)) / STEPS))
+
+
+def _time(source: Tensor, target: Tensor, device: torch.device) -> float:
+    """Return the seconds of the fastest copy; other processes may slow copies down."""
+    with torch.cuda.device(device):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+        target.copy_(source, non_blocking=True)
+        events[0].record()
+        for event in events[1:]:
+            target.copy_(source, non_blocking=True)
+            event.record()
+        events[-1].synchronize()
+    return min(before.elapsed_time(after) for before, after in pairwise(events)) / 1e3

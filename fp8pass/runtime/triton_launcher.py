@@ -12,9 +12,7 @@ from fp8pass import compat
 
 
 class Launcher:
-    """Caches compiled versions of a Triton kernel, because Triton's lookup takes longer than a
-    launch.
-    """
+    """Caches versions of a Triton kernel, because Triton's lookup takes longer than a launch."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel

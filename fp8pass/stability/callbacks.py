@@ -20,20 +20,11 @@ class StepObserver(ABC):
         A Guard receives the loss and gradient norm only when the Trainer logs them: set
         `logging_steps` to 1 or a few. Checkpoints contain the Guard's state, which is restored with
         `TrainingArguments(restore_callback_states_from_checkpoint=True)`.
-
-        Raises:
-            ImportError: transformers is not installed.
         """
         return make_trainer_callback(self)
 
     def lightning(self) -> Any:
-        """Return a callback for Lightning's `Trainer`. Do not call `step()` yourself.
-
-        Lightning's checkpoints contain the state of a Guard.
-
-        Raises:
-            ImportError: neither `lightning` nor `pytorch_lightning` is installed.
-        """
+        """Return a callback for Lightning's `Trainer`. Do not call `step()` yourself."""
         return make_lightning_callback(self)
 
     @abstractmethod

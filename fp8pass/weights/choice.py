@@ -25,31 +25,36 @@ def choose_layers(
     without a candidate weight (`considers`) are left out.
 
     Returns the layers of each chosen weight, and why other layers, by path, cannot be quantized.
-
-    Raises:
-        ConfigError: the model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    modules = model.named_modules()
-    linears = {m: clean_path(path) for path, m in modules if isinstance(m, nn.Linear)}
-    warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
-    logits = largest_embedding_size(model)
+    linears = find_linears(model, skip)
     shared = {p for m in model.modules() if m not in linears for p in m.parameters(recurse=False)}
     layers: dict[Tensor, list[nn.Linear]] = {}
     reasons: dict[str, str] = {}
-    for layer, path in linears.items():
-        if not considers(layer.weight):
+    for layer, (path, why) in linears.items():
+        weight = layer.weight
+        if not considers(weight):
             continue
-        if stays_in_high_precision(path, layer, logits, skip):
-            reasons[path] = "it is an output head, or skipped"
-        elif layer.weight in shared:
-            reasons[path] = "a module that is not a linear layer shares its weight"
-        elif why := _why_not_quantizable(layer.weight) or why_not(layer.weight):
+        if weight in shared:
+            why = why or "a module that is not a linear layer shares its weight"
+        if why := why or _why_not_quantizable(weight) or why_not(weight):
             reasons[path] = why
         else:
-            layers.setdefault(layer.weight, []).append(layer)
+            layers.setdefault(weight, []).append(layer)
     return layers, reasons
+
+
+def find_linears(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear, tuple[str, str]]:
+    """Return path of each linear layer, and why it stays in high precision, or ''."""
+    named = [(clean_path(path), m) for path, m in model.named_modules()]
+    linears = {m: path for path, m in named if isinstance(m, nn.Linear)}
+    warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
+    logits, reason = largest_embedding_size(model), "it is an output head, or skipped"
+    return {
+        m: (path, reason if stays_in_high_precision(path, m, logits, skip) else "")
+        for m, path in linears.items()
+    }
 
 
 def _why_not_quantizable(weight: Tensor) -> str:

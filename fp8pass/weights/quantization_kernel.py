@@ -20,11 +20,7 @@ from fp8pass.runtime.triton_launcher import Launcher
 
 # Elements of a row that a Triton program loads at once.
 ROW_BLOCK = 2048
-TRITON_DTYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit

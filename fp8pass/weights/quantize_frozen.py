@@ -34,27 +34,20 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
         fp8pass.quantize_frozen(model)
         model.compile(backend="fp8pass")
 
-    Frozen weights occur in models with adapters (LoRA), in teachers and in frozen encoders. If
-    linear layers run in FP8 with a scale for each row (`scales="rowwise"`), the forward of
-    a compiled model is bit-identical to the forward with weights in BF16. Gradients of inputs are
-    computed with the rounded weights. In all other layers, each use dequantizes the weight.
+    If linear layers run in FP8 with a scale for each row (`scales="rowwise"`), the forward
+    of a compiled model is bit-identical to the forward with weights in BF16. Gradients of inputs
+    are computed with the rounded weights. In all other layers, each use dequantizes the weight.
 
-    The model can be moved, copied and saved as before. Call `quantize_frozen` again after freezing
-    more layers. `state_dict` contains the rounded weights in their original dtype, in host memory,
-    because the GPU may not have enough memory for them. `load_state_dict` quantizes the loaded
-    weights; with `assign=True`, the loaded weights stay unquantized. Nothing else can change a
-    quantized weight, so merge adapters into the weights before you quantize them.
+    The model can be moved, copied and saved as before. `state_dict` contains the rounded weights in
+    their original dtype, in host memory. `load_state_dict` quantizes the loaded weights. Nothing
+    else can change a quantized weight, so merge adapters before you quantize.
 
     Args:
-        model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`). Its
-            frozen linear layers have weights in BF16, or in FP32 for autocast. FP32 weights are
-            rounded to BF16, as autocast does. Quantize before DistributedDataParallel wraps the
-            model.
+        model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`), with
+            weights in BF16, or in FP32 for autocast, which are rounded to BF16. Quantize before
+            DistributedDataParallel wraps the model.
         skip: shell-style patterns of layer paths. Matching layers are not quantized. Output heads
             and layers that cannot run in FP8 are never quantized.
-
-    Returns:
-        The model.
 
     Raises:
         ConfigError: no linear layer is frozen, or no frozen layer can be quantized.
@@ -62,7 +55,8 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
     chosen, reasons = choose_layers(model, checked_patterns("skip", skip), _why_not, _is_frozen)
     layers = sum(map(len, chosen.values()))
     frozen = layers + len(reasons)
-    if not chosen and not any(map(_is_quantized, model.modules())):
+    quantized = (p for p in model.parameters() if isinstance(p, QuantizedWeight))
+    if not chosen and not any(p.is_only_copy for p in quantized):
         raise ConfigError(_why_nothing(frozen, reasons))
     before = sum(w.nbytes for w in chosen)
     after = 0
@@ -83,11 +77,6 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
 
 def _is_frozen(weight: Tensor) -> bool:
     return not weight.requires_grad and not isinstance(weight, QuantizedWeight)
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    weight = module.weight if isinstance(module, nn.Linear) else None
-    return isinstance(weight, QuantizedWeight) and weight.is_only_copy
 
 
 def _why_not(weight: Tensor) -> str:

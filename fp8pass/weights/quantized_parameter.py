@@ -67,17 +67,11 @@ class QuantizedWeight(Tensor):
             self.requantize()
 
     def mark_quantized(self) -> None:
-        """Record that the FP8 data match the source."""
         assert self.source is not None
         self._version_of_source = compat.version_of(self.source)
 
     @property
     def data(self) -> Tensor:
-        """The detached weight. Assigning to it changes the weight.
-
-        Raises:
-            RuntimeError: the tensor has another shape, or the weight has a source of another dtype.
-        """
         return self.detach()
 
     @data.setter
@@ -125,7 +119,6 @@ class QuantizedWeight(Tensor):
             torch.cuda.synchronize(self.device)
 
     def dequantize(self) -> Tensor:
-        """Return a plain tensor in the weight's dtype."""
         return fp8.dequantize.default([self.fp8_data], self.scales, BY_ROW, self.dtype)
 
     def copy_with(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
@@ -154,11 +147,7 @@ class QuantizedWeight(Tensor):
         return memo[id(self)]
 
     def change(self, values: Tensor) -> None:
-        """Broadcast `values` of any dtype and device to the weight.
-
-        Raises:
-            RuntimeError: FSDP2 gathered the weight; only its shards can be changed.
-        """
+        """Broadcast `values` of any dtype and device to the weight."""
         if self.source is not None:
             values = values.exact() if isinstance(values, QuantizedWeight) else values
             self.wait_for_source()
@@ -255,18 +244,13 @@ class WeightView(Tensor):
 
 
 def _protect_views(func: Any, found: Any) -> Any:
-    """Wrap views."""
     if not any(x.alias_info for x in compat.schema_of(func).returns):
         return found
     return compat.tree_map_only(Tensor, WeightView, found)
 
 
 def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]) -> Any:
-    """Write to copies of the exact values, which then replace the weights.
-
-    Raises:
-        RuntimeError: a weight cannot be changed, or this operator cannot change it.
-    """
+    """Write to copies of the exact values, which then replace the weights."""
     if func is aten.copy_.default:
         written[0].change(args[1])
         return written[0]
@@ -345,8 +329,7 @@ def save_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
 
 
 def quantize_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Round matrices [M, K] to `dtype`, and quantize each row, to the bits of
-    `dialect.ops.quantize`.
+    """Round matrices [M, K] to `dtype`, and quantize each row, as `dialect.ops.quantize` does.
 
     Returns FP8 data [M, K] and scales fp32 [M, 1] for each matrix.
     """
@@ -361,9 +344,7 @@ def quantize_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[
 def quantize_rows_into(
     matrices: Sequence[Tensor], dtype: torch.dtype, data: Tensor, scales: Tensor
 ) -> None:
-    """Write the results of `quantize_rows` concatenated to `data` [sum of M·K] and `scales` [sum of
-    M].
-    """
+    """Write results of `quantize_rows`, concatenated, to `data` [ΣM·K] and `scales` [ΣM]."""
     if hardware.why_no_triton_kernels(matrices[0].device) is None:
         from fp8pass.weights import quantization_kernel  # imports Triton
 

@@ -22,9 +22,8 @@ from fp8pass.demo import data as text
 from fp8pass.demo.compare import run_demo, summarize
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import new_model
-from fp8pass.demo.options import add_options
+from fp8pass.demo.options import SIZES, add_options
 from fp8pass.demo.show import list_conclusions, make_table, write_plot
-from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import Run, learning_rate
 from fp8pass.option_checks import bytes_text
 from fp8pass.tools.cli import main
@@ -152,7 +151,16 @@ def test_peak_memory_is_shown_where_it_is_counted(peak_bytes: int | None) -> Non
 @pytest.mark.long
 def test_without_a_cpp_compiler_one_sentence_names_the_fix(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "fp8pass.demo", "--device", "cpu", "--out", str(tmp_path / "out")],
+        [
+            sys.executable,
+            "-m",
+            "fp8pass",
+            "demo",
+            "--device",
+            "cpu",
+            "--out",
+            str(tmp_path / "out"),
+        ],
         env={**os.environ, "CXX": "/nonexistent"},
         capture_output=True,
         text=True,

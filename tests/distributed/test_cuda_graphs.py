@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import fp8pass
 from fp8pass import compat
 from fp8pass.dynamo import Backend
-from fp8pass.runtime.cuda_graph_inputs import compile_for_moving, moving_weights, pass_inputs
+from fp8pass.runtime.cuda_graphs import compile_for_moving, moving_weights, pass_inputs
 
 STEPS = 6
 GRAPHS = 2  # a forward and a backward, which equal blocks share

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8pass import hardware
 from fp8pass.optim import fused, kernel
 
 
@@ -15,7 +16,7 @@ def path(request, monkeypatch):
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("has a GPU: the interpreter is off")
-        monkeypatch.setattr(fused, "why_not", lambda device: None)
+        monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
         for module in (fused, kernel):  # the interpreter computes whole chunks
             monkeypatch.setattr(module, "CHUNK", kernel.TILE)
     kernel.kernel.cache_clear()

@@ -18,6 +18,7 @@ from optim_helpers import (
 )
 from torch import nn
 
+from fp8pass import hardware
 from fp8pass.optim import AdamW, fused, kernel
 from fp8pass.optim.state_formats import MOMENT_FORMATS
 
@@ -40,7 +41,7 @@ SHAPES = ((), (15,), (130,), (2, 64), (CHUNK // 50 + 3, 50))
 
 @pytest.fixture(autouse=True)
 def everything_is_fused(monkeypatch):
-    monkeypatch.setattr(fused, "why_not", lambda device: None)
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     for module in (fused, kernel):
         monkeypatch.setattr(module, "CHUNK", CHUNK)
     kernel.kernel.cache_clear()
@@ -56,7 +57,9 @@ def both(device: str, monkeypatch, dtype, steps: int = 2, shapes=SHAPES, **optio
     """Return an optimizer that fuses and one that does not, after the same steps."""
     found = []
     for why_not in (None, "for comparison"):
-        monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
+        monkeypatch.setattr(
+            hardware, "why_no_triton_kernels", lambda device, why_not=why_not: why_not
+        )
         params = on(device, parameters(shapes, dtype))
         optimizer = AdamW(params, **options)
         for step in range(steps):
@@ -222,7 +225,9 @@ def test_gradients_whose_squares_are_infinite(device, monkeypatch):
     options = {"first_moment": "fp32", "second_moment": "fp32"}
     found = []
     for why_not in (None, "for comparison"):
-        monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
+        monkeypatch.setattr(
+            hardware, "why_no_triton_kernels", lambda device, why_not=why_not: why_not
+        )
         (p,) = on(device, parameters(((32,),)))
         p.grad = torch.full_like(p, 1e25)
         optimizer = AdamW([p], weight_decay=0.0, **options)
@@ -238,7 +243,9 @@ def test_squares_beyond_the_format_end_training(device, monkeypatch):
     Its weights become NaN in this step if the update is fused, and in the next step otherwise.
     """
     for why_not in (None, "for comparison"):
-        monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
+        monkeypatch.setattr(
+            hardware, "why_no_triton_kernels", lambda device, why_not=why_not: why_not
+        )
         (p,) = on(device, parameters(((256,),)))
         p.grad = torch.zeros_like(p)
         p.grad[:128] = 1e25
@@ -273,7 +280,9 @@ def test_steps_are_proportional_to_the_rate(device, monkeypatch, rate):
     """Weights of zero become the step, exact but for two digits. Schedulers may set any rate."""
     steps = []
     for why_not in (None, "for comparison"):
-        monkeypatch.setattr(fused, "why_not", lambda device, why_not=why_not: why_not)
+        monkeypatch.setattr(
+            hardware, "why_no_triton_kernels", lambda device, why_not=why_not: why_not
+        )
         params = on(device, parameters(((256,),)))
         params[0].data.zero_()
         move_gradients(params, 0)

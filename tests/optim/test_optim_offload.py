@@ -14,6 +14,7 @@ from optim_helpers import (
 )
 from torch import nn
 
+from fp8pass import hardware
 from fp8pass.optim import AdamW, fused, kernel, step_in_backward
 from fp8pass.optim import offload as host_memory
 from fp8pass.option_checks import ConfigError
@@ -110,7 +111,7 @@ def test_weights_in_another_layout_keep_their_states(device):
 def test_pieces_of_the_kernel(monkeypatch):
     """Each piece begins within a parameter, and draws the random bits of its elements."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(fused, "why_not", lambda device: None)
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     for module in (fused, kernel):
         monkeypatch.setattr(module, "CHUNK", 2 * kernel.TILE)
     monkeypatch.setattr("fp8pass.optim.offload.STAGED_BYTES", 1 << 14)
@@ -120,7 +121,8 @@ def test_pieces_of_the_kernel(monkeypatch):
     for optimizer in (offloaded, plain):
         run(all_parameters(optimizer), optimizer, range(2))
     kernel.kernel.cache_clear()
-    (update,) = [x for *_, x in offloaded._prepared.values() if hasattr(x, "pieces")]
+    updates = [step.__self__ for *_, step in offloaded._prepared.values()]
+    (update,) = [x for x in updates if isinstance(x, fused.StreamedUpdate)]
     assert len(update.pieces) > 2
     assert_same_state(offloaded, plain)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8pass.optim import fused
+from fp8pass import hardware
 from fp8pass.optim.rounding import SumStamp
 from fp8pass.optim.slots import group_count
 from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, dequantize, moment_format
@@ -32,7 +32,9 @@ def make_sums(size: int, format, device: str) -> Quantized:
 def summed(monkeypatch, gradients, format, stamp, first, *, kernel: bool):
     """Return the sum of all gradients but the last, and the last gradient plus that sum."""
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "why_not", lambda device: None if kernel else "for comparison")
+        patch.setattr(
+            hardware, "why_no_triton_kernels", lambda device: None if kernel else "for comparison"
+        )
         sum_ = make_sums(len(gradients[0]), format, gradients[0].device.type)
         for i, gradient in enumerate(gradients[:-1]):
             add_to(sum_, gradient, format, replace(stamp, count=i + 1), first)

@@ -27,7 +27,7 @@ from fp8pass.passes.gemm_choice import Choice, choose_gemms
 from fp8pass.passes.joint import quantize_experts, quantize_linears
 from fp8pass.passes.runner import run_passes
 from fp8pass.plan import Plan
-from fp8pass.progress.stored import StoredMessages
+from fp8pass.progress.log import StoredMessages
 from fp8pass.tools.fitting.planned import plan_region
 from fp8pass.tools.fitting.step import compute_own_loss, record_step
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.runtime import copies
 from fp8pass.runtime.arena import Buffers, round_size
-from fp8pass.runtime.bandwidth import STEPS, bandwidth, round_down
+from fp8pass.runtime.copies import STEPS, bandwidth, round_down
 
 CPU = torch.device("cpu")
 DEVICES = [

@@ -31,7 +31,7 @@ import fp8pass
 from fp8pass import Config, Monitor, compat
 from fp8pass.dynamo import Backend
 from fp8pass.stability.monitor import sampler
-from fp8pass.stability.monitor.versions import Versions, dispatch
+from fp8pass.stability.monitor.sampler import Versions, dispatch
 from fp8pass.tools.saved_bytes import saved_bytes
 
 AGOQ_EAGER = Config.recipe("agoq", compiler="eager", error_tolerance=math.inf)

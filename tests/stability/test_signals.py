@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8pass.stability.guard.past import History, Trend, logs
 from fp8pass.stability.guard.signals import Signals
-from fp8pass.stability.monitor.statistics import TensorStatistics, make_landscape_row
+from fp8pass.stability.monitor.statistics import LANDSCAPE, TensorStatistics
 
 
 def make_falling_losses(seed, steps=400, start=6.0, end=2.0, pace=80.0, noise=0.1):
@@ -128,6 +128,7 @@ def test_a_change_of_quantization_statistics_is_a_signal(changes):
 def test_rising_sharpness_is_a_signal():
     signals = Signals()
     for step in range(20):
-        assert not signals.sample([make_landscape_row(step, 1.0 + 0.01 * (step % 2))])
-    (signal,) = signals.sample([make_landscape_row(20, 4.0)])
+        sharpness = 1.0 + 0.01 * (step % 2)
+        assert not signals.sample([TensorStatistics(step, "", LANDSCAPE, sharpness=sharpness)])
+    (signal,) = signals.sample([TensorStatistics(20, "", LANDSCAPE, sharpness=4.0)])
     assert signal.name == "sharpness"

@@ -11,8 +11,8 @@ from helpers import MLP
 from torch import nn
 
 from fp8pass import compat
-from fp8pass.runtime import cuda_graph_gradients as gradients
-from fp8pass.runtime.cuda_graph_gradients import protect_gradients
+from fp8pass.runtime import cuda_graphs as gradients
+from fp8pass.runtime.cuda_graphs import protect_gradients
 
 
 @pytest.fixture(autouse=True)

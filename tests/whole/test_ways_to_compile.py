@@ -13,7 +13,7 @@ from torch import nn
 import fp8pass
 from fp8pass import Config, Monitor, compat
 from fp8pass.dynamo import Backend
-from fp8pass.stability.monitor.versions import Versions
+from fp8pass.stability.monitor.sampler import Versions
 
 SIZES = (64, 128, 64)
 

@@ -3,15 +3,14 @@
 guard.py         `Guard`: raises alarms, and decides when an alarm is over
 measurements.py  norms, losses and loss scales, copied to the host without waiting
 past.py          comparison of measured numbers with medians of earlier numbers
-signals.py       thresholds: which numbers are signals, and which tensors are suspects
+signals.py       thresholds: which numbers are signals, and which tensors are suspects; records
 actions.py       responses to alarms: lower learning rate, high precision, roll back
 snapshots.py     copies of weights and optimizer states in host memory
-events.py        records of what was detected and done
 """
 
 from __future__ import annotations
 
-from fp8pass.stability.guard.events import Event, Signal, Suspect
 from fp8pass.stability.guard.guard import Guard
+from fp8pass.stability.guard.signals import Event, Signal, Suspect
 
 __all__ = ["Event", "Guard", "Signal", "Suspect"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass.optim.backward import steps_in_backward
+from fp8pass.optim.shards import is_distributed
 from fp8pass.option_checks import ConfigError
 from fp8pass.stability.guard.snapshots import Snapshots
 from fp8pass.stability.monitor import Monitor
@@ -25,17 +26,6 @@ class Actions:
     only if the earlier actions were not enough. If even all of them are not enough, `lower lr`
     multiplies learning rates by `factor` once more. Lasting actions end after `hold` steps.
     If an alarm follows within `quiet` steps, the same actions restart and last twice as long.
-
-    Args:
-        act: the allowed actions.
-        factor: `lower lr` multiplies learning rates by this factor.
-        hold: duration of lasting actions, in steps.
-        quiet: number of steps without an alarm after which a snapshot is trusted, and after which
-            the next alarm starts with the first action again.
-        monitor: the Monitor that switches graphs to high precision.
-
-    Raises:
-        ConfigError: an action is unknown, or `high precision` lacks a Monitor with a `fallback`.
     """
 
     def __init__(
@@ -64,12 +54,8 @@ class Actions:
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
     def bind(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Set the model and the optimizers that actions change.
-
-        Raises:
-            ConfigError: an action is not possible with this model or these optimizers.
-        """
-        if self.act and _count_ranks() > 1:
+        """Set the model and the optimizers that actions change."""
+        if self.act and is_distributed() and torch.distributed.get_world_size() > 1:
             raise ConfigError(
                 f"act={self.act!r} does not support several ranks, because each rank would decide "
                 "by itself. Leave act out: Guard then warns on every rank."
@@ -83,12 +69,10 @@ class Actions:
 
     @property
     def active(self) -> bool:
-        """Whether lasting actions are on."""
         return self._until is not None
 
     @property
     def rate_factor(self) -> float:
-        """The factor by which learning rates are multiplied now."""
         lowers = LOWER_LR in self._lasting[: self._level] and self.active
         return self.factor ** (1 + max(0, self._level - len(self._lasting))) if lowers else 1.0
 
@@ -143,7 +127,6 @@ class Actions:
             self._level = self._times = 0
 
     def close(self) -> None:
-        """End all actions, and remove the hooks from the optimizers."""
         self._until = None
         self._apply()
         self._close_rates()
@@ -158,7 +141,6 @@ class Actions:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the lasting actions of a checkpoint."""
         self._level, self._times = state["level"], state["times"]
         self._until, self._quiet_since = state["until"], state["quiet_since"]
         self._apply()
@@ -189,24 +171,14 @@ class Actions:
             self._monitor.falls_back = self.active and on
 
 
-def _count_ranks() -> int:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
-
-
 class LowerRate:
     """Multiplies learning rates by a factor within the steps of an optimizer.
 
     Between steps the optimizer has the rates of the user's schedule, so schedules work unchanged.
-
-    Attributes:
-        factor: the factor; 1 leaves learning rates unchanged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.factor = 1.0
+        self.factor = 1.0  # leaves learning rates unchanged
         self._optimizer = optimizer
         self._rates: list[Any] | None = None
         self._handles = [
@@ -217,7 +189,6 @@ class LowerRate:
         ]
 
     def close(self) -> None:
-        """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._restore(self._optimizer)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass.optim.backward import steps_in_backward
-from fp8pass.option_checks import ConfigError
+from fp8pass.option_checks import ConfigError, is_whole
 from fp8pass.stability.callbacks import StepObserver
 from fp8pass.stability.guard.actions import ROLL_BACK, Actions
-from fp8pass.stability.guard.events import Event, Signal, Suspect
 from fp8pass.stability.guard.measurements import (
     LossScale,
     ParameterNorms,
@@ -24,7 +23,7 @@ from fp8pass.stability.guard.measurements import (
     Readings,
     trained_names,
 )
-from fp8pass.stability.guard.signals import Signals
+from fp8pass.stability.guard.signals import Event, Signal, Signals, Suspect
 from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
@@ -37,32 +36,20 @@ NO_OPTIMIZER = "Guard has no optimizer: write Guard(monitor, optimizer, model=mo
 
 @dataclass
 class Alarm:
-    """An alarm that is not over yet.
+    """An alarm that is not over yet."""
 
-    Attributes:
-        step: step of the alarm, or of the last rollback after the alarm.
-        confirmed: whether the loss has risen since the alarm.
-        acted: whether any action was taken.
-        rollbacks: number of rollbacks after the alarm.
-        stuck: whether rollbacks have stopped, because no good copy exists or after
-            `MOST_ROLLBACKS`.
-    """
-
-    step: int
-    confirmed: bool = False
-    acted: bool = False
-    rollbacks: int = 0
-    stuck: bool = False
+    step: int  # of the alarm, or of the last rollback after the alarm
+    confirmed: bool = False  # the loss has risen since the alarm
+    acted: bool = False  # an action was taken
+    rollbacks: int = 0  # after the alarm
+    stuck: bool = False  # no good copy exists, or there were `MOST_ROLLBACKS` rollbacks
 
 
 class Guard(StepObserver):
     """Watches a training: loss, gradient norm, update size, weights, and a `Monitor`'s samples.
 
-    Call `step(loss)` after the steps of all optimizers and before `zero_grad()`. Measured numbers
-    are copied from the device without a wait, and read some steps later. Each number is compared
-    with the median of its past values. An alarm is raised if numbers of two kinds rose together, or
-    if one number rose very far or is not finite. An alarm adds an event with the most likely
-    suspects to `events`, and logs a warning to the logger `fp8pass`.
+    Call `step(loss)` after the steps of all optimizers and before `zero_grad()`. An alarm adds an
+    event with the most likely suspects to `events`, and logs a warning to the logger `fp8pass`.
 
     Args:
         monitor: a Monitor whose samples the guard also watches. Also call `monitor.step()`.
@@ -71,16 +58,13 @@ class Guard(StepObserver):
         every: steps between readings, which measure the norms of all parameters.
         act: actions after an alarm, by default none. `high precision`: the layers named by
             `Monitor(fallback=...)` run in high precision. `lower lr`: learning rates are multiplied
-            by `factor` within the optimizers' steps; the user's schedule is unchanged. If `act`
-            contains both actions, the second starts only if the first was not enough. `roll back`:
-            once the loss has risen, weights, buffers and optimizer states are restored from a copy
-            in host memory, taken at least `quiet` steps before the alarm. Host memory holds two
-            copies. Data, schedules and random numbers are not rolled back.
+            by `factor` within the optimizers' steps. If `act` contains both, the second starts only
+            if the first was not enough. `roll back`: once the loss has risen, weights, buffers and
+            optimizer states are restored from a copy in host memory.
         factor: factor of learning rates for `lower lr`, between 0 and 1.
         hold: number of steps after which `high precision` and `lower lr` end. If a new alarm
             follows soon, they restart for twice as many steps.
-        quiet: number of steps after which an alarm is over, and after which a copy is trusted. If
-            the loss has not risen in these steps and no action was taken, the alarm was false.
+        quiet: number of steps after which an alarm is over, and after which a copy is trusted.
 
     Attributes:
         steps: number of optimizer steps done.
@@ -105,7 +89,7 @@ class Guard(StepObserver):
             kind = type(monitor).__name__
             raise ConfigError(f"monitor must be a fp8pass.Monitor or None, got {kind}.")
         for name, value in (("every", every), ("hold", hold), ("quiet", quiet)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ConfigError(
                     f"{name} must be a whole number of steps, at least 1, got {value!r}."
                 )
@@ -153,7 +137,10 @@ class Guard(StepObserver):
         self._norms = ParameterNorms(model)
         self._detach()
         self._loss_scales = [LossScale(x) for x in optimizers]
-        self._handles = [x.register_step_pre_hook(self._follow_trained) for x in optimizers]
+        self._handles = [
+            *(scale.handle for scale in self._loss_scales),
+            *(x.register_step_pre_hook(self._follow_trained) for x in optimizers),
+        ]
         self._needs_gradients = not all(map(steps_in_backward, optimizers))
 
     def step(
@@ -259,11 +246,9 @@ class Guard(StepObserver):
         return torch.stack([weights, gradients, changes])
 
     def _detach(self) -> None:
-        for scale in self._loss_scales:
-            scale.close()
         for handle in self._handles:
             handle.remove()
-        self._loss_scales, self._handles = [], []
+        self._handles = []
 
     def _follow_trained(self, *_: Any) -> None:
         """Watch the parameters that are trained now, if the user froze or unfroze some.
@@ -321,9 +306,8 @@ class Guard(StepObserver):
 
     def _end(self, alarm: Alarm) -> None:
         if not alarm.confirmed and not alarm.acted:
-            self._note(
-                "false alarm", f"the loss has not risen in {self.quiet} steps after the alarm"
-            )
+            reason = f"the loss has not risen in {self.quiet} steps after the alarm"
+            self._note("false alarm", reason)
         self._alarm = None
         if alarm.confirmed and not alarm.rollbacks:
             self._signals.forget()  # compare later numbers only with numbers after this alarm
@@ -339,15 +323,11 @@ class Guard(StepObserver):
         return bool(done)
 
     def _roll_back(self, alarm: Alarm, norms: ParameterNorms) -> None:
-        exhausted = alarm.rollbacks == MOST_ROLLBACKS
-        step = None if exhausted else self._actions.roll_back()
+        step, reason = None, f"the loss is still high after {MOST_ROLLBACKS} times"
+        if alarm.rollbacks < MOST_ROLLBACKS:
+            step, reason = self._actions.roll_back(), "there is no snapshot of good weights"
         if step is None:
             alarm.stuck = True
-            reason = (
-                f"the loss is still high after {MOST_ROLLBACKS} times"
-                if exhausted
-                else "there is no snapshot of good weights"
-            )
             self._note("no roll back", reason)
             return
         if alarm.rollbacks:  # the actions so far were not enough

@@ -8,7 +8,6 @@ complete.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,21 +32,15 @@ class ParameterNorms:
 
     The change of a parameter since the last measurement is computed from up to `SAMPLE` evenly
     spread elements. Therefore only these elements are copied, not all weights.
-
-    Attributes:
-        parameters: the model's parameters that require a gradient.
-        trained: names of `parameters`.
-        names: pair of module path and parameter name, for each parameter in `trained`.
-        gradients_seen: whether any parameter had a gradient in the last measurement.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.trained = trained_names(model)
-        parameters = dict(model.named_parameters())
-        named = [(graph.clean_path(name), parameters[name]) for name in self.trained]
-        self.names = [(n.rpartition(".")[0], n.rpartition(".")[2]) for n, _ in named]
-        self.gradients_seen = False
-        self.parameters = [p for _, p in named]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # Module path and parameter name.
+        split = (graph.clean_path(name).rpartition(".") for name in self.trained)
+        self.names = [(module, name) for module, _, name in split]
+        self.gradients_seen = False  # in the last measurement
         self._before: list[Tensor] = []
 
     @torch.no_grad()
@@ -88,7 +81,6 @@ class ParameterNorms:
 
 
 def trained_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of a model that require a gradient."""
     return tuple(name for name, p in model.named_parameters() if p.requires_grad)
 
 
@@ -120,7 +112,7 @@ class LossScale:
         self._skipped: Tensor | None = None
         self._optimizer = optimizer
         self._leaves_factor = isinstance(optimizer, Optimizer)
-        self._handle = optimizer.register_step_pre_hook(self._read)
+        self.handle = optimizer.register_step_pre_hook(self._read)
 
     def unscale(self, norms: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Divide the gradient norms of the optimizer's parameters by the factor.
@@ -139,10 +131,6 @@ class LossScale:
             norms = torch.where(chosen, ABSENT, norms)
         return norms
 
-    def close(self) -> None:
-        """Remove the hook from the optimizer."""
-        self._handle.remove()
-
     def _read(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         factor = getattr(optimizer, "grad_scale", None)
         self._factor = factor if self._leaves_factor else None
@@ -151,40 +139,24 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Reading:
-    """Measurements of the steps since the previous reading, on the host.
+    """Measurements of the steps since the previous reading, on the host."""
 
-    Attributes:
-        step: number of the last of these steps.
-        losses: losses of the steps for which a loss was passed.
-        gradient_norms: gradient norms of the steps for which a norm was passed.
-        norms: result of `ParameterNorms.measure` in the last step, [3, parameters].
-    """
-
-    step: int
-    losses: Numbers
-    gradient_norms: Numbers
-    norms: Numbers
+    step: int  # the last of these steps
+    losses: Numbers  # of the steps for which a loss was passed
+    gradient_norms: Numbers  # of the steps for which a norm was passed
+    norms: Numbers  # result of `ParameterNorms.measure` in the last step, [3, parameters]
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Numbers that are being copied to the host.
-
-    Attributes:
-        step: as in `Reading`.
-        losses: number of losses at the start of `numbers`.
-        numbers: losses, then gradient norms, with NaN for values that are still being copied.
-        on_device: indices in `numbers` of the values that are being copied.
-        host: destination of the copy: the norms of parameters, then the values of `on_device`.
-        arrival: event at the end of the copy; None if nothing is copied.
-    """
+    """Numbers that are being copied to the host."""
 
     step: int
-    losses: int
-    numbers: Numbers
-    on_device: list[int]
-    host: Tensor
-    arrival: torch.cuda.Event | None
+    losses: list[Tensor | float]
+    gradient_norms: list[Tensor | float]
+    norms: int  # numbers in the result of `ParameterNorms.measure`
+    host: Tensor  # the copy: the norms, then the tensors in the lists
+    arrival: torch.cuda.Event | None  # at the end of the copy; None if nothing is copied
 
 
 class Readings:
@@ -215,14 +187,12 @@ class Readings:
 
     def send(self, step: int, norms: Tensor) -> None:
         """Start to copy the added numbers, and `norms` of this step, to the host."""
-        values = [*self._losses, *self._gradient_norms]
-        on_device = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
-        numbers = np.array([math.nan if isinstance(x, Tensor) else x for x in values])
-        parts = [norms, *(x for x in values if isinstance(x, Tensor))]
-        parts = [x.to(norms.device, non_blocking=True).reshape(-1) for x in parts]
-        host, arrival = _start_copy(torch.cat(parts))
-        losses = len(self._losses)
-        self._transfers.append(_Transfer(step, losses, numbers, on_device, host, arrival))
+        values = norms, *self._losses, *self._gradient_norms
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        parts = [x.to(norms.device, non_blocking=True).reshape(-1) for x in tensors]
+        copied = _start_copy(torch.cat(parts))
+        sent = _Transfer(step, self._losses, self._gradient_norms, norms.numel(), *copied)
+        self._transfers.append(sent)
         self._losses, self._gradient_norms = [], []
 
     def collect(self) -> Iterator[Reading]:
@@ -232,10 +202,12 @@ class Readings:
             if sent.arrival is not None and not sent.arrival.query():
                 return
             self._transfers.popleft()
-            found = np.asarray(sent.host, dtype=float)
-            norms = found[: len(found) - len(sent.on_device)]
-            sent.numbers[sent.on_device] = found[len(norms) :]
-            losses, gradient_norms = np.split(sent.numbers, [sent.losses])
+            norms, others = np.split(np.asarray(sent.host, dtype=float), [sent.norms])
+            arrived = iter(others)
+            losses, gradient_norms = (
+                np.array([next(arrived) if isinstance(x, Tensor) else x for x in values])
+                for values in (sent.losses, sent.gradient_norms)
+            )
             yield Reading(sent.step, losses, gradient_norms, norms.reshape(3, -1))
 
     def drop(self) -> None:

@@ -27,17 +27,11 @@ REFRESH = 4  # medians are recomputed only after so many new rows, to save time
 
 @dataclass(frozen=True)
 class Rise:
-    """The rise of the recent numbers of a `Trend` above the past.
+    """The rise of the recent numbers of a `Trend` above the past."""
 
-    Attributes:
-        now: median of the recent numbers.
-        before: lowest median of the past blocks; NaN if the past is too short.
-        deviations: the rise in robust standard deviations; 0 if the past is too short.
-    """
-
-    now: float
-    before: float
-    deviations: float
+    now: float  # median of the recent numbers
+    before: float  # lowest median of the past blocks; NaN if the past is too short
+    deviations: float  # the rise in robust standard deviations; 0 if the past is too short
 
     @property
     def difference(self) -> float:
@@ -60,26 +54,21 @@ class Trend:
         block: how many numbers a block has.
         blocks: maximum number of blocks. A comparison needs two blocks.
         floor: lower limit of the noise, in the unit of the watched number.
-
-    Attributes:
-        frozen: if True, numbers that are no longer recent are dropped instead of added to the past.
     """
 
     def __init__(self, recent: int, block: int, blocks: int, floor: float) -> None:
         self.block, self.floor = block, floor
-        self.frozen = False
+        self.frozen = False  # numbers that are no longer recent are then dropped
         self._recent: deque[float] = deque(maxlen=recent)
         self._past: deque[float] = deque(maxlen=block * blocks)
 
     def extend(self, values: Iterable[float]) -> None:
-        """Add the finite numbers of `values`."""
         for value in filter(math.isfinite, values):
             if len(self._recent) == self._recent.maxlen and not self.frozen:
                 self._past.append(self._recent[0])
             self._recent.append(float(value))
 
     def rise(self) -> Rise:
-        """Compare the recent numbers with the past."""
         now = float(np.median(self._recent)) if self._recent else math.nan
         whole = len(self._past) // self.block
         if whole < 2 or len(self._recent) < (self._recent.maxlen or 0):
@@ -115,14 +104,11 @@ class History:
         floor: lower limit of the noise at each position, in the unit of the numbers.
         window: maximum number of past rows.
         least: number of past rows that a comparison needs.
-
-    Attributes:
-        frozen: if True, new rows are not added to the past.
     """
 
     def __init__(self, floor: float, window: int = 40, least: int = LEAST_ROWS) -> None:
         self.floor, self.least = floor, least
-        self.frozen = False
+        self.frozen = False  # new rows are then not added to the past
         self._rows: deque[Numbers] = deque(maxlen=window)
         self._rows_until_refresh = 0
         self._center: Numbers = np.empty(0)

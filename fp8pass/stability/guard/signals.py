@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from fp8pass.stability.guard.events import Signal, Suspect
 from fp8pass.stability.guard.measurements import Reading
 from fp8pass.stability.guard.past import History, Numbers, Trend, logs
 from fp8pass.stability.monitor.statistics import LANDSCAPE, TensorStatistics
@@ -30,8 +29,60 @@ class Limit:
     factor: float
 
     def is_reached(self, deviations: float, factor: float) -> bool:
-        """Whether both thresholds are reached."""
         return deviations >= self.deviations and factor >= self.factor
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A measured number that is far from its past values.
+
+    A strong signal alone raises an alarm; a weak one together with a signal of another name.
+    """
+
+    name: str  # a key of `LIMITS`
+    strong: bool
+    text: str  # the name and the measured value or its change, in words
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A tensor with a norm or statistics far from their earlier values."""
+
+    module: str  # path in the model
+    # A parameter, e.g. `weight`, or `gradient of weight` or `change of weight`; or
+    # `TensorStatistics.tensor` of a Monitor's row.
+    tensor: str
+    factor: float  # relative to the median of earlier values; infinite if not finite
+    deviations: float  # size of the change in robust standard deviations (`past.py`)
+
+    def __str__(self) -> str:
+        return f"{self.module or 'top level'} {self.tensor} (×{self.factor:.3g})"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A detection or an action of a guard.
+
+    `kind` is `alarm`, `confirmed` (the loss has risen after an alarm) or `false alarm`; the action
+    `lower lr`, `high precision` or `roll back`; the end of a lasting action, such as `end of lower
+    lr`; or `no roll back`, if no good copy exists or after `MOST_ROLLBACKS` rollbacks.
+    """
+
+    step: int  # number of optimizer steps done before the event
+    kind: str
+    message: str
+    signals: tuple[Signal, ...] = ()  # of an alarm
+    suspects: tuple[Suspect, ...] = ()  # of an alarm, the most likely first
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.kind}: {self.message}"
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Event:
+        """Return the event that `dataclasses.asdict` converted to `state`."""
+        signals = tuple(Signal(**s) for s in state["signals"])
+        suspects = tuple(Suspect(**s) for s in state["suspects"])
+        return cls(**{**state, "signals": signals, "suspects": suspects})
 
 
 # For each kind of signal, the limits of weak and of strong signals.
@@ -56,15 +107,11 @@ STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's row
 
 
 class Signals:
-    """Compares a guard's readings and a Monitor's samples with earlier readings and samples.
-
-    Attributes:
-        has_risen: whether the loss of the last reading has risen enough to confirm an alarm.
-        rise: the rise of the loss in words, for the event.
-    """
+    """Compares a guard's readings and a Monitor's samples with earlier readings and samples."""
 
     def __init__(self) -> None:
-        self.has_risen, self.rise = False, ""
+        self.has_risen = False  # the loss of the last reading is high enough to confirm an alarm
+        self.rise = ""  # the rise of the loss in words, for the event
         steps = {"recent": 8, "block": 20, "blocks": 10}
         readings = {"recent": 2, "block": 8, "blocks": 5}
         self._trends = {

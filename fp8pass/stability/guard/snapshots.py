@@ -12,7 +12,7 @@ buffers in turn.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,17 +31,11 @@ Key = tuple[str, str] | StateKey
 
 @dataclass
 class Snapshot:
-    """A copy of the weights, buffers and optimizer states of a training.
+    """A copy of the weights, buffers and optimizer states of a training."""
 
-    Attributes:
-        step: number of optimizer steps done before the copy.
-        tensors: copies of tensors, in host memory.
-        values: optimizer states that are not tensors.
-    """
-
-    step: int = 0
-    tensors: dict[Key, Tensor] = field(default_factory=dict)
-    values: dict[StateKey, Any] = field(default_factory=dict)
+    step: int = 0  # optimizer steps done before the copy
+    tensors: dict[Key, Tensor] = field(default_factory=dict)  # in host memory
+    values: dict[StateKey, Any] = field(default_factory=dict)  # states that are not tensors
 
     @torch.no_grad()
     def take(self, step: int, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -78,7 +72,9 @@ class Snapshot:
             tensors, _ = _collect_tensors(model, optimizers)
         for key in tensors.keys() & self.tensors.keys():
             tensors[key].copy_(self.tensors[key], non_blocking=True)
-        _set_values(optimizers, self.values)
+        parameters = [[p for group in x.param_groups for p in group["params"]] for x in optimizers]
+        for (number, index, name), value in self.values.items():
+            optimizers[number].state[parameters[number][index]][name] = value
         for optimizer in optimizers:
             if isinstance(optimizer, Optimizer):
                 optimizer.prepare_again()
@@ -92,14 +88,10 @@ class Snapshot:
 
 
 class Snapshots:
-    """The last good copy of a training, and a newer copy on trial.
-
-    Args:
-        quiet: number of steps without an alarm after which a copy on trial is good.
-    """
+    """The last good copy of a training, and a newer copy on trial."""
 
     def __init__(self, quiet: int) -> None:
-        self.quiet = quiet
+        self.quiet = quiet  # steps without an alarm after which a copy on trial is good
         self.good: Snapshot | None = None
         self._trial: Snapshot | None = None
         self._spare: Snapshot | None = None
@@ -151,11 +143,3 @@ def _collect_tensors(
                 else:
                     values[number, index, name] = copy.copy(x)
     return tensors, values
-
-
-def _set_values(
-    optimizers: Sequence[torch.optim.Optimizer], values: Mapping[StateKey, Any]
-) -> None:
-    parameters = [[p for group in x.param_groups for p in group["params"]] for x in optimizers]
-    for (number, index, name), value in values.items():
-        optimizers[number].state[parameters[number][index]][name] = value

@@ -2,10 +2,9 @@
 
 monitor.py      `Monitor`: samples steps, reports, and warns
 statistics.py   the statistics of one quantized tensor, measured on its device
-sampler.py      runs graphs op by op in sampled steps, and measures the tensors they quantize
+sampler.py      versions of graphs: normal, sampled (op by op), careful (high precision)
 findings.py     warnings about tensors with a problem, and advice
 writers.py      writes statistics to CSV and TensorBoard
-versions.py     three versions of each graph: sampled, careful (high precision) and normal
 """
 
 from __future__ import annotations

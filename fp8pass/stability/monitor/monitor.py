@@ -14,14 +14,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fp8pass import compat, graph
-from fp8pass.option_checks import ConfigError, checked_patterns
+from fp8pass.option_checks import ConfigError, checked_patterns, is_whole
 from fp8pass.stability.callbacks import StepObserver
 from fp8pass.stability.monitor.findings import Findings, Measured
 from fp8pass.stability.monitor.statistics import (
     LANDSCAPE,
     TensorName,
     TensorStatistics,
-    make_landscape_row,
     make_row,
     merge,
 )
@@ -39,13 +38,9 @@ class Monitor(StepObserver):
     """Measures amax, saturation, underflow and SQNR of every quantized tensor in sampled steps.
 
     Pass a monitor to `fp8pass.backend(config, monitor=monitor)`, and call `monitor.step()` after
-    each optimizer step. The monitor samples the first step and then every `every`-th step. In a
-    sampled step the graphs run op by op, with the time and memory of eager execution, and each
-    quantized tensor is measured on its device. A monitor does not change other steps. Warnings go
-    to the logger `fp8pass`.
-
-    Forwards under `torch.no_grad()` are not sampled. In distributed training each process measures
-    its own tensors, so pass `csv` and `tensorboard` in one process only.
+    each optimizer step. In a sampled step the graphs run op by op, with the time and memory of
+    eager execution. Forwards under `torch.no_grad()` are not sampled. In distributed training each
+    process measures its own tensors, so pass `csv` and `tensorboard` in one process only.
 
     Args:
         every: number of steps from one sample to the next.
@@ -54,15 +49,14 @@ class Monitor(StepObserver):
         sharpness: a function that is called after each sampled step, such as `lambda:
             fp8pass.sharpness(model, loss_fn, batch)`. Its result, in percent, is a separate row.
         model: the whole model, for paths in the model. Only needed if its parts are compiled
-            separately, because tensors of different parts would have equal names. Callbacks set it.
+            separately. Callbacks set it.
         fallback: patterns of module paths, as in `Config.skip`. Each graph is compiled a third
             time, with the matched layers in high precision, and a `Guard` may switch to this
-            version. `("*",)` matches all layers.
+            version.
 
     Attributes:
         sampling: whether the current step is sampled.
-        falls_back: whether the version with `fallback` layers in high precision runs. That version
-            is not sampled.
+        falls_back: whether the version with `fallback` layers in high precision runs.
         steps: number of optimizer steps done.
         latest: rows of the last sample, in the order in which tensors were first quantized.
 
@@ -81,7 +75,7 @@ class Monitor(StepObserver):
         model: nn.Module | None = None,
         fallback: str | Sequence[str] = (),
     ) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        if not is_whole(every) or every < 1:
             raise ConfigError(f"every must be a whole number of steps, at least 1, got {every!r}.")
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -183,7 +177,8 @@ class Monitor(StepObserver):
             found.append(Measured(make_row(self.steps, module, name, totals), name))
         self.latest = [y.row for y in found]
         if self._sharpness:
-            self.latest.append(make_landscape_row(self.steps, float(self._sharpness())))
+            sharpness = float(self._sharpness())
+            self.latest.append(TensorStatistics(self.steps, "", LANDSCAPE, sharpness=sharpness))
         for writer in self._writers:
             writer.write(self.latest)
         for message in self._findings.find_new(found):

@@ -1,15 +1,15 @@
-"""The sampled version of a compiled graph: runs op by op and measures every quantized tensor.
+"""Versions of each graph: normal, sampled (measures quantized tensors), careful (high precision).
 
-A Dynamo graph is compiled normally, and with `Sampler` as its inner compiler. Both versions compute
-the same numbers, except that fused code does not round intermediate values. Each has its own
-backward graph, so the forward and the backward of a step always match.
+A Dynamo graph is compiled normally, and with `Sampler` as its inner compiler. The sampled version
+runs op by op. It computes the same numbers, except that fused code does not round intermediate
+values. Each version has its own backward graph, so the forward and the backward of a step match.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,13 @@ from torch import Tensor, fx
 
 from fp8pass import compat, graph
 from fp8pass.codegen.lowering import lower
+from fp8pass.config import Config
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.dialect.quantization import block_text
 from fp8pass.graph.names import operator_name
-from fp8pass.graph.patterns import (
-    is_quantized_operand,
-    is_quantized_saved_value,
-    quantization_of,
-)
+from fp8pass.graph.patterns import is_quantized_operand, is_quantized_saved_value, quantization_of
 from fp8pass.graph.tags import OPERAND_OF
+from fp8pass.hooks import CompiledGraph, CompileVersion, Hooks, Program, Wrap
 from fp8pass.stability.monitor.monitor import Monitor
 from fp8pass.stability.monitor.statistics import TensorName, measure
 
@@ -85,9 +83,7 @@ class Sampler:
             self._forwards = deque(compacted, maxlen=MOST_FORWARDS)
 
     def _find_forward_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the forward that shares most memory with a backward, or of the last
-        forward.
-        """
+        """Return the path of the forward that shares most memory, or of the last forward."""
         memory = _collect_memory(arguments)
         found = max(
             reversed(self._forwards),
@@ -142,9 +138,7 @@ class MeasuringInterpreter(fx.Interpreter):
         return super().run_node(n)
 
     def find_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the part of the model that runs, to which the graph's paths are
-        relative.
-        """
+        """Return the path of the part of the model that runs; the graph has paths below it."""
         for index, module in self.weights:
             path = self.monitor.module_of(arguments[index])
             if path is not None and path.endswith(module):
@@ -182,7 +176,6 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _group_size(node: fx.Node, x: Tensor) -> int:
-    """Return how many elements of a row share a scale."""
     return quantization_of(node).block[1] or x.shape[-1]
 
 
@@ -197,3 +190,43 @@ def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
         if operand == "weight"
         and (weight := graph.skip_views_and_casts(_operand(node))) in placeholders
     ]
+
+
+@dataclass(frozen=True)
+class Versions(Hooks):
+    """Compiles the versions of each graph that has a backward."""
+
+    monitor: Monitor
+
+    def before_compile(
+        self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
+    ) -> Wrap | None:
+        """Compile the sampled version, and with a fallback the careful version."""
+        if not torch.is_grad_enabled():
+            return None
+        monitor, sampler = self.monitor, Sampler(self.monitor)
+        sampled = compile_version(config, sampler)
+        if not sampler.trains:
+            return None
+        careful: Program | None = None
+        if monitor.fallback:
+            careful = compile_version(
+                replace(config, skip=(*config.skip_patterns, *monitor.fallback))
+            )
+
+        def wrap(normal: Program, compiled: CompiledGraph | None) -> Program:
+            return dispatch(monitor, sampled, careful or normal, normal)
+
+        return wrap
+
+
+def dispatch(monitor: Monitor, sampled: Program, careful: Program, normal: Program) -> Program:
+    """Run the version that the monitor selects for each step."""
+
+    def run(*args: object) -> object:
+        if monitor.falls_back:
+            return careful(*args)
+        samples = monitor.sampling and not compat.in_shape_inference()
+        return sampled(*args) if samples else normal(*args)
+
+    return run

@@ -57,15 +57,15 @@ class TensorStatistics:
     step: int
     module: str
     tensor: str
-    scales: str
-    format: str
-    dtype: str
-    elements: int
-    amax: float
-    saturated: float
-    underflow: float
-    sqnr_db: float
-    nonfinite: int
+    scales: str = ""
+    format: str = ""
+    dtype: str = ""
+    elements: int = 0
+    amax: float = math.nan
+    saturated: float = math.nan
+    underflow: float = math.nan
+    sqnr_db: float = math.nan
+    nonfinite: int = 0
     sharpness: float = math.nan
 
 
@@ -75,15 +75,9 @@ COLUMNS = tuple(f.name for f in fields(TensorStatistics))
 def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
     """Measure the quantization of `x` on its device, without waiting for the device.
 
-    Args:
-        x: any shape; `group` divides its last dimension.
-        scale: one scale for each group, in order, or one scale for all groups.
-        fmt: the format of the quantization.
-        group: number of consecutive elements that share a scale.
-
-    Returns:
-        float64 [8]: amax; counts of elements, nonzero elements, saturated elements, elements
-        rounded to zero, and nonfinite elements; the energies of signal and noise.
+    `group` consecutive elements share a `scale`, or all elements share one. Return float64 [8]:
+    amax; counts of elements, nonzero elements, saturated elements, elements rounded to zero, and
+    nonfinite elements; the energies of signal and noise.
     """
     groups = x.detach().reshape(-1, group)
     scales = scale.detach().float().reshape(-1, 1).expand(groups.shape[0], 1)
@@ -131,19 +125,6 @@ def make_row(step: int, module: str, name: TensorName, totals: list[float]) -> T
         underflow=flushed / nonzero if nonzero else 0.0,
         sqnr_db=_to_decibels(signal, noise),
         nonfinite=int(nonfinite),
-    )
-
-
-def make_landscape_row(step: int, sharpness: float) -> TensorStatistics:
-    return TensorStatistics(
-        *(step, "", LANDSCAPE, "", "", ""),
-        elements=0,
-        amax=math.nan,
-        saturated=math.nan,
-        underflow=math.nan,
-        sqnr_db=math.nan,
-        nonfinite=0,
-        sharpness=sharpness,
     )
 
 

@@ -17,11 +17,7 @@ TENSORBOARD_SCALARS = ("amax", "saturated", "underflow", "sqnr_db", "nonfinite")
 
 
 class CsvWriter:
-    """Appends one line for each tensor and sample to a CSV file.
-
-    Raises:
-        ConfigError: `path` is not a path, is a folder, or is a file that no Monitor wrote.
-    """
+    """Appends one line for each tensor and sample to a CSV file."""
 
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, (str, os.PathLike)) or Path(path).is_dir():
@@ -55,14 +51,8 @@ class CsvWriter:
 class TensorBoardWriter:
     """Writes finite statistics as scalars `fp8pass <statistic>/<module> <tensor> <scales>`.
 
-    The model's sharpness is the scalar `fp8pass/sharpness`.
-
-    Args:
-        target: a folder, or a `torch.utils.tensorboard.SummaryWriter`, which the caller closes.
-
-    Raises:
-        ConfigError: `target` is neither a folder nor a writer.
-        ImportError: `target` is a folder, and tensorboard is not installed.
+    The model's sharpness is the scalar `fp8pass/sharpness`. `target` is a folder, or a
+    `torch.utils.tensorboard.SummaryWriter`, which the caller closes.
     """
 
     def __init__(self, target: Any) -> None:
