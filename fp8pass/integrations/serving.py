@@ -152,7 +152,10 @@ def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> li
     chosen = [
         name
         for name, layer in linears.items()
-        if layer is not head and is_served_in_fp8(name, layer, config) and layout.fits(layer)
+        if layer is not head
+        and layout.fits(layer)
+        and not why_unsuitable_size(layer.out_features, layer.in_features)
+        and matching_pattern(name, config.skip_patterns) is None
     ]
     if not chosen:
         sides = [side for side in parse(layout.quantization).block if side > 1]
@@ -162,12 +165,6 @@ def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> li
             "layers in skip and narrow layers."
         )
     return chosen
-
-
-def is_served_in_fp8(path: str, layer: nn.Linear, config: Config) -> bool:
-    """Whether a layer, which is not an output head, is exported in FP8."""
-    fits = not why_unsuitable_size(layer.out_features, layer.in_features)
-    return fits and matching_pattern(path, config.skip_patterns) is None
 
 
 def _quantize_layers(
