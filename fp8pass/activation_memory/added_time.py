@@ -64,8 +64,9 @@ class AddedTime:
 
     def exact(self, node: fx.Node) -> float:
         """Return the seconds of saving a value exactly."""
-        size = _bytes(node)
-        return (size + (0 if self._is_stored(node) else size)) / self.gpu.bandwidth
+        readers = self._readers(node, backward=False)
+        is_stored = not is_computed(node) or any(kind(user) not in FUSABLE for user in readers)
+        return (1 if is_stored else 2) * _bytes(node) / self.gpu.bandwidth
 
     def low_bit(self, node: fx.Node, decision: Decision) -> float:
         """Return the seconds of quantizing a value, and reading it in the backward."""
@@ -92,10 +93,6 @@ class AddedTime:
             return 0.0
         return 2 * _bytes(node) / self.gpu.bandwidth + hardware.LAUNCH
 
-    def _is_stored(self, node: fx.Node) -> bool:
-        readers = self._readers(node, backward=False)
-        return not is_computed(node) or any(kind(user) not in FUSABLE for user in readers)
-
     def _is_quantized_by_users(self, node: fx.Node) -> bool:
         """Whether a kernel that quantizes an operand of an FP8 GEMM computes it from the value."""
         found = {node}
@@ -113,13 +110,12 @@ class AddedTime:
             for user in pending.pop().users:
                 if kind(user) is Kind.VIEW:
                     pending.append(user)
-                elif kind(user) is not Kind.SYMBOL and self._is_backward(user) == backward:
+                    continue
+                # The output is in `backward`, because it also returns gradients.
+                is_backward = user in self.backward and user.op != "output"
+                if kind(user) is not Kind.SYMBOL and is_backward == backward:
                     yield user
-
-    def _is_backward(self, user: fx.Node) -> bool:
-        # The output is in `backward`, because it also returns gradients.
-        return user in self.backward and user.op != "output"
 
 
 def _bytes(node: fx.Node) -> int:
-    return 0 if graph.is_non_tensor(node) or graph.value(node) is None else count_bytes(node)
+    return 0 if graph.value(node) is None else count_bytes(node)

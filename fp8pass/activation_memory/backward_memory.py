@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ class BackwardMemory:
         self.choices = choices
         self.backward = [n for n in g.nodes if n in choices.rules.backward and n.op != "output"]
         self._position = {n: i for i, n in enumerate(self.backward)}
-        self._used = self._find_uses()
+        self._used = find_uses(self.backward, is_buffered)
         self.lifetimes = self._find_lifetimes(values)
         gradients = self._total(
             (start, self._used[n].last, graph.nbytes(n)) for n, start in self._starts().items()
@@ -124,21 +124,6 @@ class BackwardMemory:
                         buffers.append((first, end, graph.nbytes(transpose)))
         return [buffer for buffer in buffers if buffer[2]]
 
-    def _find_uses(self) -> dict[fx.Node, Lifetime]:
-        """Map each node to its first and last use by nodes with a buffer, also through fused
-        users.
-        """
-        found: dict[fx.Node, Lifetime] = {}
-        for node in reversed(self.backward):
-            found[node] = Lifetime.union(self._use(user, found) for user in node.users)
-        return found
-
-    def _use(self, user: fx.Node, uses: Mapping[fx.Node, Lifetime]) -> Lifetime:
-        if user.op == "output":
-            return Lifetime(len(self.backward), len(self.backward))
-        position = self._position[user]
-        return Lifetime(position, position) if is_buffered(user) else uses[user]
-
     def _starts(self) -> dict[fx.Node, int]:
         """Map each gradient with a buffer to the position at which the buffer is allocated.
 
@@ -164,8 +149,11 @@ class BackwardMemory:
         within: dict[fx.Node, float] = {}
         members = set(values)
         for value in reversed(values):
-            used = (self._use(u, self._used) for u in value.users if u in self._position)
-            direct = Lifetime.union(used)
+            direct = Lifetime.union(
+                Lifetime(self._position[u], self._position[u]) if is_buffered(u) else self._used[u]
+                for u in value.users
+                if u in self._position
+            )
             users = [u for u in value.users if u in members and can_run_again(u)]
             others = [u for u in users if u.target not in SUM_OPERATORS]
             within[value] = min([direct.first, *(within[u] for u in others)])
@@ -191,6 +179,26 @@ class BackwardMemory:
                 change[int(min(first, length))] += bytes_
                 change[int(min(last + 1, length))] -= bytes_
         return list(accumulate(change[:length]))
+
+
+def find_uses(
+    nodes: Sequence[fx.Node], has_buffer: Callable[[fx.Node], bool]
+) -> dict[fx.Node, Lifetime]:
+    """Map each node to its first and last use by nodes with a buffer, also through fused users.
+
+    `nodes` are all nodes of a graph, or of its backward, except the output.
+    """
+    position, uses = {n: i for i, n in enumerate(nodes)}, dict[fx.Node, Lifetime]()
+
+    def use(user: fx.Node) -> Lifetime:
+        if user.op != "output" and not has_buffer(user):
+            return uses[user]
+        at = position.get(user, len(nodes))
+        return Lifetime(at, at)
+
+    for node in reversed(nodes):
+        uses[node] = Lifetime.union(map(use, node.users))
+    return uses
 
 
 def is_buffered(node: fx.Node) -> bool:

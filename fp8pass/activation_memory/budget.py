@@ -63,7 +63,7 @@ from fp8pass.activation_memory.decision import (
     stored_bytes,
 )
 from fp8pass.activation_memory.format_choices import FormatChoices
-from fp8pass.activation_memory.host_transfer import HostTransfer
+from fp8pass.activation_memory.host_transfer import HostTransfer, limit_copies
 from fp8pass.activation_memory.needs import Needs
 from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.dialect.formats import EXACT
@@ -115,17 +115,17 @@ class BudgetProblem:
     Args:
         needs: the values that the backward needs, at least one.
         choices: the formats in which each value may be saved.
-        memory: bytes alive in the backward. If None, the peak is not limited.
+        memory: bytes alive in the backward.
         allowance: bytes by which the peak may exceed the budget at no price.
-        transfer: copies to host memory, which require `memory`. If None, host memory is not used.
+        transfer: copies to host memory. If None, host memory is not used.
     """
 
     def __init__(
         self,
         needs: Needs,
         choices: FormatChoices,
-        memory: BackwardMemory | None = None,
-        allowance: float = 0.0,
+        memory: BackwardMemory,
+        allowance: float,
         transfer: HostTransfer | None = None,
     ) -> None:
         self.needs, self.choices = needs, choices
@@ -138,7 +138,7 @@ class BudgetProblem:
         self.seconds = self._vector("seconds")
         self.upper = self._vector("allowed")
         self.upper[[FORWARD_WAIT, BACKWARD_WAIT]] = np.inf if transfer else 0
-        self.upper[EXCESS] = np.inf if memory else 0
+        self.upper[EXCESS] = np.inf
         saved = self.bytes[SAVE_EXACT:of_values:WAYS_WITHOUT_HOST].sum()
         recomputed = self.seconds[RECOMPUTE_EXACT:of_values:WAYS_WITHOUT_HOST].sum()
         price_of_a_byte = float(recomputed / saved) if saved else 0.0
@@ -163,7 +163,7 @@ class BudgetProblem:
     def within(self, budget: float) -> Decisions | None:
         """Return the fastest plan that saves at most `budget` bytes; None if no plan does."""
         result = self._solve(self.seconds, budget)
-        if result.x is None and result.status != INFEASIBLE and self.memory:
+        if result.x is None and result.status != INFEASIBLE:
             # No plan was found in time. Try again without the constraints on the peak, because a
             # plan with a high peak is better than no plan.
             result = self._solve(self.seconds, budget, limits_peak=False)
@@ -180,7 +180,7 @@ class BudgetProblem:
         if math.isfinite(budget):
             row = csr_matrix(self.bytes[None, :] / MEGA)
             constraints.append(LinearConstraint(row, -np.inf, budget / MEGA))
-            if self.memory and limits_peak:
+            if limits_peak:
                 most = (budget + self.allowance - np.array(self.memory.gradients)) / MEGA
                 constraints.append(LinearConstraint(self.alive, -np.inf, most))
         scale = 1 / max(cost[:-CONTINUOUS].max(), 1e-30)
@@ -293,8 +293,6 @@ class BudgetProblem:
 
     def _alive(self) -> csr_matrix:
         """Return constraint (2): megabytes by time (row) and variable (column)."""
-        if self.memory is None:
-            return csr_matrix((0, len(self.bytes)))
         alive = np.zeros((len(self.memory.times), len(self.bytes)))
         for (value, way), column in self.columns.items():
             if way in RECOMPUTE_WAYS:
@@ -319,11 +317,11 @@ class BudgetProblem:
         values = {value for value, _ in sent}
         rows: list[dict[int, float]] = []
         most = []
-        for wait, limits in (
-            (FORWARD_WAIT, self.transfer.limit_sending(values)),
-            (BACKWARD_WAIT, self.transfer.limit_fetching(values)),
+        for wait, left in (
+            (FORWARD_WAIT, self.transfer.to_send),
+            (BACKWARD_WAIT, self.transfer.to_fetch),
         ):
-            for copied, available in limits:
+            for copied, available in limit_copies(left, values):
                 row = {
                     self.columns[key]: s / unit for key, s in seconds.items() if key[0] in copied
                 }

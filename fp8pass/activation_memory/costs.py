@@ -15,6 +15,7 @@ from fp8pass import compat, graph, hardware
 from fp8pass.graph.classify import AMAX_OPERATORS, Kind, kind
 from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
 from fp8pass.graph.flops import EXPENSIVE_KINDS, flops, is_fp8_gemm
+from fp8pass.graph.traffic import FUSABLE
 
 UNITS_PER_BYTE = 256
 
@@ -22,13 +23,7 @@ UNITS_PER_BYTE = 256
 FUSED_SHARE = 0.25
 
 WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION)
-RECOMPUTABLE = (
-    *WITHOUT_KERNEL,
-    Kind.POINTWISE,
-    Kind.REDUCTION,
-    Kind.MOVEMENT,
-    Kind.QUANTIZE,
-)
+RECOMPUTABLE = (*WITHOUT_KERNEL, *FUSABLE)
 
 
 def recompute_price(node: fx.Node) -> float:

@@ -17,7 +17,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.activation_memory.decision import Decision, Decisions, decide_free
 from fp8pass.activation_memory.format_choices import CHEAP_TO_RECOMPUTE, FormatChoices
-from fp8pass.activation_memory.needs import Needs
+from fp8pass.activation_memory.needs import Needs, find_relevant
 from fp8pass.activation_memory.reasons import SavedReason
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import is_same_shape_addition
@@ -57,12 +57,10 @@ def _cut_component(
 ) -> tuple[Cut, Cut]:
     """Return the cut for nodes that are needed exactly, and the cut for all other needed nodes.
 
-    Under autocast, a residual stream is in FP32 and the branches that are added to it are in 16
-    bits. So saving a branch takes fewer bytes than saving the sum, and the backward recomputes the
-    sum from the previous sum and the branch. But if all sums are recomputed, each sum needs all
-    previous sums. The backward, which starts at the last sum, would then compute all sums at once,
-    and each sum would stay in memory until the backward reaches its layer. Therefore the cuts are
-    repeated with every second sum saved, until no sum is recomputed from another recomputed sum.
+    Under autocast, saving a 16-bit branch takes fewer bytes than saving its FP32 sum with the
+    residual stream. But a sum that is recomputed from a recomputed sum needs all previous sums, and
+    the backward would hold all of them. So the cuts are repeated with every second sum saved, until
+    no sum is recomputed from another recomputed sum.
     """
     saved: set[fx.Node] = set()
     while True:
@@ -147,10 +145,8 @@ class _ComponentCuts:
         for node in self.component:
             if math.isinf(self._recompute_price(node)):
                 continue
-            is_attention_mask = not graph.is_float(node) and not rigid.isdisjoint(
-                node.all_input_nodes
-            )
-            if is_attention_mask or not self.choices.may_be_recomputed(node):
+            is_mask = not graph.is_float(node) and not rigid.isdisjoint(node.all_input_nodes)
+            if is_mask or not self.choices.may_be_recomputed(node):
                 rigid.add(node)
         masks = exact | (rigid & everything)
         regions = masks | {n for n in rigid if math.isinf(self.choices.save_price(n))}
@@ -255,7 +251,7 @@ def _why_exact(node: fx.Node, needs: Needs) -> str:
 
 def components(values: list[fx.Node], needed: set[fx.Node], price: Price) -> list[list[fx.Node]]:
     """Split needed values, and values from which they may be recomputed, into independent sets."""
-    order = _relevant(values, needed, price)
+    order = find_relevant(values, needed, lambda node: math.isfinite(price(node)))
     connected = nx.utils.UnionFind(order)
     for node in order:
         if math.isfinite(price(node)):
@@ -264,14 +260,6 @@ def components(values: list[fx.Node], needed: set[fx.Node], price: Price) -> lis
     for node in order:
         grouped.setdefault(connected[node], []).append(node)
     return list(grouped.values())
-
-
-def _relevant(values: list[fx.Node], needed: set[fx.Node], price: Price) -> list[fx.Node]:
-    found = set(needed)
-    for node in reversed(values):
-        if node in found and math.isfinite(price(node)):
-            found.update(node.all_input_nodes)
-    return [n for n in values if n in found]
 
 
 _SOURCE, _SINK = "source", "sink"
@@ -292,7 +280,7 @@ def min_cut(
     """
     if not needed:
         return Cut(set(), set(), 0)
-    component = _relevant(component, needed, recompute_price)
+    component = find_relevant(component, needed, lambda n: math.isfinite(recompute_price(n)))
     index = {node: i for i, node in enumerate(component)}
     values = tuple(
         CutValue(

@@ -49,15 +49,9 @@ OUTPUT_GROUP = 32
 
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STORABLE_KINDS = (
-    Kind.INPUT,
-    Kind.VIEW,
-    Kind.POINTWISE,
-    Kind.MOVEMENT,
-    Kind.REDUCTION,
-    Kind.GEMM,
-    Kind.ATTENTION,
+    Kind.INPUT, Kind.VIEW, Kind.POINTWISE, Kind.MOVEMENT, Kind.REDUCTION, Kind.GEMM, Kind.ATTENTION,
     Kind.CONVOLUTION,
-)
+)  # fmt: skip
 
 
 class FormatChoices:
@@ -68,12 +62,11 @@ class FormatChoices:
     ) -> None:
         self.config, self.facts = config, facts
         self.rules, self.time = rules, time
-        self._options: dict[fx.Node, list[Decision]] = {}
+        self.options = cache(self._list_options)
         self.save_price = cache(self._save_price)
         self.recompute_price = cache(self._recompute_price)
 
     def _save_price(self, node: fx.Node) -> float:
-        """Return the price of saving a value exactly."""
         price = save_price(node)
         return price if math.isinf(price) else price + self._time_price(node, SAVED_EXACTLY)
 
@@ -113,19 +106,17 @@ class FormatChoices:
         }
         return {n: pattern for n, pattern in found.items() if pattern is not None}
 
+    @property
+    def smallest(self) -> Format:
+        """The configured format."""
+        return EXACT if self.config.save_format == "none" else FORMATS[self.config.save_format]
+
     @cached_property
     def formats(self) -> tuple[Format, ...]:
         """The configured format and all formats with more bits, the smallest first."""
-        if self.config.save_format == "none":
-            return (EXACT,)
-        smallest = FORMATS[self.config.save_format]
-        if smallest.lossless:
-            return (smallest,)
-        return tuple(f for f in SAVED_FORMATS if f.bits >= smallest.bits)
-
-    @property
-    def smallest(self) -> Format:
-        return self.formats[0]
+        if self.smallest.lossless:
+            return (self.smallest,)
+        return tuple(f for f in SAVED_FORMATS if f.bits >= self.smallest.bits)
 
     def why_exact(self, node: fx.Node) -> str:
         """Return why the backward needs `node` exactly; '' if not, or if save_format='none'."""
@@ -164,13 +155,8 @@ class FormatChoices:
             microseconds=1e6 * seconds,
         )
 
-    def options(self, node: fx.Node) -> list[Decision]:
-        """Return all low-bit formats for `node`, from few bits to many, or else only `EXACT`."""
-        if node not in self._options:
-            self._options[node] = self._list_options(node)
-        return self._options[node]
-
     def _list_options(self, node: fx.Node) -> list[Decision]:
+        """Return all low-bit formats for `node`, from few bits to many, or else only `EXACT`."""
         reason = self._why_not_storable(node) or self.why_exact(node)
         if reason:
             return [Decision(EXACT, 0, reason)]

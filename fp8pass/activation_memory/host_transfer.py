@@ -3,16 +3,15 @@
 In each direction one copy runs at a time, at the bandwidth of the link to the host. Times are
 roofline estimates. The waits are:
 
-    forward     max over t of (t + seconds to copy all values computed at t or later), minus the
-                duration of the forward
-    backward    max over t of (seconds to copy all values used until t, minus t)
+    forward     max over t of (seconds to copy all values computed in the last t seconds, minus t)
+    backward    max over t of (seconds to copy all values used in the first t seconds, minus t)
 
 So the copies of values that the forward computes late and the backward uses early are not hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import fx
@@ -24,7 +23,7 @@ from fp8pass.activation_memory.decision import Decisions, host_bytes
 from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.config import Config
 from fp8pass.graph.chunks import chunks_of
-from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.traffic import base
 from fp8pass.runtime.copies import bandwidth
 
 # A copy of fewer bytes takes no longer than its launch.
@@ -58,19 +57,19 @@ class HostTransfer:
     Attributes:
         device: the device that runs the graph.
         bandwidth: bytes per second that each direction of the link copies.
-        forward_seconds: duration of the forward.
-        computed: seconds from the start of the forward until each forward value is computed.
-        used: seconds from the start of the backward until the backward first uses each value.
+        to_send: seconds from the computation of each forward value to the end of the forward.
+        to_fetch: seconds from the start of the backward to its first use of each value.
     """
 
     def __init__(self, g: fx.Graph, memory: BackwardMemory, choices: FormatChoices) -> None:
         self.facts, self._constants = choices.facts, choices.rules.constants
         backward = choices.rules.backward
         forward = [n for n in g.nodes if n not in backward and n.op != "output"]
-        self.computed = _times_of_forward(g, forward, memory.backward)
-        self.forward_seconds = max(self.computed.values(), default=0.0)
+        computed = _times_of_forward(g, forward, memory.backward)
+        end = max(computed.values(), default=0.0)
+        self.to_send = {value: end - time for value, time in computed.items()}
         begins = [begin for begin, _ in running_times(g, memory.backward).values()]
-        self.used = {
+        self.to_fetch = {
             value: begins[int(life.first)]
             for value, life in memory.lifetimes.items()
             if life.first < len(begins)
@@ -86,7 +85,7 @@ class HostTransfer:
         Parameters, leaves, data and results of the graph are alive anyway. The backward can
         recompute values that depend only on parameters and data.
         """
-        if bytes_ < SMALLEST_COPY or value not in self.used or self.facts.is_free(value):
+        if bytes_ < SMALLEST_COPY or value not in self.to_fetch or self.facts.is_free(value):
             return False
         is_data = value.op == "placeholder" and value not in self.facts.activations
         if value in self._constants or is_data or base(value) in self._results:
@@ -102,20 +101,10 @@ class HostTransfer:
 
     def wait(self, decisions: Decisions) -> float:
         sent = {n: self.seconds(host_bytes(n, d)) for n, d in decisions.items() if d.on_host}
-        copies = ((self.computed[n], t) for n, t in sent.items())
-        return forward_wait(copies, self.forward_seconds) + backward_wait(
-            (self.used[n], t) for n, t in sent.items()
+        return sum(
+            exposed_seconds((left[n], seconds) for n, seconds in sent.items())
+            for left in (self.to_send, self.to_fetch)
         )
-
-    def limit_sending(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield pairs: the values computed from a time on, and the seconds left to send them."""
-        for now in _sample_times(self.computed[v] for v in values):
-            yield {v for v in values if self.computed[v] >= now}, self.forward_seconds - now
-
-    def limit_fetching(self, values: Collection[fx.Node]) -> Iterator[tuple[set[fx.Node], float]]:
-        """Yield pairs: the values used until a time, and the seconds left to fetch them."""
-        for now in _sample_times(self.used[v] for v in values):
-            yield {v for v in values if self.used[v] <= now}, now
 
 
 def _times_of_forward(
@@ -133,20 +122,20 @@ def _times_of_forward(
     return computed
 
 
-def forward_wait(copies: Iterable[tuple[float, float]], end: float) -> float:
-    """Return the seconds that copies (value computed at, duration) outlast the forward."""
-    free = 0.0
-    for computed, seconds in sorted(copies):
-        free = max(free, computed) + seconds
-    return max(free - end, 0.0)
+def limit_copies(
+    left: Mapping[fx.Node, float], values: Collection[fx.Node]
+) -> Iterator[tuple[set[fx.Node], float]]:
+    """Yield pairs: the values with at most some time left to copy them, and this time."""
+    for seconds in _sample_times(left[v] for v in values):
+        yield {v for v in values if left[v] <= seconds}, seconds
 
 
-def backward_wait(copies: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that a backward waits for copies (value used at, duration)."""
+def exposed_seconds(copies: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that computation waits for copies (seconds left, duration)."""
     total = late = 0.0
-    for used, seconds in sorted(copies):
+    for left, seconds in sorted(copies):
         total += seconds
-        late = max(late, total - used)
+        late = max(late, total - left)
     return late
 
 
@@ -161,13 +150,6 @@ def _sample_times(times: Iterable[float]) -> list[float]:
     if last < INSTANTS:
         return ordered
     return [ordered[round(i * last / (INSTANTS - 1))] for i in range(INSTANTS)]
-
-
-def base(node: fx.Node) -> fx.Node:
-    """Return the node that owns the memory of a view."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and kind(node) is Kind.VIEW:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _is_dense(val: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -22,12 +23,18 @@ class Needs:
     exact: dict[fx.Node, str] = field(default_factory=dict)
 
     def relevant_values(self) -> list[fx.Node]:
-        """Return the needed values, and the values from which they may be recomputed, in order."""
-        found = set(self.all)
-        for node in reversed(self.values):
-            if node in found and can_run_again(node):
-                found.update(node.all_input_nodes)
-        return [n for n in self.values if n in found]
+        return find_relevant(self.values, self.all, can_run_again)
+
+
+def find_relevant(
+    values: list[fx.Node], needed: Iterable[fx.Node], may_run_again: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """Return needed values, and the values from which they may be recomputed, in order."""
+    found = set(needed)
+    for node in reversed(values):
+        if node in found and may_run_again(node):
+            found.update(node.all_input_nodes)
+    return [n for n in values if n in found]
 
 
 def find_needs(gm: fx.GraphModule, choices: FormatChoices) -> Needs:

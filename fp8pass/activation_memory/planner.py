@@ -24,6 +24,7 @@ from fp8pass.plan import FrontierPoint
 BUDGET_TOLERANCE = 1e-3
 # A user who sets a smaller budget in bytes probably means GiB.
 LEAST_BUDGET = 1024
+FRONTIER_POINTS = 8
 
 
 class BudgetTooSmall(ConfigError):
@@ -88,21 +89,20 @@ class Planner:
         )
 
     def _name_largest(self) -> str:
-        """Name the largest value that the smallest plan saves."""
         plan, facts = self.problem.smallest(), self.choices.facts
         sizes = {node: saved_bytes({node: d}, facts) for node, d in plan.items()}
         node = max(sizes, key=lambda node: sizes[node])
         name = node.meta.get(INPUT_NAME) or graph.value_names(self.graph)[node]
         return f"the largest tensor is {name}, {bytes_text(sizes[node])}"
 
-    def frontier(self, chosen: FrontierPoint, points: int = 8) -> list[FrontierPoint]:
+    def frontier(self, chosen: FrontierPoint) -> list[FrontierPoint]:
         """Return the costs of plans, from the smallest possible budget up to no budget.
 
         Points that are not smaller or faster than another point, or than `chosen`, are left out. So
         are points that a later point beats, because the difference is within the solver's
         tolerance.
         """
-        budgets = np.linspace(self._least, max(self.most, self._least), points)[:-1]
+        budgets = np.linspace(self._least, max(self.most, self._least), FRONTIER_POINTS)[:-1]
         plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
         unlimited = self.point(self.cuts)
         shown = {chosen, unlimited}
@@ -135,7 +135,6 @@ class Planner:
 
 
 def _dominates(p: FrontierPoint, q: FrontierPoint) -> bool:
-    """Whether `p` is at least as small and as fast as `q`, and better in one."""
     return (p.bytes, p.seconds) != (q.bytes, q.seconds) and (
         p.bytes <= q.bytes and p.seconds <= q.seconds
     )

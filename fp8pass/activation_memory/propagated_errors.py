@@ -37,7 +37,6 @@ def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisio
 
 
 def _include(decision: Decision, use: Amplification) -> Decision:
-    """Raise the expected error of `decision` to the error that `use` causes."""
     assert decision.format is not None
     error = use.expected * decision.format.relative_error
     if not decision.low_bit or error <= decision.expected_error:

@@ -31,15 +31,14 @@ from torch._logging import trace_structured
 from fp8pass.compat.attributes import Attribute, set_attributes
 
 __all__ = [
-    "CustomPartitionerFn", "activation_quantization_is_on", "after_backward", "backend_of",
-    "box", "cache_folder",  "compile_fx", "compile_fx_inner",
-    "compiled_in_vain", "compiles_backward", "copy_captured", "disable_gradient_hooks",
-    "find_replayed_memory", "fresh_compilation", "get_cpp_compiler", "half_of",
-    "has_cpp_compiler", "interpret", "is_checkpointing", "is_of_fsdp", "is_region",
-    "list_mode_options", "list_options", "match_generated_code", "multiplies_bf16_on_cpu",
-    "original_of", "recompile", "run_uncompiled", "running_backward", "seeded_random_ops",
-    "source_of", "static_inputs", "trace_structured", "type_of_option", "uncached",
-    "uses_cuda_graphs",
+    "SEEDED_RANDOM", "CustomPartitionerFn", "activation_quantization_is_on", "after_backward",
+    "backend_of", "box", "cache_folder", "compile_fx", "compile_fx_inner", "compiled_in_vain",
+    "compiles_backward", "copy_captured", "disable_gradient_hooks", "find_replayed_memory",
+    "fresh_compilation", "get_cpp_compiler", "half_of", "has_cpp_compiler", "interpret",
+    "is_checkpointing", "is_of_fsdp", "is_region", "list_mode_options", "list_options",
+    "match_generated_code", "multiplies_bf16_on_cpu", "original_of", "recompile", "run_uncompiled",
+    "running_backward", "source_of", "static_inputs", "trace_structured", "type_of_option",
+    "uncached", "uses_cuda_graphs",
 ]  # fmt: skip
 
 # Before 2.13, Dynamo does not check a parameter again while its dict is unchanged. If the user
@@ -48,6 +47,13 @@ if torch.__version__ < "2.13":
     dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+# The operators whose random numbers are determined by a seed operand.
+SEEDED_RANDOM = (
+    torch.ops.prims.inductor_random.default,
+    torch.ops.prims.inductor_randint.default,
+    torch.ops.prims.inductor_lookup_seed.default,
+)
 
 
 def half_of(kwargs: dict[str, Any]) -> str:
@@ -122,15 +128,6 @@ def _detach_from_base(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value._is_view():
         return value
     return torch.ops.aten._unsafe_view.default(value, value.shape)
-
-
-def seeded_random_ops() -> Iterable[Any]:
-    """Return the operators whose random numbers are determined by a seed operand."""
-    return (
-        torch.ops.prims.inductor_random.default,
-        torch.ops.prims.inductor_randint.default,
-        torch.ops.prims.inductor_lookup_seed.default,
-    )
 
 
 def match_generated_code(gm: fx.GraphModule) -> None:
@@ -292,11 +289,9 @@ def cache_folder() -> str | None:
     return cache_dir() if is_enabled and not inductor_config.force_disable_caches else None
 
 
-@contextmanager
-def uncached() -> Iterator[None]:
+def uncached() -> AbstractContextManager[Any]:
     """Disable the cache of AOTAutograd."""
-    with functorch_config.patch(enable_autograd_cache=False):
-        yield
+    return functorch_config.patch(enable_autograd_cache=False)
 
 
 @contextmanager

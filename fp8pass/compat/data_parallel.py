@@ -97,11 +97,7 @@ class GradientBuffer(Tensor):
         return self.as_subclass(Tensor)
 
     def compute_sizes(self, ranks: int) -> tuple[int, ...]:
-        """Return the number of elements of each gradient that one rank receives.
-
-        Raises:
-            RuntimeError: FSDP2 filled the buffer with another operator than `fsdp.chunk_cat`.
-        """
+        """Return the number of elements of each gradient that one rank receives."""
         sizes = tuple(-(-shape[0] // ranks) * shape[1:].numel() for shape in self.shapes)
         if sum(sizes) * ranks != self.numel():
             raise RuntimeError(

@@ -9,13 +9,11 @@ from functools import cache
 from typing import Any
 
 import sympy
-import torch
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import ir as inductor_ir
 from torch._inductor.async_compile import shutdown_compile_workers
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.lowering import empty_strided as inductor_empty_strided
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import empty_strided, fallback_handler, register_lowering
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
@@ -51,38 +49,38 @@ def lower_to_buffer(op: Any) -> None:
     A tensor that is already stored in this order is not copied.
     """
 
+    @register_lowering(op, type_promotion_kind=None)
     def lowering(x: Any, order: Sequence[int]) -> Any:
         ranks = [len(order) - 1 - list(order).index(dim) for dim in range(len(order))]
         return inductor_ir.ExternKernel.require_stride_order(x, ranks)
-
-    register_lowering(op, type_promotion_kind=None)(lowering)
 
 
 def lower_to_parts(op: Any) -> None:
     """Lower `op(parts, dim)` to a concatenation in one buffer, to which kernels write the parts."""
 
+    @register_lowering(op, type_promotion_kind=None)
     def lowering(parts: Sequence[Any], dim: int) -> Any:
         dim %= len(parts[0].get_size())
         return inductor_ir.TensorBox(inductor_ir.ConcatKernel.create(parts, dim))
-
-    register_lowering(op, type_promotion_kind=None)(lowering)
 
 
 def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[Any]]) -> None:
     """Lower `op(inputs, programs)` on a GPU to the launches that `prepare` returns."""
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
+    @register_lowering(op, type_promotion_kind=None)
     def lowering(inputs: Sequence[Any], programs: str) -> Any:
         results = V.graph.current_node.meta["val"]
         if results[0].device.type != "cuda":
             return fallback(inputs, programs)
         tensors = [inductor_ir.ExternKernel.require_contiguous(x) for x in inputs]
-        outputs = [_make_buffer(convert_shape_to_inductor(x.shape), x) for x in results]
+        outputs = [
+            empty_strided(convert_shape_to_inductor(x.shape), None, dtype=x.dtype, device=x.device)
+            for x in results
+        ]
         for launch in prepare(tensors, programs):
             _launch(launch, tensors, outputs)
         return outputs
-
-    register_lowering(op, type_promotion_kind=None)(lowering)
 
 
 def _launch(launch: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -96,10 +94,6 @@ def _launch(launch: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             tma_descriptor_metadata={},
             kernel_args={**pointers, **launch.sizes},
         )
-
-
-def _make_buffer(size: Sequence[Any], like: torch.Tensor) -> Any:
-    return inductor_empty_strided(size, None, dtype=like.dtype, device=like.device)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -31,7 +30,10 @@ def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Gr
     Layouts are not recorded, because `make_fx` would add a guard on a dynamic number of elements.
     """
     traced = make_fx(function, tracing_mode="real", decomposition_table=_decompositions())
-    with torch.no_grad(), fake_mode_of(inputs[0]), enable_python_dispatcher(), _without_layouts():
+    without_layouts = set_attributes(
+        [(proxy_tensor, "_extract_tensor_metadata", lambda *args: None)]
+    )
+    with torch.no_grad(), fake_mode_of(inputs[0]), enable_python_dispatcher(), without_layouts:
         graph = traced(*inputs).graph
     for node in graph.nodes:
         node.meta.clear()
@@ -39,10 +41,6 @@ def trace(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.Gr
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     return graph
-
-
-def _without_layouts() -> AbstractContextManager[None]:
-    return set_attributes([(proxy_tensor, "_extract_tensor_metadata", lambda *args: None)])
 
 
 @cache

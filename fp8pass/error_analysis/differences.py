@@ -212,7 +212,7 @@ def find_expanded_distances(g: fx.Graph) -> set[fx.Node]:
         is_product = kind(node) is Kind.GEMM
         if _is_square(node):
             square = value
-        elif not (is_product or _is_linear(node)):
+        elif not (is_product or _is_scaled_copy(node) or _terms(node) or node.target in TOTALS):
             square = product = nothing
         squares[node], products[node] = square, product | value if is_product else product
         found |= squares[node] & products[node]
@@ -224,10 +224,6 @@ def _is_square(node: fx.Node) -> bool:
     if node.target is aten.pow.Tensor_Scalar:
         return bool(node.args[1] == 2)
     return node.target in PRODUCTS and node.args[0] is node.args[1]
-
-
-def _is_linear(node: fx.Node) -> bool:
-    return _is_scaled_copy(node) or _terms(node) is not None or node.target in TOTALS
 
 
 def _is_scaled_copy(node: fx.Node) -> bool:

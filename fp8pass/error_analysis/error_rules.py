@@ -268,7 +268,6 @@ class Rules:
         return bool(user.meta.get(HIGH_PRECISION_BY_CHOICE)) and user in self.backward
 
     def _use_operand(self, user: fx.Node) -> Use:
-        """Return the amplification of errors in an operand of the attention `user`, or a reason."""
         if user.target in FLEX_ATTENTION:
             return "no rule bounds errors in FlexAttention, whose score_mod may be any function"
         sizes = _read_attention_sizes(user)

@@ -99,22 +99,17 @@ def express(region: Region) -> Expressions:
         found.symbols[node] = symbol
         if node in region.nonpositive:
             found.nonpositive.add(symbol)
-        if role is Role.CONSTANT:
-            _add_constant(node, symbol, found)
-        else:
+        if role is not Role.CONSTANT:
             (found.gradients if role is Role.GRADIENT else found.values).append(symbol)
+            continue
+        found.constants.add(symbol)
+        if (filled := filled_with(node)) is not None:
+            found.numbers[symbol] = filled
+        elif graph.tensor(node).dtype is torch.bool:
+            found.masks.add(symbol)
     for node in region.nodes:
         _define(node, found)
     return found
-
-
-def _add_constant(node: fx.Node, symbol: Symbol, found: Expressions) -> None:
-    found.constants.add(symbol)
-    filled = filled_with(node)
-    if filled is not None:
-        found.numbers[symbol] = filled
-    elif graph.tensor(node).dtype is torch.bool:
-        found.masks.add(symbol)
 
 
 def _define(node: fx.Node, found: Expressions) -> None:

@@ -67,9 +67,6 @@ class Factors:
         contributions: the term that each element adds to a statistic.
         responses: `responses[g][x]` is the response of the symbol x to the entering gradient g.
         rows: `rows[g][s]` is w_s, for the entering gradient g and the statistic s.
-
-    Raises:
-        Underivable: the region is not linear in gradients.
     """
 
     def __init__(
@@ -147,18 +144,15 @@ class Factors:
             operands = {s: found[s] for s in symbols if s in found}
             if not operands:
                 continue
-            response = self._map(definition, operands)
+            columns = dict.fromkeys(t for response in operands.values() for t in response)
+            response = {
+                t: self._run(definition, {s: r[t] for s, r in operands.items() if t in r})
+                for t in columns
+            }
             if isinstance(definition, Statistic):
                 rows[definition.symbol] = self._row(definition, response, gradient)
                 response = {definition.symbol: one}
             found[definition.symbol] = response
-
-    def _map(self, definition: Definition, operands: Mapping[Symbol, Response]) -> Response:
-        columns = dict.fromkeys(t for response in operands.values() for t in response)
-        return {
-            t: self._run(definition, {s: r[t] for s, r in operands.items() if t in r})
-            for t in columns
-        }
 
     def _run(self, definition: Definition, factors: Mapping[Symbol, Tensor]) -> Tensor:
         """Run a definition on factors instead of gradients; missing factors are zero."""
@@ -210,9 +204,6 @@ def check_cost(expressions: Expressions, outputs: Iterable[Symbol]) -> None:
     """Refuse a region with a long chain of normalizations, such as Sinkhorn's iterations.
 
     The cost is counted, not measured, so that plans do not depend on the machine's load.
-
-    Raises:
-        Underivable: the cost is above `LARGEST_COST`.
     """
     forward, backward = split_at_gradients(expressions)
     passes = sum(isinstance(d, Statistic) for d in forward)
@@ -228,16 +219,11 @@ def check_cost(expressions: Expressions, outputs: Iterable[Symbol]) -> None:
             is_statistic = isinstance(definition, Statistic)
             passes += len(through) if is_statistic else 0
             terms[definition.symbol] = {definition.symbol} if is_statistic else through
-            if EVALUATION * evaluations > LARGEST_COST:
-                raise _too_large(expressions)
         passes += sum(1 + 2 * len(terms[o]) for o in outputs if o in terms)
-    if EVALUATION * evaluations + passes * len(expressions.definitions) > LARGEST_COST:
-        raise _too_large(expressions)
-
-
-def _too_large(expressions: Expressions) -> Underivable:
-    statistics = sum(isinstance(d, Statistic) for d in expressions.definitions)
-    return Underivable(
-        "finding an error rule would take too long: "
-        f"{len(expressions.definitions)} operators with {statistics} reductions and no GEMM between"
-    )
+    operators = len(expressions.definitions)
+    if EVALUATION * evaluations + passes * operators > LARGEST_COST:
+        reductions = sum(isinstance(d, Statistic) for d in expressions.definitions)
+        raise Underivable(
+            f"finding an error rule would take too long: {operators} operators with {reductions} "
+            "reductions and no GEMM between"
+        )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import sympy
 from sympy import Expr, Symbol
-from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.error_analysis.derivation import Derivation, InputFacts
@@ -20,7 +20,7 @@ from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.expressions import Expressions, Pointwise
 from fp8pass.error_analysis.factors import Jacobian
 from fp8pass.error_analysis.regions import Region
-from fp8pass.graph.names import operator_name
+from fp8pass.graph.names import short_operator_name
 from fp8pass.graph.symbols import Underivable
 from fp8pass.plan import RuleSummary
 
@@ -131,10 +131,7 @@ def _outermost_means(expression: Expr) -> list[Mean]:
 
 
 def _reappears_in_its_derivative(value: Expr) -> bool:
-    """Match exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may store the result.
-
-    exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may have stored the result.
-    """
+    """Match exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may store the result."""
     if isinstance(value, sympy.Pow):
         return bool(value.exp.is_negative) or not value.exp.is_integer
     return isinstance(value, sympy.Function)
@@ -149,7 +146,7 @@ class Formulas:
 
     def __init__(self, expressions: Expressions, outputs: Iterable[Symbol]) -> None:
         self.expressions = expressions
-        self._norms: dict[tuple[Expr, float], Expr] = {}
+        self._norm = cache(self._compute_norm)
         chains = [ChainRule(expressions, gradient, ONE) for gradient in expressions.gradients]
         self.factors = {output: _list_jacobians(output, chains) for output in outputs}
 
@@ -176,12 +173,6 @@ class Formulas:
             size = self._norm(chain.rows[differential], 1) if through else ONE
             total += self._norm(coefficient, order) * size
         return total
-
-    def _norm(self, expression: Expr, order: float) -> Expr:
-        key = expression, order
-        if key not in self._norms:
-            self._norms[key] = self._compute_norm(expression, order)
-        return self._norms[key]
 
     def _compute_norm(self, expression: Expr, order: float) -> Expr:
         expression = self.expressions.expand(expression)
@@ -235,16 +226,10 @@ def _rename(equal: Region, summary: RuleSummary, region: Region) -> RuleSummary:
     return replace(
         summary,
         module=graph.module_path(graph.skip_views_and_casts((forward or region.nodes)[0])),
-        inputs=tuple(f"{n.name} ({_short_name(n)})" for n in region.values),
-        operators=tuple(dict.fromkeys(map(_short_name, forward))),
+        inputs=tuple(f"{n.name} ({short_operator_name(n)})" for n in region.values),
+        operators=tuple(dict.fromkeys(map(short_operator_name, forward))),
         bound=bound,
     )
-
-
-def _short_name(node: fx.Node) -> str:
-    """Shorten `aten.mul.Tensor` to `mul`."""
-    parts = operator_name(node).split(".")
-    return parts[min(1, len(parts) - 1)]
 
 
 def _summarize(region: Region, facts: InputFacts, reason: str) -> RuleSummary:

@@ -1,7 +1,6 @@
 """Find comparisons that make results of a region jump at a threshold.
 
-Softplus does not jump at 20, where both branches are equal within rounding. A mask does, and so
-does the gradient of ReLU6: then the backward must use the outcome of the forward.
+At a jump, the backward must use the outcome of the forward.
 
 A relative perturbation of x never changes `x > 0`. The backward may repeat this comparison with an
 inexact x in a format that preserves signs, but not with an x that is recomputed from inexact
@@ -49,9 +48,6 @@ def find_jumps(
 
     Return two sets of symbols: those compared with zero, whose exact signs are needed, and results
     of comparisons that need exact operands.
-
-    Raises:
-        Underivable: a comparison that causes a jump is a part of a larger formula.
     """
     signs, exact, parts = set[Symbol](), set[Symbol](), set[str]()
     if comparisons := _list_comparisons(expressions):
@@ -75,7 +71,7 @@ def _list_comparisons(expressions: Expressions) -> list[ThresholdComparison]:
     for definition in expressions.definitions:
         if not isinstance(definition, Pointwise):
             continue
-        for atom in sorted(definition.value.atoms(UnitStep, Sign), key=str):
+        for atom in sorted(definition.value.atoms(Sign), key=str):
             (compared,) = atom.args
             if compared.free_symbols - fixed:
                 step = UnitStep(compared)
@@ -200,7 +196,6 @@ class ThresholdSearch:
     def _evaluate(
         self, points: Tensor, row: Tensor, stored: Mapping[Symbol, Tensor] | None = None
     ) -> Factors:
-        """Compute the factors at some points, with the statistics of the points' rows."""
         inputs = dict(zip(self._inputs, points, strict=True))
         statistics = {key: x[row] for key, x in self._statistics.items()}
         return Factors(self.expressions, inputs, stored, statistics)

@@ -145,7 +145,8 @@ class Splitter:
     def _place(self, node: fx.Node) -> None:
         sources = frozenset[fx.Node]().union(*(self._sources[n] for n in node.all_input_nodes))
         junction = is_movement(node) or self._is_junction(node)
-        if node in self.exact or (not sources and not _is_origin(node)):
+        is_origin = kind(node) in ORIGINS or node.target is aten.embedding.default
+        if node in self.exact or not (sources or is_origin):
             self.constants.add(node)
             self._sources[node] = frozenset()
         elif self._is_discrete(node):
@@ -194,7 +195,3 @@ class Splitter:
         if node in self.constants or node in self.discrete:
             return Role.CONSTANT
         return Role.GRADIENT if node in self.backward else Role.VALUE
-
-
-def _is_origin(node: fx.Node) -> bool:
-    return kind(node) in ORIGINS or node.target is aten.embedding.default

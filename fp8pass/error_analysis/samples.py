@@ -1,8 +1,7 @@
 """Compute the values of a region on random samples, or on real data.
 
-Inputs and gradients are normal, at several scales, because the amplification of `tanh(x) ** 1000`
-depends on the magnitude of x. Constants (parameters, buffers, data) are set to 1, 64 and 1/64,
-because training changes them: `tanh(w * x)` is steep near zero for a large w.
+Inputs and gradients are normal, at several scales. Constants (parameters, buffers, data) are set to
+several values, because training changes them: `tanh(w * x)` is steep near zero for a large w.
 """
 
 from __future__ import annotations
@@ -137,11 +136,7 @@ def _compute(definition: Definition, values: Mapping[Symbol, Tensor]) -> Tensor:
 
 
 def evaluate(expression: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """Evaluate an expression of symbols on tensors.
-
-    Raises:
-        Underivable: a constant is too large for PyTorch's integers.
-    """
+    """Evaluate an expression of symbols on tensors."""
     operands = sorted(expression.free_symbols, key=str)
     numbered = {s: Symbol(f"x{i}", **s.assumptions0) for i, s in enumerate(operands)}
     function = _compile(expression.xreplace(numbered), tuple(numbered.values()))

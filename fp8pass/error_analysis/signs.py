@@ -70,10 +70,6 @@ def infer_signs(g: fx.Graph) -> dict[fx.Node, KnownSign]:
 Rule = Callable[..., KnownSign]  # takes a node and the signs of its arguments
 
 
-def _keep(node: fx.Node, x: KnownSign, *_: KnownSign) -> KnownSign:
-    return x
-
-
 def _add(node: fx.Node, a: KnownSign, b: KnownSign, alpha: KnownSign = POSITIVE) -> KnownSign:
     return a & b * alpha
 
@@ -113,17 +109,14 @@ def _power(node: fx.Node, base: KnownSign, _: KnownSign) -> KnownSign:
     return base & KnownSign.NONNEGATIVE if exponent > 0 else KnownSign.UNKNOWN
 
 
-def _where(node: fx.Node, condition: KnownSign, a: KnownSign, b: KnownSign) -> KnownSign:
-    return (a | _implied_sign(*node.args[:2])) & b
-
-
-def _implied_sign(condition: Any, x: Any) -> KnownSign:
-    """`x > 0` implies a nonnegative `x`, as in softplus."""
-    if condition.target not in (aten.gt.Scalar, aten.ge.Scalar) or condition.args[0] is not x:
-        return KnownSign.UNKNOWN
-    number = condition.args[1]
-    known = isinstance(number, (int, float)) and number >= 0
-    return KnownSign.NONNEGATIVE if known else KnownSign.UNKNOWN
+def _where(node: fx.Node, _: KnownSign, a: KnownSign, b: KnownSign) -> KnownSign:
+    condition: Any = node.args[0]
+    if condition.target in (aten.gt.Scalar, aten.ge.Scalar):
+        compared, number = condition.args
+        # `x > 0` implies a nonnegative `x`, as in softplus.
+        if compared is node.args[1] and isinstance(number, (int, float)) and number >= 0:
+            a |= KnownSign.NONNEGATIVE
+    return a & b
 
 
 def _maximum(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
@@ -157,7 +150,7 @@ NONNEGATIVE = (
 )  # fmt: skip
 
 _RULES: dict[Any, Rule] = {
-    **dict.fromkeys(KEEP, _keep),
+    **dict.fromkeys(KEEP, lambda _, x, *rest: x),
     **dict.fromkeys(NONNEGATIVE, lambda *_: KnownSign.NONNEGATIVE),
     **dict.fromkeys((*ZEROS, aten.new_zeros.default), lambda *_: KnownSign.ZERO),
     **dict.fromkeys((aten.full.default, aten.full_like.default), lambda _, size, x, *rest: x),

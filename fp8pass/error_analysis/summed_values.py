@@ -2,21 +2,15 @@
 
 *Scans*. A recurrence that is written with `cumsum` (gated linear attention, HGRN, minGRU)
 multiplies values by exp(c), sums the products, and multiplies the sum by exp(-c). The smallest
-elements of a row may become the largest, but a format would round them to zero. If all exponents
-are nonpositive, as in Mamba2, small elements stay small, and formats with a wide range are allowed.
+elements of a row may become the largest, but a format would round them to zero.
 
-*Small parameters*. Their gradient consists of only a few sums, for example
-
-    out = sum(weights(scale)[..., None] * streams, -2)     hyper-connections, gates of whole layers
-    grad scale = sum over tokens of f(token) * <grad out, streams>
-
-In hyper-connections these sums were 7 to 21% of the norm of their terms, so an error of 12% of each
-term changed the sign of gradients.
+*Small parameters*. Their gradient consists of only a few sums. In hyper-connections these sums were
+7 to 21% of the norm of their terms, so an error of 12% of each term changed the sign of gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Set
 
 import torch
 from torch import fx
@@ -26,6 +20,7 @@ from fp8pass.error_analysis.differences import COPIES, PRODUCTS
 from fp8pass.error_analysis.regions import Region, is_movement
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten
+from fp8pass.graph.order import ancestors, reach
 from fp8pass.graph.patterns import SUM_OPERATORS
 
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
@@ -44,22 +39,14 @@ def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list
             readers.setdefault(node, set()).add(region)
     found = []
     for scan in (n for n in backward if n.target in SCANS):
-        near = _reach(scan, lambda n: n.all_input_nodes) | _reach(scan, lambda n: n.users)
-        found.append({region for node in near for region in readers.get(node, ())})
+        before = ancestors(scan.all_input_nodes, _passes_on)
+        after = reach(scan.users, lambda n: n.users if _passes_on(n) else ())
+        found.append({region for node in before | after for region in readers.get(node, ())})
     return found
 
 
-def _reach(scan: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Follow `step` from a scan through views, movement and additions; return all nodes."""
-    found, waiting = set[fx.Node](), [scan]
-    while waiting:
-        for node in step(waiting.pop()):
-            if node in found:
-                continue
-            found.add(node)
-            if kind(node) is Kind.VIEW or is_movement(node) or node.target in SUM_OPERATORS:
-                waiting.append(node)
-    return found
+def _passes_on(node: fx.Node) -> bool:
+    return kind(node) is Kind.VIEW or is_movement(node) or node.target in SUM_OPERATORS
 
 
 def find_factors_of_small_gradients(

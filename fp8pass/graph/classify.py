@@ -35,31 +35,17 @@ class Kind(Enum):
 
 # Views that drop some of their operand's elements, or split the operand into parts.
 PARTIAL_VIEWS = {
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.unbind.int,
-    aten.as_strided.default,
-    aten.diagonal.default,
+    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.chunk.default, aten.unbind.int, aten.as_strided.default, aten.diagonal.default,
     aten.unfold.default,
-}
+}  # fmt: skip
 
 # This is not `OpOverload.is_view`, which includes `view.dtype` and views of complex numbers.
-VIEWS = (
-    graph.RESHAPES
-    | PARTIAL_VIEWS
-    | {
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.expand.default,
-        aten._conj.default,
-        aten.lift_fresh.default,
-        prims.broadcast_in_dim.default,
-    }
-)
+VIEWS = {
+    *graph.RESHAPES, *PARTIAL_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.expand.default, aten._conj.default, aten.lift_fresh.default,
+    prims.broadcast_in_dim.default,
+}  # fmt: skip
 
 # GEMMs that multiply each group of rows by a different matrix.
 GROUPED_GEMMS = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
@@ -67,18 +53,11 @@ GROUPED_GEMMS = {aten._grouped_mm.default, aten._scaled_grouped_mm.default}
 BATCHED_GEMMS = {aten.bmm.default, aten.baddbmm.default}
 
 GEMM_OPERATORS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.mv.default,
-    aten.addmv.default,
-    aten.dot.default,
-    aten.linear.default,
-    aten.matmul.default,
-    aten._scaled_mm.default,
-    *GROUPED_GEMMS,
-    *BATCHED_GEMMS,
+    aten.mm.default, aten.addmm.default, aten.mv.default, aten.addmv.default, aten.dot.default,
+    aten.linear.default, aten.matmul.default, aten._scaled_mm.default,
+    *GROUPED_GEMMS, *BATCHED_GEMMS,
     *(op for op, dialect in OPERATORS.items() if dialect.multiplies),
-}
+}  # fmt: skip
 
 FLEX_ATTENTION = set(compat.FLEX_ATTENTION)
 
@@ -87,64 +66,27 @@ QUANTIZERS = {op for op, dialect in OPERATORS.items() if not dialect.multiplies}
 AMAX_OPERATORS = {op for op, dialect in OPERATORS.items() if dialect.reduces}
 
 REDUCTIONS = {
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mean.default,
-    aten.mean.dim,
-    aten.var.correction,
-    aten.var_mean.correction,
-    aten.std.correction,
-    aten.amax.default,
-    aten.amin.default,
-    aten.max.dim,
-    aten.min.dim,
-    aten.argmax.default,
-    aten.any.default,
-    aten.any.dim,
-    aten.all.default,
-    aten.logsumexp.default,
-    aten._softmax.default,
-    aten._log_softmax.default,
-    aten.native_layer_norm.default,
-    aten.native_group_norm.default,
-    aten._fused_rms_norm.default,
-    aten.linalg_vector_norm.default,
-    prims.prepare_softmax_online.default,
-}
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.var.correction,
+    aten.var_mean.correction, aten.std.correction, aten.amax.default, aten.amin.default,
+    aten.max.dim, aten.min.dim, aten.argmax.default, aten.any.default, aten.any.dim,
+    aten.all.default, aten.logsumexp.default, aten._softmax.default, aten._log_softmax.default,
+    aten.native_layer_norm.default, aten.native_group_norm.default, aten._fused_rms_norm.default,
+    aten.linalg_vector_norm.default, prims.prepare_softmax_online.default,
+}  # fmt: skip
 
 MOVEMENTS = {
-    aten.cat.default,
-    aten.stack.default,
-    aten.embedding.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.gather.default,
-    aten.constant_pad_nd.default,
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-    aten.flip.default,
-    prims.rev.default,  # the decomposition of flip
-    aten.roll.default,
-    aten.repeat.default,
-    aten.tril.default,
-    aten.triu.default,
-}
+    aten.cat.default, aten.stack.default, aten.embedding.default, aten.index.Tensor,
+    aten.index_select.default, aten.gather.default, aten.constant_pad_nd.default,
+    aten.slice_scatter.default, aten.select_scatter.default, aten.flip.default, prims.rev.default,
+    aten.roll.default, aten.repeat.default, aten.tril.default, aten.triu.default,
+}  # fmt: skip
 
 CREATIONS = {
-    aten.full.default,
-    aten.full_like.default,
-    aten.zeros.default,
-    aten.zeros_like.default,
-    aten.ones.default,
-    aten.ones_like.default,
-    aten.empty.memory_format,
-    aten.new_zeros.default,
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-    aten.scalar_tensor.default,
+    aten.full.default, aten.full_like.default, aten.zeros.default, aten.zeros_like.default,
+    aten.ones.default, aten.ones_like.default, aten.empty.memory_format, aten.new_zeros.default,
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
     prims.iota.default,
-}
+}  # fmt: skip
 
 
 def kind(node: fx.Node) -> Kind:
@@ -165,7 +107,7 @@ def kind(node: fx.Node) -> Kind:
     if target.namespace == "_c10d_functional":
         return Kind.COLLECTIVE
     # PyTorch tags attention as random, but without dropout attention draws no random numbers.
-    has_zero_dropout = _argument(node, "dropout_p", missing=1.0) in (None, 0.0)
+    has_zero_dropout = argument_of(node, "dropout_p", missing=1.0) in (None, 0.0)
     if torch.Tag.nondeterministic_seeded in target.tags and not has_zero_dropout:
         return Kind.RANDOM
     if "attention" in schema.name:
@@ -194,7 +136,7 @@ def is_attention_mask(node: fx.Node) -> bool:
     attention = (
         u for u in node.users if kind(u) is Kind.ATTENTION and compat.is_operator(u.target)
     )
-    return any(_argument(u, "attn_bias") is node for u in attention)
+    return any(argument_of(u, "attn_bias") is node for u in attention)
 
 
 def attention_output(backward: fx.Node) -> fx.Node | None:
@@ -205,10 +147,10 @@ def attention_output(backward: fx.Node) -> fx.Node | None:
     if kind(backward) is not Kind.ATTENTION or not compat.is_operator(backward.target):
         return None
     has_layout = "scaled_dot_product" in compat.schema_of(backward.target).name
-    return _argument(backward, "out") if has_layout else None
+    return argument_of(backward, "out") if has_layout else None
 
 
-def _argument(node: fx.Node, name: str, missing: Any = None) -> Any:
+def argument_of(node: fx.Node, name: str, missing: Any = None) -> Any:
     """Return an argument, None if omitted, or `missing` if the schema has no such argument."""
     for position, argument in enumerate(compat.schema_of(node.target).arguments):
         if argument.name == name:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fp8pass import graph
+from fp8pass.graph.classify import argument_of
 from fp8pass.graph.nodes import aten, tensor
 
 c10d = torch.ops._c10d_functional
@@ -75,19 +76,14 @@ def _gather(node: fx.Node, wait: fx.Node) -> Gather:
     if split is not None and split.target in SPLITS:
         cat = _concatenation_of(split, node.args[1])
         if cat is not None:
-            return Gather(node, wait, cat, _argument(cat, 1, "dim") % tensor(cat).ndim)
+            return Gather(node, wait, cat, (argument_of(cat, "dim") or 0) % tensor(cat).ndim)
     return Gather(node, wait, wait, 0)
 
 
 def _concatenation_of(split: fx.Node, ranks: Any) -> fx.Node | None:
-    """Return the node that concatenates the parts of `split`, or None."""
     parts = sorted(split.users, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
     users = {user for part in parts for user in part.users}
-    if _argument(split, 2, "dim") != 0 or len(parts) != ranks or len(users) != 1:
+    if argument_of(split, "dim") or len(parts) != ranks or len(users) != 1:
         return None
     (cat,) = users
     return cat if graph.is_call(cat, aten.cat.default) and cat.args[0] == parts else None
-
-
-def _argument(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, 0)

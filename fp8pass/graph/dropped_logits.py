@@ -1,7 +1,6 @@
 """Drop the logits that a model returns beside its loss, so that the output head can run in chunks.
 
-Models of Hugging Face return logits together with the loss. Training needs only the loss, but a
-returned tensor must exist as a whole:
+A returned tensor must exist as a whole:
 
     before   logits = linear(x, W);  loss = cross_entropy(logits, y);  return loss, logits
     after    logits = linear(x, W);  loss = cross_entropy(logits, y);  return loss, placeholder

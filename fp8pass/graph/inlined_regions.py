@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -21,34 +19,9 @@ from fp8pass.graph.names import clean_path, module_path
 STACK = "nn_module_stack"
 
 
-@dataclass(frozen=True)
-class Renaming:
-    """Maps module paths of the first region to paths of another region with the same graph."""
-
-    # Pairs of an old and a new prefix of paths. Each prefix is split at its dots. The pair with the
-    # longest old prefix comes first.
-    prefixes: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> Renaming:
-        """Derive the prefixes from the old and the new module path of each parameter."""
-        found = set()
-        for old, new in pairs:
-            same = 0
-            while same < min(len(old), len(new)) and old[-1 - same] == new[-1 - same]:
-                same += 1
-            found.add((old[: len(old) - same], new[: len(new) - same]))
-        return cls(tuple(sorted(found, key=lambda pair: -len(pair[0]))))
-
-    def apply(self, stack: dict[str, Any]) -> dict[str, Any]:
-        return {key: (self._rename(path), *rest) for key, (path, *rest) in stack.items()}
-
-    def _rename(self, path: str) -> str:
-        parts = tuple(clean_path(path).split("."))
-        for old, new in self.prefixes:
-            if parts[: len(old)] == old:
-                return ".".join((*new, *parts[len(old) :]))
-        return path
+# Maps prefixes of module paths in the first region to prefixes in another region with the same
+# graph. Each prefix is split at its dots. The longest prefixes come first.
+Renaming = dict[tuple[str, ...], tuple[str, ...]]
 
 
 def inline_regions(gm: fx.GraphModule) -> None:
@@ -60,7 +33,8 @@ def inline_regions(gm: fx.GraphModule) -> None:
         if region not in first:
             inline_regions(region)
             first[region] = operands
-        _inline(gm, call, region, operands, _renaming(region, first[region], operands))
+        renaming = _find_renaming(region, first[region], operands)
+        _inline(gm, call, region, operands, renaming)
         gm.graph.erase_node(call)
         gm.graph.erase_node(reference)
     if first:
@@ -68,18 +42,35 @@ def inline_regions(gm: fx.GraphModule) -> None:
         gm.recompile()
 
 
-def _renaming(region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]) -> Renaming:
+def _find_renaming(
+    region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]
+) -> Renaming:
+    """Derive the prefixes from the old and the new module path of each parameter."""
     if operands is first:
-        return Renaming()
-    pairs = []
+        return {}
+    found: Renaming = {}
     for placeholder, one, other in zip(_placeholders(region), first, operands, strict=True):
         module = module_path(placeholder).split(".")
         old, new = (_module_of_source(x) for x in (one, other))
         # Dynamo's source may begin with a variable, which is not a part of the module path.
-        if new and old[-len(module) :] == module:
-            begin = len(old) - len(module)
-            pairs.append((tuple(module), tuple(new[begin:])))
-    return Renaming.of(pairs)
+        if not new or old[-len(module) :] != module:
+            continue
+        new = new[len(old) - len(module) :]
+        while module and new and module[-1] == new[-1]:
+            module, new = module[:-1], new[:-1]
+        found[tuple(module)] = tuple(new)
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
+
+
+def _rename(stack: dict[str, Any], renaming: Renaming) -> dict[str, Any]:
+    def rename(path: str) -> str:
+        parts = tuple(clean_path(path).split("."))
+        for old, new in renaming.items():
+            if parts[: len(old)] == old:
+                return ".".join((*new, *parts[len(old) :]))
+        return path
+
+    return {key: (rename(path), *rest) for key, (path, *rest) in stack.items()}
 
 
 def _module_of_source(node: fx.Node) -> list[str]:
@@ -103,7 +94,7 @@ def _inline(
         copies[placeholder] = operand
         stack = placeholder.meta.get(STACK)
         if stack and STACK not in operand.meta and compat.source_of(operand):
-            operand.meta[STACK] = renaming.apply(stack)
+            operand.meta[STACK] = _rename(stack, renaming)
     for node in region.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -112,7 +103,7 @@ def _inline(
         if node.op == "get_attr":
             copy.target = _add_attribute(gm, operator.attrgetter(str(node.target))(region))
         if STACK in node.meta:
-            copy.meta[STACK] = renaming.apply(node.meta[STACK])
+            copy.meta[STACK] = _rename(node.meta[STACK], renaming)
     results: Any = fx.map_arg(region.graph.output_node().args[0], copies.__getitem__)
     items: list[Any] = list(call.users)
     for item in items:

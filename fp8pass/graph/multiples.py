@@ -19,22 +19,11 @@ from fp8pass.graph.patterns import filled_with
 
 # Operators that are linear in the first operand. Other operands must not depend on the gradient.
 LINEAR_IN_FIRST = {
-    *VIEWS,
-    *graph.CASTS,
-    aten.clone.default,
-    aten.neg.default,
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mean.default,
-    aten.mean.dim,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.gather.default,
-    aten.tanh_backward.default,
-    aten.sigmoid_backward.default,
+    *VIEWS, *graph.CASTS, aten.clone.default, aten.neg.default, aten.sum.default,
+    aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.mul.Scalar, aten.div.Tensor,
+    aten.div.Scalar, aten.gather.default, aten.tanh_backward.default, aten.sigmoid_backward.default,
     aten.threshold_backward.default,
-}
+}  # fmt: skip
 # Operators that are linear in each operand. Only one operand may depend on the gradient.
 BILINEAR = {aten.mul.Tensor, aten.mm.default}
 # Operators that are jointly linear in the operands at these positions. Each of these operands must

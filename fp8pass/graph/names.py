@@ -67,7 +67,8 @@ def warn_about_idle_patterns(
     """
     for pattern in patterns if names else ():
         if isinstance(pattern, str) and not any(_matches(name, pattern) for name in names):
-            nearest = difflib.get_close_matches(pattern, [*names, *_last_parts(names)], n=1)
+            last_parts = sorted({name.split(":")[0].rsplit(".", 1)[-1] for name in names})
+            nearest = difflib.get_close_matches(pattern, [*names, *last_parts], n=1)
             hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Names here: {names[:8]}."
             warnings.warn(
                 f"fp8pass: {option} pattern {pattern!r} matches no {what} of this graph. {hint} "
@@ -93,10 +94,6 @@ def common_reasons(reasons: Mapping[str, str]) -> Iterator[str]:
     for why, names in itertools.islice(names_of.items(), MAX_LISTED):
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"{names[0]}{others}: {why}"
-
-
-def _last_parts(names: list[str]) -> list[str]:
-    return sorted({name.split(":")[0].rsplit(".", 1)[-1] for name in names})
 
 
 def value_names(g: fx.Graph) -> dict[fx.Node, str]:
@@ -152,3 +149,15 @@ def operator_name(node: fx.Node) -> str:
     target = operator_of(node).target
     name = str(target) if is_operator(target) else getattr(target, "__name__", str(target))
     return name.removesuffix(".default")
+
+
+def short_operator_name(node: fx.Node) -> str:
+    return shorten_operator(operator_name(node))
+
+
+def shorten_operator(name: str) -> str:
+    """Shorten `aten.add.Tensor` to `add`."""
+    if "_scaled_dot_product" in name:
+        return "attention"
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else name

@@ -17,16 +17,9 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 # The metadata that a new node inherits: its place in the user's code, and its checkpoint region.
 _INHERITED_META = (
-    "nn_module_stack",
-    "fwd_nn_module_stack",
-    "source_fn_stack",
-    "stack_trace",
-    "seq_nr",
-    "recompute",
-    "ac_graph_id",
-    "partitioner_tag",
-    "custom",
-)
+    "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "stack_trace", "seq_nr",
+    "recompute", "ac_graph_id", "partitioner_tag", "custom",
+)  # fmt: skip
 
 
 def emit(

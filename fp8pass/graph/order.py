@@ -18,13 +18,17 @@ def ancestors(
 
     The search does not continue to the operands of a node for which `passes` is false.
     """
+    return reach(nodes, lambda node: node.all_input_nodes if passes(node) else ())
+
+
+def reach(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return `nodes`, and all nodes to which steps from them lead."""
     found = set(nodes)
     pending = list(found)
     while pending:
-        node = pending.pop()
-        if passes(node):
-            pending += [operand for operand in node.all_input_nodes if operand not in found]
-            found.update(node.all_input_nodes)
+        new = set(step(pending.pop())) - found
+        found |= new
+        pending += new
     return found
 
 
@@ -49,18 +53,12 @@ def tangent_dependent(g: fx.Graph) -> set[fx.Node]:
 
 def depends_on(reads: Iterable[fx.Node], stored: Iterable[fx.Node]) -> bool:
     """Whether a node of `reads` depends on a node of `stored`. The graph must be sorted."""
-    targets, seen = set(reads), set(stored)
+    targets = set(reads)
     if not targets:
         return False
-    last, pending = max(targets), list(seen)
-    while pending:
-        for user in pending.pop().users:
-            if user in targets:
-                return True
-            if user not in seen and user < last:
-                seen.add(user)
-                pending.append(user)
-    return False
+    last = max(targets)
+    computed = reach(stored, lambda node: (user for user in node.users if user < last))
+    return any(not computed.isdisjoint(node.all_input_nodes) for node in targets)
 
 
 def sort_around(kernel: fx.Node) -> None:
@@ -68,12 +66,8 @@ def sort_around(kernel: fx.Node) -> None:
     last = max(kernel.all_input_nodes, default=kernel)
     if kernel < last:
         last.append(kernel)
-    early, pending = set[fx.Node](), [kernel]
-    while pending:
-        found = {user for user in pending.pop().users if user < kernel} - early
-        early |= found
-        pending += found
-    for node in sorted(early, reverse=True):
+    early = reach([kernel], lambda node: (user for user in node.users if user < kernel))
+    for node in sorted(early - {kernel}, reverse=True):
         kernel.append(node)
 
 

@@ -17,16 +17,10 @@ fp8 = torch.ops.fp8pass
 # Views that keep the order of the elements. Two such views of a tensor are equal if their shapes
 # are equal.
 RESHAPES = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.alias.default,
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default,
     aten.detach.default,
-}
+}  # fmt: skip
 
 CASTS = {prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
 

@@ -132,7 +132,7 @@ POINTWISE: dict[Any, PointwiseOp] = {
     aten.copy.default: PointwiseOp(),
     aten.lift_fresh_copy.default: PointwiseOp(),
     # Random numbers that are determined by a seed operand.
-    **dict.fromkeys(compat.seeded_random_ops(), PointwiseOp()),
+    **dict.fromkeys(compat.SEEDED_RANDOM, PointwiseOp()),
 }
 if hasattr(prims, "fma"):  # some PyTorch versions lack it
     POINTWISE[prims.fma.default] = PointwiseOp(elementwise(lambda a, b, c: a * b + c))

@@ -144,14 +144,6 @@ class RowGraph:
             raise NotRowwise(f"{describe(node)} has dynamic sizes besides the number of tokens")
         return layout, shape[: layout.dims], rest
 
-    def _row_dim(self, x: Any, dim: Any) -> int:
-        """Convert a dimension's index in `x` to its index in the body. Refuse row dimensions."""
-        layout = self.layout(x)
-        dim = dim % tensor(x).ndim
-        if dim < layout.dims:
-            raise NotRowwise(f"an operator combines tokens of the result of {describe(x)}")
-        return int(dim - layout.dims + 1)
-
     def _require_same_rows(self, x: Any, other: Any) -> None:
         dims = self.layout(x).dims
         shapes = (tensor(n).shape[:dims] for n in (x, other))

@@ -31,21 +31,11 @@ log = logging.getLogger("fp8pass")
 # Other reductions over rows cannot be added up over chunks.
 SUM_OPERATORS = {aten.sum.default, aten.sum.dim_IntList}
 # The reduced dimensions are the second argument.
-ROW_REDUCTIONS = SUM_OPERATORS | {
-    aten.mean.dim,
-    aten.amax.default,
-    aten.amin.default,
-    aten.max.dim,
-    aten.min.dim,
-    aten.argmax.default,
-    aten.any.dim,
-    aten.any.dims,
-    aten.logsumexp.default,
-    aten.var.correction,
-    aten.var_mean.correction,
-    aten.std.correction,
-    prims.prepare_softmax_online.default,
-}
+ROW_REDUCTIONS = {
+    *SUM_OPERATORS, aten.mean.dim, aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim,
+    aten.argmax.default, aten.any.dim, aten.any.dims, aten.logsumexp.default, aten.var.correction,
+    aten.var_mean.correction, aten.std.correction, prims.prepare_softmax_online.default,
+}  # fmt: skip
 SCATTERS = {aten.scatter_add.default, aten.scatter.src, aten.scatter.value}
 
 
@@ -53,11 +43,7 @@ class ChunkWriter(RowGraph):
     """A `RowGraph` whose body is written operator by operator."""
 
     def write(self, node: fx.Node, part: set[fx.Node]) -> None:
-        """Add a node of the subgraph `part` after its operands.
-
-        Raises:
-            NotRowwise: the operator mixes rows, or has no implementation for chunks.
-        """
+        """Add a node of the subgraph `part` after its operands."""
         if node.target is aten.permute.default and graph.skip_transposes(node)[1]:
             return  # `_gemm` and `_shared_input` skip transposes and read the matrix itself
         if graph.is_getitem(node) and node.args[0] not in part:
@@ -151,7 +137,10 @@ class ChunkWriter(RowGraph):
 
     def _gather(self, node: fx.Node) -> fx.Node:
         x, dim, index = node.args[:3]
-        at = self._row_dim(x, dim)
+        assert isinstance(x, fx.Node)
+        at = dim % tensor(x).ndim - self.layout(x).dims + 1  # type: ignore[operator]
+        if at < 1:
+            raise NotRowwise(f"an operator combines tokens of the result of {describe(x)}")
         self._require_same_rows(x, index)
         return self._emit(
             node.target, self._row_operand(x), at, self._row_operand(index), like=node
@@ -240,7 +229,7 @@ class ChunkWriter(RowGraph):
 _WRITERS: dict[Any, Callable[[ChunkWriter, fx.Node], fx.Node]] = {
     **dict.fromkeys(graph.RESHAPES, ChunkWriter._reshape),
     **dict.fromkeys(SCATTERS, ChunkWriter._scatter),
-    **dict.fromkeys(compat.seeded_random_ops(), ChunkWriter._random),
+    **dict.fromkeys(compat.SEEDED_RANDOM, ChunkWriter._random),
     operator.getitem: ChunkWriter._getitem,
     aten.expand.default: ChunkWriter._expand,
     aten.slice.Tensor: ChunkWriter._slice,

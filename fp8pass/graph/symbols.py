@@ -24,15 +24,20 @@ class Underivable(Exception):
     """No error bound can be derived. The message names the operator and the reason."""
 
 
-class UnitStep(sympy.Function):
-    """1 for positive arguments, else 0. Relative perturbations do not change an argument's sign."""
+class Sign(sympy.Function):
+    """The sign of the argument. Relative perturbations do not change it."""
 
     nargs = 1
     is_real = True
-    is_nonnegative = True
 
     def fdiff(self, argindex: int = 1) -> Expr:
         return sympy.Integer(0)
+
+
+class UnitStep(Sign):
+    """1 for positive arguments, else 0."""
+
+    is_nonnegative = True
 
 
 class Where(sympy.Function):
@@ -51,16 +56,6 @@ class Where(sympy.Function):
 
     def _eval_is_nonnegative(self) -> bool | None:
         return True if self.args[1].is_nonnegative and self.args[2].is_nonnegative else None
-
-
-class Sign(sympy.Function):
-    """Relative perturbations do not change the sign."""
-
-    nargs = 1
-    is_real = True
-
-    def fdiff(self, argindex: int = 1) -> Expr:
-        return sympy.Integer(0)
 
 
 class Magnitude(sympy.Function):

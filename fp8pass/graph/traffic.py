@@ -45,10 +45,11 @@ def is_computed(x: fx.Node) -> bool:
 
     Parameters, inputs, and results of GEMMs and attention are not computed by generated code.
     """
-    return kind(_source(x)) in FUSABLE
+    return kind(base(x)) in FUSABLE
 
 
-def _source(x: fx.Node) -> fx.Node:
-    while kind(x) is Kind.VIEW:
-        x = x.all_input_nodes[0]
-    return x
+def base(node: fx.Node) -> fx.Node:
+    """Return the node that owns the memory of a view."""
+    while kind(node) is Kind.VIEW:
+        node = node.all_input_nodes[0]
+    return node

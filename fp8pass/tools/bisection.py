@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from fp8pass import graph
+from fp8pass.compat.attributes import set_attributes
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
@@ -331,10 +332,6 @@ def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    log.disabled, before = True, log.disabled
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.disabled = before
+    with set_attributes([(log, "disabled", True)]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -51,7 +51,7 @@ class Explanation(ExplanationData):
         if Path(path).suffix == ".json":
             raise ValueError("save writes HTML. For JSON call explanation.to_json(path).")
         # The report needs jinja2, which takes time to import.
-        from fp8pass.tools.report import write_report
+        from fp8pass.tools.report import render
 
         if diagnosis is not None and not isinstance(diagnosis, Diagnosis):
             raise TypeError(
@@ -63,7 +63,7 @@ class Explanation(ExplanationData):
                 "beside must be a return value of fp8pass.explain, got "
                 f"{type(beside).__name__}. Write beside=fp8pass.explain(model, ..., config=...)."
             )
-        write_report(self, Path(path), diagnosis, beside)
+        Path(path).write_text(render(self, diagnosis, beside), encoding="utf-8")
 
     def plot_frontier(self, path: str | Path) -> None:
         """Plot saved memory against added time into an image file, with a line for each graph.
@@ -93,10 +93,8 @@ class Explanation(ExplanationData):
 
     def _parts(self) -> Iterator[Any]:
         for number, compiled in enumerate(self.graphs):
-            runs, plan = (
-                len(compiled.runs),
-                replace(compiled.plan, saved=describe_operands(compiled)),
-            )
+            runs = len(compiled.runs)
+            plan = replace(compiled.plan, saved=describe_operands(compiled))
             notes = ["inference"] * plan.inference + [plan.note] * bool(plan.note)
             notes += [f"GEMMs are emulated: {plan.emulated}"] * bool(plan.emulated)
             notes += [f"runs {runs}×"] * (runs > 1)

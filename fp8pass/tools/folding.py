@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from fp8pass.plan import Collective, HostCopy, Linear, RuleSummary, SavedTensor
+from fp8pass.plan import Linear, RuleSummary, SavedTensor
 
 
 class FoldedRow(NamedTuple):
@@ -49,18 +49,6 @@ def fold_linears(linears: Iterable[Linear]) -> list[FoldedRow]:
         return f"{y.module} ({y.projection})" if y.projection else y.module
 
     return fold_rows((name(y), key(y), y) for y in linears)
-
-
-def fold_collectives(sent: Iterable[Collective]) -> list[FoldedRow]:
-    """Sort by bytes, the largest first."""
-    return sort_by_bytes(
-        fold_rows((c.module, (c.op, c.half, c.shape, c.dtype, c.reason), c) for c in sent)
-    )
-
-
-def fold_copies(copies: Iterable[HostCopy]) -> list[FoldedRow]:
-    """Fold the host copies of equal layers. A row has the times of the first layer."""
-    return fold_rows((c.module, (c.shape, c.dtype), c) for c in copies)
 
 
 def fold_saved(

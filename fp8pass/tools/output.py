@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,12 @@ def make_name(name: str, *facts: str) -> Group:
     """Write each fact in a line below the name."""
     lines = (Padding(Text(line), (0, 0, 0, 2)) for line in facts if line)
     return Group(Text(name or "(top level)"), *lines)
+
+
+def pick_unit(count: float, units: Mapping[str, float]) -> tuple[float, str]:
+    """Return a number in the first of `units` in which it is at least 1, or else in the last."""
+    unit = next((unit for unit, size in units.items() if abs(count) >= size), [*units][-1])
+    return count / units[unit], unit
 
 
 def make_figure(function: str, **options: Any) -> Any:

@@ -73,7 +73,6 @@ class Predictor:
         # All other operators only add or move gradients, without an error.
 
     def _predict_value(self, node: fx.Node) -> float:
-        """Return the error of a value that is stored, or recomputed from its operands."""
         decision = self.decisions.get(node)
         if decision is None:
             return 0.0
@@ -82,7 +81,6 @@ class Predictor:
         return max((self.forward.get(n, 0.0) for n in node.all_input_nodes), default=0.0)
 
     def _rerun(self, node: fx.Node) -> None:
-        """Compare the results of rounded operands with the exact results."""
         if graph.is_getitem(node) or not any(self.forward.get(n) for n in node.all_input_nodes):
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._round)

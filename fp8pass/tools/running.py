@@ -27,11 +27,7 @@ CONVOLUTIONS = (
 
 
 def find_configuration(model: nn.Module) -> Config:
-    """Return the configuration that a model or its parts were compiled with, or the default.
-
-    Raises:
-        ValueError: parts were compiled with different configurations.
-    """
+    """Return the configuration that a model or its parts were compiled with, or the default."""
     own = _read_configuration(model)
     if own is not None:
         return own
@@ -97,6 +93,17 @@ def _list_arguments(module: nn.Module) -> Collection[str]:
         return ()
 
 
+def why_not_callable(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return why a function does not accept these arguments, or ''."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # functions written in C have no signature
+        pass
+    return ""
+
+
 def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any) -> Tensor:
     """Raises TypeError if `loss_fn` takes other arguments or does not return one number."""
     if not callable(loss_fn):
@@ -104,14 +111,10 @@ def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any
             "loss_fn must be a function of the model and the batch, such as lambda m, b: "
             f"m(**b).loss, got {type(loss_fn).__name__}. Pass loss_fn before the batch."
         )
-    try:
-        inspect.signature(loss_fn).bind(program, batch)
-    except TypeError as error:
+    if problem := why_not_callable(loss_fn, program, batch):
         raise TypeError(
-            f"loss_fn must take the model and the batch, like lambda m, b: m(**b).loss: {error}."
-        ) from None
-    except ValueError:  # functions written in C have no signature
-        pass
+            f"loss_fn must take the model and the batch, like lambda m, b: m(**b).loss: {problem}."
+        )
     loss = loss_fn(program, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -267,11 +270,7 @@ def _read_configuration(module: nn.Module) -> Config | None:
 
 @contextmanager
 def restore_state(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and random number generators on exit.
-
-    Raises:
-        ValueError: parameters are on the meta device, so the module cannot run.
-    """
+    """Restore buffers and random number generators on exit."""
     without = [name for name, p in module.named_parameters() if p.is_meta]
     if without:
         raise ValueError(
@@ -310,9 +309,6 @@ def _isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     restored, too, because DistributedDataParallel writes to their memory. FSDP2 reduces all
     gradients inside; sums that it has not reduced yet are restored. Hooks on accumulated gradients
     do not run, because an optimizer in such a hook would train the model.
-
-    Raises:
-        ValueError: inference mode is on.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError(

@@ -16,9 +16,6 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
 
     Parameters, buffers and leaves do not count, and shared storages count once. Saved tensors are
     freed immediately, so that they may exceed the device's memory; the backward cannot run.
-
-    Raises:
-        RuntimeError: the forward computes derivatives itself.
     """
     held = (*model.parameters(), *model.buffers(), *find_leaves((args, kwargs)))
     own = {compat.weak_storage(t) for t in held}

@@ -5,20 +5,17 @@ the logits y of the last token, and the loss f as a function of these logits, sh
 
     φ = 100 · (max f(y + z) - f(y)) / (1 + f(y)),   over |z_i| ≤ ε (|y_i| + 1).          (Eq. 1, 2)
 
-The model runs once. SciPy's L-BFGS-B searches for the maximum from z = 0, with default tolerances,
-in FP64.
-
+SciPy's L-BFGS-B searches for the maximum from z = 0, with default tolerances, in FP64.
 Cross-entropy is monotonic in each logit, so its maximum over the box is in the corner that the
-gradient at y points to. `search=False` skips the search, and evaluates the loss only at y and in
-this corner, on the model's device. Losses that are not monotonic within the box need the search.
+gradient at y points to. Losses that are not monotonic within the box need the search.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ import torch
 from scipy import optimize
 from torch import Tensor, nn
 
+from fp8pass.compat.attributes import set_attributes
 from fp8pass.option_checks import ConfigError
 from fp8pass.tools.running import restore_state
 
@@ -104,8 +102,9 @@ class Landscape:
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
         self._output: Any = None
         self._current: Tensor | None = None
+        modules = model.modules() if isinstance(model, nn.Module) else ()
         with (
-            _use_evaluation_mode(model),
+            set_attributes([(module, "training", False) for module in modules]),
             restore_state(model) if isinstance(model, nn.Module) else nullcontext(),
         ):
             self._loss()
@@ -210,16 +209,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return type(value).__name__
-
-
-@contextmanager
-def _use_evaluation_mode(model: Any) -> Iterator[None]:
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    modes = [module.training for module in modules]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode

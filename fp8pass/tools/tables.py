@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 
 from fp8pass import hardware
+from fp8pass.graph.names import shorten_operator
 from fp8pass.option_checks import bytes_text
 from fp8pass.plan import Collective, FrontierPoint, Offload, Plan, RuleSummary
 from fp8pass.tools import folding
@@ -66,7 +67,8 @@ def make_saved_table(title: str, plan: Plan) -> Table:
 def _make_host_table(title: str, offload: Offload) -> Table:
     columns = "×", "MiB", "computed at ms", "used after ms", "copy ms"
     table = make_table(f"{title}: saved in host memory", "module and tensor", *columns)
-    for path, count, c, _ in folding.fold_copies(offload.copies):
+    rows = folding.fold_rows((c.module, (c.shape, c.dtype), c) for c in offload.copies)
+    for path, count, c, _ in rows:  # with the times of the first of equal layers
         later = offload.forward_s - c.computed_s + c.used_s
         seconds = c.computed_s, later, 2 * count * c.bytes / offload.bandwidth
         name = make_name(path, f"{c.dtype} {c.shape}")
@@ -78,7 +80,8 @@ def _make_host_table(title: str, offload: Offload) -> Table:
 def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
     columns = "×", "graph", "collective", "MiB"
     table = make_table(f"{title}: sent to other ranks", "module, tensor and reason", *columns)
-    for path, count, c, _ in folding.fold_collectives(collectives):
+    rows = ((c.module, (c.op, c.half, c.shape, c.dtype, c.reason), c) for c in collectives)
+    for path, count, c, _ in folding.sort_by_bytes(folding.fold_rows(rows)):
         name = make_name(path, f"{c.dtype} {c.shape}", c.reason and f"not quantized: {c.reason}")
         table.add_row(name, str(count), c.half, c.op, format_mib(count * c.bytes))
     return table
@@ -202,7 +205,6 @@ def format_remarks(explanation: ExplanationData) -> str:
 
 
 def _describe_checkpointing(explanation: ExplanationData) -> str:
-    """Compare `torch.utils.checkpoint` with a memory budget."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs if g.plan.checkpointing]
     inside = [p.checkpointing for p in plans if p.checkpointing]
     around = sum(run.checkpointed for g in explanation.graphs for run in g.runs)
@@ -253,14 +255,6 @@ def _describe_offload(plans: Sequence[Plan]) -> str:
 
 def _sum(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(sum((Counter(c) for c in counts), Counter()))
-
-
-def shorten_operator(operator: str) -> str:
-    """Shorten `aten.add.Tensor` to `add`."""
-    if "_scaled_dot_product" in operator:
-        return "attention"
-    parts = operator.split(".")
-    return parts[1] if len(parts) > 1 else operator
 
 
 def format_mib(count: int) -> str:

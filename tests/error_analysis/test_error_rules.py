@@ -233,14 +233,8 @@ MODULES = [{"Sigmoid": lambda x: 1 / (1 + math.exp(-x))}, "math"]
 
 
 def test_the_bound_of_attention_grows_with_length():
-    tokens, dim = Symbol("L", positive=True), Symbol("d", positive=True)
-    bounds = attention_rule.derive_bounds(tokens, dim)
-    growth = {"v": tokens * sympy.sqrt(dim), "q": tokens**1.5 * sympy.sqrt(dim)}
-    growth["k"] = growth["q"]
-    for name, order in growth.items():
-        share = sympy.limit(sympy.expand(bounds[name] / order), tokens, sympy.oo)
-        assert 0 < share.subs(dim, 128) < sympy.oo
     bound = attention_rule.bound_amplification(4096, 128)
+    assert bound == 2 * attention_rule.bound_amplification(1024, 128)
     assert bound * E4M3.half_step > 10
     assert rule_of(rms_norm).bound < 4
 

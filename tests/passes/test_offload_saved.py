@@ -368,12 +368,13 @@ def test_waits(sent, end):
     free = 0.0
     for made, seconds in sorted(sent):
         free = (made if made > free else free) + seconds
-    assert host_transfer.forward_wait(sent, end) == pytest.approx(max(free - end, 0))
+    left = ((end - made, seconds) for made, seconds in sent)
+    assert host_transfer.exposed_seconds(left) == pytest.approx(max(free - end, 0))
     now = delay = 0.0
     for used, seconds in sorted(sent):
         now += seconds
         delay += max(now - (used + delay), 0)
-    assert host_transfer.backward_wait(sent) == pytest.approx(delay)
+    assert host_transfer.exposed_seconds(sent) == pytest.approx(delay)
 
 
 def test_cuda_graphs_are_refused():

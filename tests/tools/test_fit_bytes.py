@@ -17,10 +17,10 @@ import fp8pass
 from fp8pass import Config, compat, explain, fit
 from fp8pass.optim import AdamW, offload_weights, step_in_backward
 from fp8pass.tools.fitting.candidates import STATE_PLACES
-from fp8pass.tools.fitting.parameters import Parameters
+from fp8pass.tools.fitting.parameters import Parameters, Standing
 from fp8pass.tools.fitting.setup import Setup
 from fp8pass.tools.fitting.step import compute_own_loss, record_step
-from fp8pass.tools.fitting.traced import WHOLE, Fate, TracedLayers, TracedStep, find_layers, trace
+from fp8pass.tools.fitting.traced import WHOLE, TracedLayers, TracedStep, find_layers, trace
 from fp8pass.tools.saved_bytes import saved_bytes
 
 
@@ -56,18 +56,14 @@ def test_eager_parts_count_what_autograd_saves():
 
 def test_gradients_at_the_end_are_all_or_one_block(by_blocks):
     model, _ = make_on_meta()
-    most = {
-        stay: max(m.gradients for m in by_blocks.moments(Config(), Fate(stay)))
-        for stay in (True, False)
-    }
-    assert most[True] == nbytes(*model.parameters())
+    most = {held: max(m.gradients for m in by_blocks.moments(Config(), held)) for held in (STAY, 0)}
+    assert most[STAY] == nbytes(*model.parameters())
     largest = nbytes(*model.blocks[0].parameters())  # of one block at a time
-    assert most[False] == pytest.approx(largest, rel=0.1)
+    assert most[0] == pytest.approx(largest, rel=0.1)
 
 
 def test_gradients_that_wait_for_the_link_are_held(by_blocks):
-    waits = Fate(stay=False, waiting=1 << 20)
-    most = [max(m.gradients for m in by_blocks.moments(Config(), f)) for f in (Fate(False), waits)]
+    most = [max(m.gradients for m in by_blocks.moments(Config(), held)) for held in (0, 1 << 20)]
     assert most[0] < most[1] <= max(m.gradients for m in by_blocks.moments(Config(), STAY))
 
 
@@ -79,17 +75,15 @@ def test_inputs_that_blocks_share_count_once(by_blocks):
     assert end.activations < 4 * of_stream + logits
 
 
-@pytest.mark.parametrize("preset", ["coat", "fp8-lm", None])
-def test_bytes_of_states_equal_the_optimizers(preset):
+def test_bytes_of_states_equal_the_optimizers():
     model, ids = make_on_cpu()
-    optimizer = AdamW(model.parameters(), preset=preset) if preset else None
-    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    optimizer = AdamW(model.parameters())
     model(ids).backward()
     optimizer.step()
     states = (x for state in optimizer.state.values() for n, x in state.items() if n != "step")
-    here, host = Parameters(model).place(Setup(preset=preset), 1)
+    here, host = Parameters(model).place(Setup(), 1)
     assert here.states == pytest.approx(nbytes(*states), rel=0.001)
-    assert host.total == 0
+    assert host == Standing()
 
 
 @pytest.mark.long
@@ -115,25 +109,20 @@ def test_bytes_of_quantized_weights_equal_offload_weights():
     assert host.weights == nbytes(*(p.source for p in inner))
 
 
-@given(
-    place=st.sampled_from(STATE_PLACES),
-    preset=st.sampled_from(["coat", "fp8-lm"]),
-    accumulate=st.integers(1, 20),
-)
-def test_gpu_and_host_bytes_add_up_for_every_offload(place, preset, accumulate):
+@given(place=st.sampled_from(STATE_PLACES), accumulate=st.integers(1, 20))
+def test_gpu_and_host_bytes_add_up_for_every_offload(place, accumulate):
     parameters = Parameters(make_on_meta()[0])
     in_backward, offload = place
-    setup = Setup(step_in_backward=in_backward, offload=offload, preset=preset)
+    setup = Setup(step_in_backward=in_backward, offload=offload)
     here, host = parameters.place(setup, accumulate)
-    all_here, none = parameters.place(
-        Setup(step_in_backward=in_backward, preset=preset), accumulate
-    )
-    assert none.total == 0
+    all_here, none = parameters.place(Setup(step_in_backward=in_backward), accumulate)
+    assert none == Standing()
     assert here.states + host.states == pytest.approx(all_here.states)
     assert here.sums + host.sums == pytest.approx(all_here.sums)
     fp8_data = 0.5 * host.weights
     assert here.weights + host.weights == pytest.approx(all_here.weights + fp8_data, rel=0.02)
-    assert (host.total > 0) == bool(set(offload) - ({"gradients"} if accumulate == 1 else set()))
+    moved = set(offload) - ({"gradients"} if accumulate == 1 else set())
+    assert (host != Standing()) == bool(moved)
 
 
 @pytest.mark.long
@@ -198,8 +187,8 @@ def test_many_equal_layers_are_extrapolated_from_few(monkeypatch):
     deep = trace(model, (), ((ids,), {}), compute_own_loss)
     assert isinstance(deep, TracedLayers)
     assert len(model.blocks) == 5
-    for fate in (STAY, Fate(stay=False)):
-        peaks = [max(t.moments(Config(), fate), key=lambda m: m.total) for t in (deep, full)]
+    for held in (STAY, 0):
+        peaks = [max(t.moments(Config(), held), key=lambda m: m.total) for t in (deep, full)]
         assert vars(peaks[0]) == vars(peaks[1])
     for got, want in zip(deep.work(Config()), full.work(Config()), strict=True):
         assert vars(got) == pytest.approx(vars(want))
@@ -252,8 +241,8 @@ def test_the_predicted_peak_is_right(place):
     step = record_step(model, [f"blocks.{i}" for i in range(4)], ((ids,), {}), compute_own_loss)
     parameters, setup = Parameters(model), Setup(Config(), *place)
     here, _ = parameters.place(setup, 1)
-    moments = TracedStep(step).moments(Config(), parameters.decide_fate(setup, 1))
-    predicted = here.total + max(m.total for m in moments)
+    moments = TracedStep(step).moments(Config(), parameters.held_gradients(setup, 1))
+    predicted = sum(vars(here).values()) + max(m.total for m in moments)
 
     names = {"fp8pass": fp8pass, "torch": torch, "model": model.to_empty(device="cuda")}
     for p in model.parameters():

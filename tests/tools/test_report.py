@@ -19,6 +19,7 @@ import fp8pass
 from fp8pass import Config, explain
 from fp8pass.demo.model import new_model
 from fp8pass.demo.options import SIZES
+from fp8pass.graph.names import shorten_operator
 from fp8pass.option_checks import parse_bytes
 from fp8pass.tools.explanation_data import describe_operands
 from fp8pass.tools.report.diffs import diff_modules, split_code
@@ -34,7 +35,6 @@ from fp8pass.tools.report.page import (
 from fp8pass.tools.report.picture import OPERATOR_KINDS, DrawnOperator, Edge, Picture, draw
 from fp8pass.tools.report.repeated_layers import find_layer, fold
 from fp8pass.tools.report.timeline import trace_timeline
-from fp8pass.tools.tables import shorten_operator
 
 
 @pytest.fixture(scope="module")

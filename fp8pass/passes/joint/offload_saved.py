@@ -27,9 +27,8 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.activation_memory.host_transfer import (
-    backward_wait,
+    exposed_seconds,
     find_bandwidth,
-    forward_wait,
     running_times,
 )
 from fp8pass.graph.flops import is_expensive
@@ -252,8 +251,8 @@ class _Schedule:
             forward_s=forward,
             backward_s=backward,
             copies=[copy.describe() for copy in self.copies],
-            wait_s=forward_wait(((c.made, c.seconds) for c in self.copies), forward)
-            + backward_wait((c.used, c.seconds) for c in self.copies),
+            wait_s=exposed_seconds((forward - c.made, c.seconds) for c in self.copies)
+            + exposed_seconds((c.used, c.seconds) for c in self.copies),
             in_flight_bytes=self.in_flight,
         )
 

@@ -72,11 +72,7 @@ def _find_class(config: Any) -> Any:
 
 
 def make_inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Make a random batch of 2 inputs, with labels if the model's loss needs them.
-
-    Raises:
-        UsageError: the model takes neither tokens nor images.
-    """
+    """Make a random batch of 2 inputs, with labels if the model's loss needs them."""
     name, config, device = model.main_input_name, model.config, model.device
     text = config.get_text_config()
     if name == "input_ids" and hasattr(text, "vocab_size"):

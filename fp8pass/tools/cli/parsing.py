@@ -58,11 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_device(text: str) -> str:
-    """Check the name of a device, which need not exist on this machine.
-
-    Raises:
-        argparse.ArgumentTypeError: the name is invalid.
-    """
+    """Check the name of a device, which need not exist on this machine."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         message = f"{unknown('device', text, ('cpu', 'cuda'))} device is one of cpu, cuda, cuda:N."
         raise argparse.ArgumentTypeError(message)
@@ -70,11 +66,7 @@ def check_device(text: str) -> str:
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return the device `name`. Default: a GPU if PyTorch sees a GPU, else the CPU.
-
-    Raises:
-        UsageError: the GPU does not exist.
-    """
+    """Return the device `name`. Default: a GPU if PyTorch sees a GPU, else the CPU."""
     import torch
 
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -87,11 +79,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def check_output_file(text: str) -> Path:
-    """Check the path of a file to write, before the command runs.
-
-    Raises:
-        argparse.ArgumentTypeError: the folder does not exist, or the path is a folder.
-    """
+    """Check the path of a file to write, before the command runs."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
@@ -103,12 +91,7 @@ def check_output_file(text: str) -> Path:
 
 
 def check_plot(options: argparse.Namespace) -> None:
-    """Check that matplotlib can write the file of `--plot`, if any, before the command runs.
-
-    Raises:
-        Failure: matplotlib is not installed.
-        UsageError: matplotlib does not support the file's extension.
-    """
+    """Check that matplotlib can write the file of `--plot`, if any, before the command runs."""
     path: Path | None = getattr(options, "plot", None)
     if path is None:
         return
@@ -129,10 +112,6 @@ def task(doing: str, fix: str) -> Iterator[None]:
     `fix`.
 
     The task's stdout goes to stderr, because stdout is for the command's result.
-
-    Raises:
-        UsageError: the task raised a ConfigError.
-        Failure: the task raised another error.
     """
     from rich.console import Console
     from rich.text import Text

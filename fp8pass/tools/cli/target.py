@@ -140,11 +140,7 @@ def _make_config(options: dict[str, Any]) -> Config:
 
 
 def option(text: str) -> tuple[str, Any]:
-    """Parse `KEY=VALUE`, an option of `fp8pass.Config`.
-
-    Raises:
-        argparse.ArgumentTypeError: the text has another form.
-    """
+    """Parse `KEY=VALUE`, an option of `fp8pass.Config`."""
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as memory_budget=0.6")
@@ -177,11 +173,7 @@ class Input:
 
 
 def parse_input(text: str) -> Input:
-    """Parse `[NAME=]SHAPE[:DTYPE[:BELOW]]`, such as `x=4x128x256:bfloat16`.
-
-    Raises:
-        argparse.ArgumentTypeError: the text has another form.
-    """
+    """Parse `[NAME=]SHAPE[:DTYPE[:BELOW]]`, such as `x=4x128x256:bfloat16`."""
     match = _INPUT.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -242,12 +234,10 @@ def load(options: argparse.Namespace) -> Target:
 
 
 def build(text: str) -> Any:
-    """Call the function that `text` names, or return the `nn.Module`.
-
-    Raises:
-        UsageError: the function does not exist, or needs arguments.
-    """
+    """Call the function that `text` names, or return the `nn.Module`."""
     from torch import nn
+
+    from fp8pass.tools.running import why_not_callable
 
     where, _, name = text.rpartition(":")
     if not where or not name:
@@ -265,15 +255,15 @@ def build(text: str) -> Any:
         return found
     if not callable(found):
         raise UsageError(f"{text} is a {type(found).__name__}. TARGET must name a function.")
-    try:
-        inspect.signature(found).bind()
-    except TypeError as error:
-        raise UsageError(f"{text} must not require arguments: {error}.") from error
+    if problem := why_not_callable(found):
+        raise UsageError(f"{text} must not require arguments: {problem}.")
     return found()
 
 
 def _unpack(made: Any) -> Target:
     from torch import Tensor, nn
+
+    from fp8pass.tools.running import why_not_callable
 
     model, *rest = made if isinstance(made, tuple) and made else (made,)
     loss_fn = rest.pop() if rest and callable(rest[-1]) else None
@@ -283,16 +273,11 @@ def _unpack(made: Any) -> Target:
     if rest or not isinstance(model, nn.Module):
         types = ", ".join(type(x).__name__ for x in (made if isinstance(made, tuple) else (made,)))
         raise UsageError(f"TARGET returned ({types}). It must return {_RETURNS}.")
-    if loss_fn:
-        try:
-            inspect.signature(loss_fn).bind(None, None)
-        except TypeError:
-            raise UsageError(
-                "The loss_fn that TARGET returns must accept two arguments, the model and the "
-                "batch, as in fp8pass.diagnose: lambda model, batch: model(*batch).square().mean()."
-            ) from None
-        except ValueError:  # functions written in C have no signature
-            pass
+    if loss_fn and why_not_callable(loss_fn, None, None):
+        raise UsageError(
+            "The loss_fn that TARGET returns must accept two arguments, the model and the batch, "
+            "as in fp8pass.diagnose: lambda model, batch: model(*batch).square().mean()."
+        )
     args = (args,) if isinstance(args, Tensor) else tuple(args)
     return Target(model, args, dict(kwargs), loss_fn, batch)
 
@@ -326,16 +311,16 @@ def _replace_inputs(target: Target, inputs: list[Input]) -> Target:
 
 
 def _check_arguments(target: Target) -> None:
-    signature = inspect.signature(target.module.forward)
-    try:
-        signature.bind(*target.args, **target.kwargs)
-    except TypeError as error:
-        takes = ", ".join(signature.parameters) or "nothing"
+    from fp8pass.tools.running import why_not_callable
+
+    forward = target.module.forward
+    if problem := why_not_callable(forward, *target.args, **target.kwargs):
+        takes = ", ".join(inspect.signature(forward).parameters) or "nothing"
         raise UsageError(
-            f"The inputs do not fit the model, whose forward takes {takes}: {error}. Return other "
-            "inputs from TARGET, or describe inputs: --input 4x128:int64:32000, --input "
+            f"The inputs do not fit the model, whose forward takes {takes}: {problem}. Return "
+            "other inputs from TARGET, or describe inputs: --input 4x128:int64:32000, --input "
             "x=4x128x256:bfloat16."
-        ) from error
+        )
 
 
 def _is_config(text: str) -> bool:

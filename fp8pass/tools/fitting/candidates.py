@@ -162,7 +162,7 @@ class Candidates:
         self.impossible: dict[Config, str] = {}
         self._too_small: set[Config] = set()
         self._largest = cache(
-            lambda config, fate: max(traced.moments(config, fate), key=lambda m: m.total)
+            lambda config, held: max(traced.moments(config, held), key=lambda m: m.total)
         )
 
     def all(self) -> Iterator[Candidate]:
@@ -232,8 +232,8 @@ class Candidates:
 
     def _measure(self, setup: Setup, seconds: Seconds) -> Candidate:
         here, host = self.parameters.place(setup, self.accumulate)
-        fate = self.parameters.decide_fate(setup, self.accumulate)
-        moment = self._largest(setup.config, fate)
+        held = self.parameters.held_gradients(setup, self.accumulate)
+        moment = self._largest(setup.config, held)
         alive = {kind: getattr(moment, kind) for kind in REGION_KINDS}
         half = "backward" if moment.backward else "forward"
         peak = f"{half} of {moment.module}" if moment.module else half

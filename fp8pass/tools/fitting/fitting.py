@@ -140,8 +140,8 @@ def _search(candidates: Candidates, found: Fit) -> None:
     if not found.tried:
         raise ConfigError(next(iter(candidates.impossible.values())))
     setup = found.shown.setup
-    fate = candidates.parameters.decide_fate(setup, found.accumulate)
-    found.moments = candidates.traced.moments(setup.config, fate)
+    held = candidates.parameters.held_gradients(setup, found.accumulate)
+    found.moments = candidates.traced.moments(setup.config, held)
 
 
 def _add_notes(candidates: Candidates, found: Fit) -> None:
@@ -236,11 +236,7 @@ def _make_loss(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
 
 
 def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
-    """Return the GPU that the argument `gpu` of `fit` stands for.
-
-    Raises:
-        ConfigError: the GPU is unknown.
-    """
+    """Return the GPU that the argument `gpu` of `fit` stands for."""
     if isinstance(wanted, Gpu):
         return wanted
     if wanted is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8pass.optim.backward import default_buffer
-from fp8pass.optim.group_options import preset_options, state_bytes
+from fp8pass.optim.group_options import PRESETS, state_bytes
 from fp8pass.optim.offload import DEPTH, STAGED_BYTES, is_offloaded, layers_to_code
 from fp8pass.optim.optimizer import WAITING
 from fp8pass.optim.state_formats import SUM_GROUP_SIZE, moment_format
 from fp8pass.option_checks import ConfigError
 from fp8pass.tools.fitting.setup import Setup
-from fp8pass.tools.fitting.traced import Fate
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-GROUP: Mapping[str, Any] = {"group_size": 128}
+GROUP: Mapping[str, Any] = {"group_size": 128, **PRESETS["coat"]}
 
 
 @dataclass
@@ -29,10 +29,6 @@ class Standing:
     states: float = 0.0
     sums: float = 0.0  # of gradients over micro-batches
     staging: float = 0.0  # buffers of offloaded values
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.states + self.sums + self.staging
 
 
 class Parameters:
@@ -77,11 +73,7 @@ class Parameters:
                 gpu.weights += size
             if p.requires_grad:
                 on_host = in_codes or is_offloaded(group, "states", p)
-                if setup.preset is None:  # torch.optim.AdamW
-                    states = 2.0 * p.numel() * p.itemsize
-                else:
-                    states = state_bytes({**GROUP, **preset_options(setup.preset, {})}, p)
-                (host if on_host else gpu).states += states
+                (host if on_host else gpu).states += state_bytes(GROUP, p)
                 if accumulate > 1 and setup.step_in_backward:
                     on_host = is_offloaded(group, "gradients", p)
                     (host if on_host else gpu).sums += p.numel() * bytes_per_sum
@@ -91,10 +83,9 @@ class Parameters:
             gpu.staging = DEPTH * STAGED_BYTES
         return gpu, host
 
-    def decide_fate(self, setup: Setup, accumulate: int) -> Fate:
+    def held_gradients(self, setup: Setup, accumulate: int) -> float:
+        """Return the bytes of gradients that may wait for the optimizer during the backward."""
         if not setup.step_in_backward:
             # With several micro-batches, gradients are added to sums, which `place` counts.
-            return Fate(stay=accumulate == 1)
-        if not setup.offload:
-            return Fate(stay=False)
-        return Fate(False, waiting=sum(p.numel() * p.itemsize for p in self.all) // WAITING)
+            return math.inf if accumulate == 1 else 0.0
+        return sum(p.numel() * p.itemsize for p in self.all) // WAITING if setup.offload else 0.0

@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.activation_memory.backward_memory import is_buffered, reads_memory
+from fp8pass.activation_memory.backward_memory import find_uses, is_buffered, reads_memory
 from fp8pass.config import Config
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.chunks import Chunks, chunks_of, in_chunks
-from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.classify import Kind, argument_of, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
 from fp8pass.hardware import Work
 from fp8pass.partition import cut
@@ -130,7 +130,7 @@ def measure_memory(
     """
     nodes = [n for n in g.nodes if n.op != "output"]
     position = {n: i for i, n in enumerate(nodes)}
-    last = _find_last_uses(nodes, position)
+    uses = find_uses(nodes, has_buffer)
     changes = {name: [0.0] * (len(nodes) + 1) for name in REGION_KINDS}
 
     def add(name: str, size: float, start: int, end: int) -> None:
@@ -143,7 +143,7 @@ def measure_memory(
         source = node.args[0] if graph.is_call(node, fp8.transpose.default) else node
         at = position.get(source, position[node])
         if node in owned or (node.op == "call_function" and has_buffer(node)):
-            end = min(last[node], len(nodes) - 1)
+            end = int(min(max(position[node], uses[node].last), len(nodes) - 1))
             start = 0 if node in owned else at
             add(kinds.get(node, "workspace"), graph.nbytes(node), start, end)
         add("workspace", _measure_workspace(node), at, at)
@@ -152,22 +152,6 @@ def measure_memory(
         Moment(graph.module_path(n), False, *(alive[name][i] for name in REGION_KINDS))
         for i, n in enumerate(nodes)
     ]
-
-
-def _find_last_uses(nodes: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Return the position of the last buffer computed from each node, also through fused
-    operators.
-    """
-    found: dict[fx.Node, int] = {}
-    for node in reversed(nodes):
-        ends = [position[node]]
-        for user in node.users:
-            if user.op == "output":
-                ends.append(len(nodes))
-            else:
-                ends.append(position[user] if has_buffer(user) else found[user])
-        found[node] = max(ends)
-    return found
 
 
 def has_buffer(node: fx.Node) -> bool:
@@ -205,11 +189,7 @@ def estimate_work(g: fx.Graph) -> Work:
 def _count_flops(node: fx.Node) -> Work:
     if kind(node) is not Kind.ATTENTION:
         return Work(fp8_flops=flops(node)) if is_fp8_gemm(node) else Work(bf16_flops=flops(node))
-    causal = False
-    if compat.is_operator(node.target):
-        names = [argument.name for argument in compat.schema_of(node.target).arguments]
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
-        causal = given.get("is_causal") is True
+    causal = compat.is_operator(node.target) and argument_of(node, "is_causal") is True
     return Work(attention_flops=flops(node) * (CAUSAL_SHARE if causal else 1.0))
 
 

@@ -14,7 +14,7 @@ from fp8pass.option_checks import ConfigError, bytes_text
 from fp8pass.tools.fitting.candidates import PROCESS_BYTES, Candidate
 from fp8pass.tools.fitting.planned import Moment
 from fp8pass.tools.fitting.setup import format_config
-from fp8pass.tools.output import Result, make_figure
+from fp8pass.tools.output import Result, make_figure, pick_unit
 
 MEMORY_KINDS = {
     "weights": ("weights and buffers", "#4c78a8"),
@@ -255,11 +255,8 @@ def _format_size(count: float) -> str:
 
 def _format_count(count: int) -> str:
     """Format a number, e.g. `6.7B` or `125M`."""
-    units = ["", "K", "M", "B"]
-    size = float(count)
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g}{units[0]}" if size < 1000 else f"{size:.0f}{units[0]}"
+    size, unit = pick_unit(count, {"B": 1e9, "M": 1e6, "K": 1e3, "": 1})
+    return f"{size:.3g}{unit}" if size < 1000 else f"{size:.0f}{unit}"
 
 
 def _to_dict(candidate: Candidate, why_not: str) -> dict[str, Any]:
@@ -268,7 +265,7 @@ def _to_dict(candidate: Candidate, why_not: str) -> dict[str, Any]:
         "config": format_config(setup.config),
         "step_in_backward": setup.step_in_backward,
         "offload": list(setup.offload),
-        "optimizer": "torch" if setup.preset is None else setup.preset,
+        "optimizer": "coat",
         "gpu": candidate.gpu,
         "host": candidate.host,
         "allocated_bytes": candidate.allocated,

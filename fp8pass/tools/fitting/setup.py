@@ -19,7 +19,6 @@ class Setup:
     step_in_backward: bool = False
     # `states`, `gradients` and `weights` in host memory.
     offload: tuple[str, ...] = ()
-    preset: str | None = "coat"  # preset of `fp8pass.optim.AdamW`; None for `torch.optim.AdamW`.
 
     def lines(self, accumulate: int, blocks: Sequence[str]) -> str:
         """Return Python code that prepares a `model` and an optimizer for this setup.
@@ -32,7 +31,9 @@ class Setup:
             found.append('fp8pass.optim.offload_weights(model, "cuda")')
         else:
             found.append('model.to("cuda")')
-        found.append(f"optimizer = {self._optimizer_text()}")
+        moved = tuple(name for name in self.offload if name != "weights")
+        offload = f", offload={moved!r}" if moved else ""
+        found.append(f"optimizer = fp8pass.optim.AdamW(model.parameters(){offload})")
         if self.step_in_backward:
             also = f", accumulate={accumulate}" if accumulate > 1 else ""
             found.append(f"fp8pass.optim.step_in_backward(model, optimizer{also})")
@@ -50,21 +51,12 @@ class Setup:
             return f"for block in model.{path.removesuffix('.*')}:\n    block{compiled}"
         return f'model.get_submodule("{path}"){compiled}'
 
-    def _optimizer_text(self) -> str:
-        if self.preset is None:
-            return "torch.optim.AdamW(model.parameters(), fused=True)"
-        moved = tuple(name for name in self.offload if name != "weights")
-        preset = f", preset={self.preset!r}" if self.preset != "coat" else ""
-        offload = f", offload={moved!r}" if moved else ""
-        return f"fp8pass.optim.AdamW(model.parameters(){preset}{offload})"
-
     def __str__(self) -> str:
         recipe, changes = find_recipe(self.config)
         options = [f"{name}={value!r}" for name, value in changes.items()]
-        optimizer = "AdamW" if self.preset in (None, "coat") else f"AdamW {self.preset}"
         words = [
             ", ".join([recipe] * (recipe != "coat") + options) or "default",
-            "torch " * (self.preset is None) + optimizer,
+            "AdamW",
             *(["step_in_backward"] if self.step_in_backward else []),
             *([f"{', '.join(self.offload)} on the host"] if self.offload else []),
         ]

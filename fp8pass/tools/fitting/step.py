@@ -111,11 +111,7 @@ class RecordedStep:
 def compute_own_loss(
     run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Return a model's output, or the output's `loss`.
-
-    Raises:
-        ValueError: the model returns no loss.
-    """
+    """Return a model's output, or the output's `loss`."""
     output = run(*args, **kwargs)
     value = getattr(output, "loss", output)
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -137,9 +133,6 @@ def record_step(
         paths: paths of the parts that are compiled; `('',)` for the model as a whole.
         values: arguments and keyword arguments of the model.
         loss_of: runs the model and returns its loss.
-
-    Raises:
-        ValueError: the loss has no gradient, or an operator needs the values of tensors.
     """
     step = RecordedStep()
     recorder = _Recorder(step)
@@ -237,8 +230,6 @@ def _compile_parts(
 
 
 class _Recorder(compat.OperatorObserver):
-    """Writes the record of a step."""
-
     def __init__(self, step: RecordedStep) -> None:
         super().__init__(self._record_operator)
         self.step = step

@@ -11,6 +11,7 @@ start for the first two layers and from the end for the last two:
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,19 +89,11 @@ def is_in_list(path: str) -> bool:
     return any(part.isdigit() for part in path.split("."))
 
 
-@dataclass(frozen=True)
-class Fate:
-    """How long final gradients stay alive."""
-
-    # Until the end of the backward. Otherwise the optimizer consumes gradients during the backward.
-    stay: bool
-    # Bytes of gradients that may wait for the optimizer. Unless it is 0, one larger gradient may
-    # wait.
-    waiting: float = 0.0
-
-
 class TracedStep:
     """A recorded step. Plans are computed on first use.
+
+    Up to `held` bytes of final gradients wait for the optimizer during the backward. Unless `held`
+    is 0, one larger gradient may wait. If it is infinite, all gradients stay until the end.
 
     Raises:
         ConfigError: a memory budget cannot be met (all methods).
@@ -116,8 +109,8 @@ class TracedStep:
         rest = replace(config, memory_budget=None)
         return {r: plan_region(r, config if r in layers else rest) for r in regions}
 
-    def moments(self, config: Config, fate: Fate) -> list[Moment]:
-        return _Replay(self.step, self.planned(config), fate).moments
+    def moments(self, config: Config, held: float) -> list[Moment]:
+        return _Replay(self.step, self.planned(config), held).moments
 
     def plans(self, config: Config) -> list[Plan]:
         return [p.plan for p in self.planned(config).values()]
@@ -142,9 +135,9 @@ class _Replay:
     """Replays the record of a step with planned regions, and collects the bytes alive."""
 
     def __init__(
-        self, step: RecordedStep, plans: Mapping[CompiledRegion, Planned], fate: Fate
+        self, step: RecordedStep, plans: Mapping[CompiledRegion, Planned], held: float
     ) -> None:
-        self.plans, self.fate = plans, fate
+        self.plans, self.held = plans, held
         self.moments: list[Moment] = []
         self._alive: dict[str, float] = dict.fromkeys(REGION_KINDS, 0.0)
         self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
@@ -164,7 +157,7 @@ class _Replay:
                     self._run_forward(event)
                 case RegionBackward(region, call):
                     self._run_backward(region, self._calls[call])
-                case Gradient(storage) if storage in self._storages and not fate.stay:
+                case Gradient(storage) if storage in self._storages and held < math.inf:
                     self._consume(storage)
                 case BackwardBegins():
                     self._backward = True
@@ -193,8 +186,8 @@ class _Replay:
         """Queue a gradient for the optimizer, and free the oldest above the limit."""
         waiting = self._waiting
         waiting.append((gradient, self._storages[gradient][1]))
-        least = 1 if self.fate.waiting else 0
-        while len(waiting) > least and sum(size for _, size in waiting) > self.fate.waiting:
+        least = 1 if self.held else 0
+        while len(waiting) > least and sum(size for _, size in waiting) > self.held:
             self._free(waiting.popleft()[0])
 
     def _run_forward(self, call: RegionForward) -> None:
@@ -218,7 +211,6 @@ class _Replay:
                 self._free(storage)
 
     def _find_held(self, call: RegionForward) -> set[int]:
-        """Return storages of inputs and results that the region's backward reads."""
         plan = self.plans[call.region]
         found = {call.inputs[i] for i in plan.held_inputs}
         found |= {call.outputs[i] for i in plan.held_outputs}
@@ -275,7 +267,7 @@ class TracedLayers:
             raise NotAlike
         self._further = layers.count - FEW
         self._config = cache(self._scale_budget)
-        self.moments(Config(), Fate(stay=True))
+        self.moments(Config(), math.inf)
 
     def _scale_budget(self, config: Config, depth: int) -> Config:
         """Reduce the saved bytes of each layer by the same amount in a model of `depth` layers."""
@@ -287,10 +279,10 @@ class TracedLayers:
         less = (all_layers - config.budget_bytes(all_layers)) / self.layers.count
         return replace(config, memory_budget=max(1, int(own - depth * less)))
 
-    def moments(self, config: Config, fate: Fate) -> list[Moment]:
+    def moments(self, config: Config, held: float) -> list[Moment]:
         """Return the largest moments before, in and after the layers, of which four are shown."""
-        few = self._find_largest(self.few.moments(self._config(config, FEW), fate))
-        more = self._find_largest(self.more.moments(self._config(config, MORE), fate))
+        few = self._find_largest(self.few.moments(self._config(config, FEW), held))
+        more = self._find_largest(self.more.moments(self._config(config, MORE), held))
         pairs = [((False, a), (False, b)) for a, b in FORWARD_PAIRS]
         pairs += [((True, a), (True, b)) for a, b in BACKWARD_PAIRS]
         found = [(a, b) for a, b in pairs if a in few or b in more]

@@ -11,6 +11,6 @@ template.html.j2, page.css, picture.js, page.js, vendor/    the page itself
 
 from __future__ import annotations
 
-from fp8pass.tools.report.page import write_report
+from fp8pass.tools.report.page import render
 
-__all__ = ["write_report"]
+__all__ = ["render"]

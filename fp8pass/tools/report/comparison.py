@@ -57,11 +57,7 @@ class Comparison:
 
 
 def compare(ours: ExplanationData, theirs: ExplanationData) -> Comparison:
-    """Compare two explanations. Sort rows by their difference in bytes, then in time.
-
-    Raises:
-        ValueError: the explanations are of different models.
-    """
+    """Compare two explanations. Sort rows by their difference in bytes, then in time."""
     if _list_linears(ours) != _list_linears(theirs):
         raise ValueError(
             "Only explanations of the same model can be compared, but "

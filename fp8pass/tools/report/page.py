@@ -21,18 +21,20 @@ from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
+from fp8pass.graph.names import shorten_operator
 from fp8pass.graph.tags import INPUT_NAME
 from fp8pass.option_checks import bytes_text
 from fp8pass.plan import Plan
 from fp8pass.tools import folding
 from fp8pass.tools.explanation_data import describe_operands
+from fp8pass.tools.output import pick_unit
 from fp8pass.tools.report.comparison import compare
 from fp8pass.tools.report.diffs import diff_modules
 from fp8pass.tools.report.picture import OPERATOR_KINDS, draw, find_source_line
 from fp8pass.tools.report.repeated_layers import fold
 from fp8pass.tools.report.timeline import trace_timeline
 from fp8pass.tools.running import find_recipe
-from fp8pass.tools.tables import format_remarks, shorten_operator, sort_points
+from fp8pass.tools.tables import format_remarks, sort_points
 
 if TYPE_CHECKING:
     from fp8pass.tools.diagnosis import Diagnosis
@@ -179,11 +181,8 @@ def _label_operation(node: fx.Node) -> str:
 
 def _format_flop(count: float) -> str:
     """Format a count, e.g. `868 MFLOP`."""
-    for unit in ("", "k", "M", "G"):
-        if count < 1000:
-            return f"{count:.3g} {unit}FLOP"
-        count /= 1000
-    return f"{count:.3g} TFLOP"
+    size, unit = pick_unit(count, {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1})
+    return f"{size:.3g} {unit}FLOP"
 
 
 def format_size(count: float) -> str:
@@ -193,19 +192,14 @@ def format_size(count: float) -> str:
 
 def format_budget(count: int) -> str:
     """Round up to a value of `memory_budget`, e.g. `1.012GiB`."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{math.ceil(1000 * count / size) / 1000:.10g}{unit}"
-    return f"{count}B"
+    size, unit = pick_unit(count, {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1})
+    return f"{math.ceil(1000 * size) / 1000:.10g}{unit}"
 
 
 def format_time(seconds: float) -> str:
     """Format seconds, e.g. `12.3 µs`."""
-    scale, unit = next(
-        ((scale, unit) for scale, unit in ((1, "s"), (1e3, "ms")) if abs(seconds) * scale >= 1),
-        (1e6, "µs"),
-    )
-    return f"{seconds * scale:.3g} {unit}"
+    size, unit = pick_unit(seconds, {"s": 1, "ms": 1e-3, "µs": 1e-6})
+    return f"{size:.3g} {unit}"
 
 
 def _format_recipe(config: Config) -> str:

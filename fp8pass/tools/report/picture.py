@@ -20,10 +20,10 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.compilation import CompiledGraph
-from fp8pass.dialect.quantization import ROW, TENSOR, Block, block_text, parse
+from fp8pass.dialect.quantization import ROW, TENSOR, block_text, parse
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.flops import is_fp8_gemm
-from fp8pass.graph.names import operator_name
+from fp8pass.graph.names import short_operator_name
 from fp8pass.graph.patterns import is_dequantized_saved_value
 from fp8pass.graph.tags import COPIED_VALUE, INPUT_NAME, ROLE
 from fp8pass.tools.explanation_data import describe_operands
@@ -225,7 +225,6 @@ class _Drawing:
         yield "source", find_source_line(node)
 
     def _describe_saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
-        """Describe how a value reaches the backward, and why."""
         name = node.meta.get(COPIED_VALUE, node.name) if node not in self.forward else node.name
         saved = self.saved.get(name) or self.kept.get(node.name)
         if saved is not None:
@@ -250,10 +249,7 @@ def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
 def _make_label(node: fx.Node) -> str:
     if node.op == "placeholder":
         return "gradient of an output" if compat.is_tangent(node) else str(node.target)
-    if kind(node) is Kind.ATTENTION:
-        return "attention"
-    _, _, name = operator_name(node).partition(".")
-    return name.split(".")[0] or str(getattr(node.target, "__name__", node.target))
+    return "attention" if kind(node) is Kind.ATTENTION else short_operator_name(node)
 
 
 def _describe_quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
@@ -266,12 +262,9 @@ def _describe_quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
     if node.target in texts:
         found = [parse(str(text)) for text in node.args[texts[node.target]]]
         yield "format", " × ".join(how.format.name for how in found)
-        yield "scales", " × ".join(_describe_scales(how.block) for how in found)
-
-
-def _describe_scales(block: Block) -> str:
-    names = {TENSOR: "one for the tensor", ROW: "one for each row"}
-    return names.get(block) or f"one for {block_text(block)}"
+        names = {TENSOR: "one for the tensor", ROW: "one for each row"}
+        scales = (names.get(how.block) or f"one for {block_text(how.block)}" for how in found)
+        yield "scales", " × ".join(scales)
 
 
 def find_source_line(node: fx.Node) -> str:

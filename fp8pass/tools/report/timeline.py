@@ -11,9 +11,8 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.compilation import CompiledGraph
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.names import operator_name
+from fp8pass.graph.names import short_operator_name
 from fp8pass.tools.report.picture import find_forward_nodes
-from fp8pass.tools.tables import shorten_operator
 
 Change = tuple[fx.Node, int]  # an operator, and the saved bytes that it adds
 
@@ -37,8 +36,12 @@ def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list
     forwards: list[tuple[bool, int, list[Change]]] = []
     backwards: list[tuple[bool, int, list[Change]]] = []
     for compiled in graphs:
-        forward, backward = _split(compiled)
-        lengths, sizes = (len(forward), len(backward)), _list_sizes(compiled)
+        in_forward, calls = find_forward_nodes(compiled), _list_calls(compiled.gm.graph)
+        forward = [n for n in calls if n in in_forward]
+        backward = [n for n in calls if n not in in_forward]
+        lengths = len(forward), len(backward)
+        tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
+        sizes = {t.name: t.bytes for t in tensors if not t.on_host}
         if stock and compiled.stock:
             forward, backward = (_list_calls(g) for g in compiled.stock.graphs)
             sizes = compiled.stock.saved
@@ -55,19 +58,8 @@ def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list
     return points
 
 
-def _split(compiled: CompiledGraph) -> tuple[list[fx.Node], list[fx.Node]]:
-    forward = find_forward_nodes(compiled)
-    calls = _list_calls(compiled.gm.graph)
-    return [n for n in calls if n in forward], [n for n in calls if n not in forward]
-
-
 def _list_calls(g: fx.Graph) -> list[fx.Node]:
     return [n for n in g.nodes if n.op != "output"]
-
-
-def _list_sizes(compiled: CompiledGraph) -> dict[str, int]:
-    tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
-    return {t.name: t.bytes for t in tensors if not t.on_host}
 
 
 def _find_changes(
@@ -98,5 +90,5 @@ def _find_uses(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[fx.Node]:
 
 def _name(node: fx.Node) -> str:
     """Name an operator, e.g. `layers.0.mlp, silu`."""
-    path, operator = graph.module_path(node), shorten_operator(operator_name(node))
+    path, operator = graph.module_path(node), short_operator_name(node)
     return f"{path}, {operator}" if path else operator
