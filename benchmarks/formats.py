@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import Decoder, new_model
-from fp8pass.demo.options import SIZES
+from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import train
 
 SHAPE = (2048, 1024)

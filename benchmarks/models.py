@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8pass.demo.model import Decoder
-from fp8pass.demo.options import Size
+from fp8pass.demo.sizes import Size
 
 
 class RMSNorm(nn.Module):

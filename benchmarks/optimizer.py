@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import new_model
-from fp8pass.demo.options import SIZES
+from fp8pass.demo.sizes import SIZES
 from fp8pass.demo.train import learning_rate
 from fp8pass.optim import AdamW, Muon
 from fp8pass.optim.group_options import STATE_ROUNDINGS

@@ -66,7 +66,7 @@ import fp8pass
 from fp8pass.config import GEMMS
 from fp8pass.demo.data import Data, source_files
 from fp8pass.demo.model import VOCABULARY, Decoder
-from fp8pass.demo.options import Size
+from fp8pass.demo.sizes import Size
 from fp8pass.demo.train import Meter, free_memory
 from fp8pass.optim import split_parameters
 

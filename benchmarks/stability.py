@@ -41,7 +41,7 @@ import fp8pass
 from fp8pass.config import Simulation
 from fp8pass.demo.data import Data
 from fp8pass.demo.model import Decoder
-from fp8pass.demo.options import Size
+from fp8pass.demo.sizes import Size
 
 # Options of fp8pass; None is stock torch.compile.
 VARIANTS: dict[str, dict[str, Any] | None] = {

@@ -4,7 +4,8 @@ A byte-level Llama-style decoder learns the source text of Python's standard lib
 `--data`, from the same weights and batches. A third run with another seed shows how much the loss
 varies by chance.
 
-options.py   the command line's options, and sizes of the model and its training
+options.py   the command line's options
+sizes.py     sizes of the model and its training
 data.py      the text, as batches of bytes
 model.py     the model
 train.py     training and measurement of one variant

@@ -16,8 +16,8 @@ import fp8pass
 from fp8pass import compat
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import Decoder, new_model
-from fp8pass.demo.options import SIZES, Size
 from fp8pass.demo.show import list_conclusions, make_table, show_progress, write_plot
+from fp8pass.demo.sizes import SIZES, Size
 from fp8pass.demo.train import Compile, Run, free_memory, run_variant
 from fp8pass.tools.cli.parsing import Failure, UsageError, find_device
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8pass.demo.options import Size
+from fp8pass.demo.sizes import Size
 from fp8pass.tools.cli.parsing import UsageError
 
 MAX_TEXT_BYTES = 4 << 20

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8pass import compat
-from fp8pass.demo.options import Size
+from fp8pass.demo.sizes import Size
 
 VOCABULARY = 256
 

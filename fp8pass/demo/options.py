@@ -1,43 +1,16 @@
-"""The demo's options, and sizes of its model and training.
-
-This module does not import PyTorch, so `--help` works without it.
-"""
+"""The demo's options. This module does not import PyTorch, so `--help` works without it."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 from fp8pass.config import RECIPES
+from fp8pass.demo.sizes import SIZES
 from fp8pass.option_checks import unknown
 from fp8pass.tools.cli.parsing import check_device
 
 DESCRIPTION = "Train the same small language model with and without fp8pass, and compare."
-
-
-@dataclass(frozen=True)
-class Size:
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    seq: int
-    batch: int
-    steps: int
-    peak_lr: float
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.seq
-
-
-SIZES = {
-    "tiny": Size(128, 1, 2, 1, 256, 64, 8, steps=40, peak_lr=1e-2),
-    "small": Size(256, 2, 4, 2, 768, 128, 8, steps=200, peak_lr=2e-3),
-    "large": Size(2048, 8, 16, 8, 5632, 2048, 8, steps=150, peak_lr=3e-4),
-}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fp8pass.demo.data import Data
 from fp8pass.demo.model import new_model
-from fp8pass.demo.options import Size
+from fp8pass.demo.sizes import Size
 from fp8pass.tools.saved_bytes import saved_bytes
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8pass
 from fp8pass.demo.model import Decoder
-from fp8pass.demo.options import Size
+from fp8pass.demo.sizes import Size
 
 MUON_LR = 0.02
 SIZE = Size(64, 2, 2, 2, 128, seq=32, batch=4, steps=16, peak_lr=5e-3)

@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass.demo.model import Decoder
-from fp8pass.demo.options import Size
+from fp8pass.demo.sizes import Size
 from fp8pass.optim import AdamW, Muon, split_parameters
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import fp8pass
 from fp8pass import Config, graph
 from fp8pass.demo.model import new_model
-from fp8pass.demo.options import SIZES
+from fp8pass.demo.sizes import SIZES
 from fp8pass.testing import hardware_accumulation
 from fp8pass.tools.diagnosis import NEGLIGIBLE_ERROR, LayerError
 from fp8pass.tools.recording import record_step

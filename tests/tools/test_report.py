@@ -18,7 +18,7 @@ from torch import nn
 import fp8pass
 from fp8pass import Config, explain
 from fp8pass.demo.model import new_model
-from fp8pass.demo.options import SIZES
+from fp8pass.demo.sizes import SIZES
 from fp8pass.graph.names import shorten_operator
 from fp8pass.option_checks import parse_bytes
 from fp8pass.tools.explanation_data import describe_operands
