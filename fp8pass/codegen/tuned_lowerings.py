@@ -56,7 +56,7 @@ def _pin_row_major(x: Tensor) -> Tensor:
 @_lowers(fp8.quantize.default)
 def _quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
     how, data = parse(quantization), ops.quantize(x, scale, quantization, plane)
-    is_saved = how.is_within_rows or how.format.lossless
+    is_saved = not how.is_for_operands or how.format.lossless
     return data if is_saved else _pin_row_major(data)
 
 

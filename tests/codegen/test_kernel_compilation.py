@@ -17,7 +17,12 @@ pytest.importorskip("triton")
 
 COMPILATION = """
 import json
+import re
 import struct
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -58,6 +63,16 @@ def code_size(cubin):
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
     return sum(section[5] for section in sections if section[2] & 4)
 
+def stack_size(cubin):
+    # Bytes of the stack of a thread, to which registers spill.
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(re.search("STACK:([0-9]+)", report.stdout + report.stderr)[1])
+
 def compiled(module, *programs, capability=90):
     inputs = [size for program, *size in programs for _ in range(program.input_count)]
     batch = Batch(tuple(program for program, *_ in programs))
@@ -69,6 +84,8 @@ def compiled(module, *programs, capability=90):
     source = ASTSource(launch.kernel, signature)
     options = {"num_warps": launch.num_warps}
     binary = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    if any(program.has_blocks for program, *_ in programs):
+        assert stack_size(binary.asm["cubin"]) == 0
     return code_size(binary.asm["cubin"])
 
 def block_gemm(capability, b_rows, bias):
@@ -104,7 +121,18 @@ gradient = tuple(
     )
 )
 square = Store("x", ("rows", "columns"), format="e4m3", block="128×128")
+swiglu_stores = tuple(
+    Store(name, (layout,), format="e4m3", block=block)
+    for name, layout, block in (
+        ("h", "columns", "128×1"),
+        ("du", "rows", "1×128"), ("du", "columns", "128×1"),
+        ("dg", "rows", "1×128"), ("dg", "columns", "128×1"),
+    )
+)
+swiglu_loads = tuple(load for load in backward[0].loads if load.operand != "scalar")
+in_blocks = replace(backward[0], loads=swiglu_loads, stores=swiglu_stores)
 found = {
+    "SwiGLU in blocks": compiled(tile_kernel, (in_blocks, 4096, 1024)),
     "blocks": compiled(tile_kernel, (Program(matrix, (), gradient), 4096, 1024)),
     "squares": compiled(tile_kernel, (Program(matrix[:1], (), (square,)), 4096, 1024)),
     "nibbles in tiles": compiled(tile_kernel, (t.swiglu_backward(128, "e2m1"), 4096, 1024)),

@@ -265,10 +265,6 @@ BLOCKS = {
     "gradient": (lambda d, y: (*in_blocks(d * y), *in_blocks((d * y).t())), 1),
     "wgrad only": (lambda d, y: in_blocks((d * y).t()), 1),
     "weight": (lambda w, _: squares(w), 1),
-    "scales of the forward": (
-        lambda w, s: (known_squares(w, s[:2, :3].abs().contiguous() + 0.5),),
-        1,
-    ),
     "gradient and input": (lambda d, x: (*in_blocks(d), *in_blocks(d.t()), *in_blocks(x.t())), 2),
 }
 
@@ -281,3 +277,12 @@ def test_operands_in_blocks(case, monkeypatch):
     assert sum(programs_of(gm, tiles)) == count
     for target in (fp8.amax.default, fp8.quantize.default, fp8.transpose.default):
         assert not gm.graph.find_nodes(op="call_function", target=target)
+
+
+def test_scales_of_the_forward_are_computed_again(monkeypatch):
+    """The backward quantizes the weight, or a recomputed matrix, for another GEMM."""
+    w, how = random(256, 384).bfloat16(), "e4m3 128×128 fp32"
+    scales = fp8.scale(fp8.amax(w, "128×128"), how)
+    gm = fused(monkeypatch, known_squares, w, scales)
+    assert sum(programs_of(gm, tiles)) == 1
+    assert not gm.graph.find_nodes(op="call_function", target=fp8.quantize.default)

@@ -84,6 +84,7 @@ def multiply_blocks(
         a_rows: number of rows of `a` that share a scale.
         b_rows: number of rows of `b` that share a scale.
     """
+    a, b = a.contiguous(), b.contiguous()
     (M, K), N = a.shape, b.shape[0]
     out = a.new_empty((M, N), dtype=out_dtype)
     major, minor = hardware.capability_of(a.device) if a.is_cuda else (9, 0)  # else interpreted

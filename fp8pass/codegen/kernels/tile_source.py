@@ -6,9 +6,11 @@ one of each slice, and packs them into a word of the transposed result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import chain
 
 from fp8pass.codegen.kernels.device_functions import call_quotient_of
 from fp8pass.codegen.kernels.launch import Function
@@ -20,7 +22,7 @@ from fp8pass.codegen.kernels.triton_ops import (
     name_pointers,
     write_expression,
 )
-from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.ir import COLUMN_BLOCK, ROW_BLOCK, SIDE, Load, Program, Step, Store
 from fp8pass.dialect.formats import FORMATS
 
 WORD = 4
@@ -28,18 +30,20 @@ WORD = 4
 SIZE_NAMES = "M", "M_PADDED", "N"
 CONSTANT_NAMES = "M_TILE", "N_TILE", "FULL"
 
-_TILE = """
+_COLUMNS = """
 tiles_in_row = tl.cdiv(N, N_TILE)
-row_tile = index // tiles_in_row
 column_tile = index % tiles_in_row
-in_tile = tl.arange(0, M_TILE // {slices})
 first_column = column_tile * N_TILE
 in_row = tl.arange(0, N_TILE)
 column = first_column + in_row
 column_there = FULL | (column < N)
 """
+_TILE = _COLUMNS + "row_tile = index // tiles_in_row"
 # Offsets within a tile fit into 32 bits.
-_FIRST = "first = (row_tile * M_TILE).to(tl.int64) * N + first_column"
+_FIRST = """
+in_tile = tl.arange(0, M_TILE // {slices})
+first = (row_tile * M_TILE).to(tl.int64) * N + first_column
+"""
 _SLICE = """
 in_tile_{i} = {slices} * in_tile + {i}
 row_{i} = row_tile * M_TILE + in_tile_{i}
@@ -57,7 +61,6 @@ _LOADS = {
     "row": "tl.load({0} + row_{i}, row_there_{i}, other=0.0).to(tl.float32)[:, None]",
     "column": "tl.load({0} + column, column_there, other=0.0).to(tl.float32)[None, :]",
     "scalar": "tl.load({0}).to(tl.float32)",
-    "tile": "tl.load({0} + index).to(tl.float32)",
 }
 
 
@@ -74,29 +77,82 @@ class TileWriter:
 
     def write(self) -> Function:
         program = self.program
-        results = [f"out{i}" for i in range(sum(s.result_count for s in program.stores))]
-        body = [*self._places()]
-        for i in range(self.slices):
-            body += self._loads(i)
-            body += self._steps(i)
-        remaining = iter(results)
-        for store in program.stores:
-            body += self._store(store, [next(remaining) for _ in range(store.result_count)])
+        results = iter([f"out{i}" for i in range(sum(s.result_count for s in program.stores))])
+        where = [[next(results) for _ in range(s.result_count)] for s in program.stores]
+        inputs = [f"in{i}" for i in range(program.input_count)]
+        body = self._blocks(where) if program.has_blocks else self._tile(where)
         return Function(
             name_kernel("tiles", program),
-            pointers=(*(f"in{i}" for i in range(program.input_count)), *results),
-            sizes=SIZE_NAMES,
+            pointers=(*inputs, *chain(*where)),
+            sizes=(*SIZE_NAMES, "TILES") if program.has_blocks else SIZE_NAMES,
             constants=CONSTANT_NAMES,
             body="\n".join(part.strip("\n") for part in body),
         )
 
-    def _places(self) -> Iterator[str]:
-        yield _TILE.format(slices=self.slices)
-        yield _FIRST
+    def _tile(self, where: list[list[str]]) -> Iterator[str]:
+        yield _TILE
+        yield from self._values()
+        for store, pointers in zip(self.program.stores, where, strict=True):
+            if store.format:
+                scales = [store.scale and f"{store.scale}_{i}" for i in range(self.slices)]
+                yield from self._code(store, scales)
+            for layout, pointer in zip(store.layouts, pointers, strict=True):
+                yield from TILE_STORES[layout](self, store, pointer)
+
+    def _blocks(self, where: list[list[str]]) -> Iterator[str]:
+        """Process the tiles of 128 rows twice: first for amaxes, then for data that need them.
+
+        Registers would not hold the values of 128×128 elements. The second time, the operands are
+        in the cache.
+        """
+        stores = list(enumerate(zip(self.program.stores, where, strict=True)))
+        by_row = [x for x in stores if x[1][0].block == ROW_BLOCK]
+        others = [x for x in stores if x not in by_row]
+        yield _COLUMNS
+        yield from (f"amax_{k} = tl.zeros((N_TILE,), tl.float32)" for k, _ in others)
+        first = [*self._values()]
+        for k, (store, pointers) in by_row:
+            first += self._store_block_rows(k, store, pointers)
+        for k, (store, _) in others:
+            amaxes = (
+                f"tl.reduce({self._magnitude(store, i)}, 0, largest)" for i in range(self.slices)
+            )
+            first.append(f"amax_{k} = {reduce(_largest, amaxes, f'amax_{k}')}")
+        yield from _loop(first)
+        if not others:
+            return
+        for k, (store, pointers) in others:
+            yield from _store_scale(k, store, pointers[-1])
+        second = [*self._values()]
+        for k, (store, pointers) in others:
+            second += self._code(store, [f"scale_{k}"] * self.slices)
+            for layout, pointer in zip(store.layouts, pointers, strict=False):
+                second += TILE_STORES[layout](self, store, pointer)
+        yield from _loop(second)
+
+    def _store_block_rows(self, k: int, store: Store, pointers: list[str]) -> Iterator[str]:
+        data, scales = pointers
+        for i in range(self.slices):
+            amax = f"tl.reduce({self._magnitude(store, i)}, 1, largest)"
+            yield f"scale_{k}_{i} = power_of_two({call_quotient_of(amax, store.format)})"
+            place = f"column_tile.to(tl.int64) * M + row_{i}"
+            yield f"tl.store({scales} + {place}, scale_{k}_{i}, row_there_{i})"
+        yield from self._code(store, [f"scale_{k}_{i}[:, None]" for i in range(self.slices)])
+        yield from self._store_rows(store, data)
+
+    def _magnitude(self, store: Store, i: int) -> str:
+        return f"tl.where(there_{i}, tl.abs({store.name}_{i}), 0.0)"
+
+    def _values(self) -> Iterator[str]:
+        """Return the lines that compute all values of a tile."""
+        yield _FIRST.format(slices=self.slices)
         for i in range(self.slices):
             yield _SLICE.format(i=i, slices=self.slices)
         if self.slices > 1:
             yield _TRANSPOSED.format(word=WORD)
+        for i in range(self.slices):
+            yield from self._loads(i)
+            yield from self._steps(i)
 
     def _loads(self, i: int) -> Iterator[str]:
         where = name_pointers(self.program)
@@ -143,44 +199,13 @@ class TileWriter:
         args = tuple(f"{x}_{i}" if isinstance(x, str) else x for x in step.args)
         return write_expression(replace(step, args=args))
 
-    def _store(self, store: Store, where: list[str]) -> Iterator[str]:
-        if store.block:
-            yield from self._scale_blocks(store, where[-1])
-        if store.format:
-            yield from self._code(store)
-        for layout, pointer in zip(store.layouts, where, strict=False):
-            yield from TILE_STORES[layout](self, store, pointer)
-
-    def _scale_blocks(self, store: Store, pointer: str) -> Iterator[str]:
-        """Compute and store the scales of blocks. Scales of slice i have the suffix `_scale_i`."""
-        name, slices = store.name, range(self.slices)
-        amaxes = [f"tl.abs(tl.where(there_{i}, {name}_{i}, 0.0))" for i in slices]
-        if store.block == "1×128":
-            for i, amax in zip(slices, amaxes, strict=True):
-                yield from _scale(f"{name}_scale_{i}", f"tl.reduce({amax}, 1, largest)", store)
-                place = f"column_tile.to(tl.int64) * M + row_{i}"
-                yield f"tl.store({pointer} + {place}, {name}_scale_{i}, row_there_{i})"
-                yield f"{name}_scale_{i} = {name}_scale_{i}[:, None]"
-            return
-        yield f"{name}_amax = {reduce(_largest, (f'tl.reduce({x}, 0, largest)' for x in amaxes))}"
-        if store.block == "128×1":
-            yield from _scale(f"{name}_scale", f"{name}_amax", store)
-            place = "row_tile.to(tl.int64) * N + column"
-            yield f"tl.store({pointer} + {place}, {name}_scale, column_there)"
-            yield f"{name}_scale = {name}_scale[None, :]"
-        else:
-            yield from _scale(f"{name}_scale", f"tl.reduce({name}_amax, 0, largest)", store)
-            yield f"tl.store({pointer} + index, {name}_scale)"
-        yield from (f"{name}_scale_{i} = {name}_scale" for i in slices)
-
-    def _code(self, store: Store) -> Iterator[str]:
-        for i in range(self.slices):
+    def _code(self, store: Store, scales: list[str]) -> Iterator[str]:
+        """Divide a value by its scale in each slice, or '' if it is already divided."""
+        for i, scale in enumerate(scales):
             # Padding must be zero, but the steps may compute nonzero values from zeros.
-            codes = f"{store.name}_{i}"
-            if store.scale or store.block:
-                scale = f"{store.scale}_{i}" if store.scale else f"{store.name}_scale_{i}"
-                codes = divide_by_scale(codes, scale)
-            yield f"{store.name}_{i}_coded = tl.where(there_{i}, {codes}, 0.0)"
+            value = f"{store.name}_{i}"
+            codes = divide_by_scale(value, scale) if scale else value
+            yield f"{value}_coded = tl.where(there_{i}, {codes}, 0.0)"
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
         """A program with this store has only slice 0."""
@@ -217,8 +242,28 @@ class TileWriter:
         yield f"tl.store({where}, tl.trans(word_of({', '.join(codes)})), place_there)"
 
 
-def _scale(name: str, amax: str, store: Store) -> Iterator[str]:
-    yield f"{name} = power_of_two({call_quotient_of(amax, store.format)})"
+def _store_scale(k: int, store: Store, pointer: str) -> Iterator[str]:
+    """Compute the scale of each column, or of the block, from `amax_k`, and store it."""
+    by_column = store.block == COLUMN_BLOCK
+    amax = f"amax_{k}" if by_column else f"tl.reduce(amax_{k}, 0, largest)"
+    yield f"scale_{k} = power_of_two({call_quotient_of(amax, store.format)})"
+    if by_column:
+        place = "(index // tiles_in_row).to(tl.int64) * N + column"
+        yield f"tl.store({pointer} + {place}, scale_{k}, column_there)"
+        yield f"scale_{k} = scale_{k}[None, :]"
+    else:
+        yield f"tl.store({pointer} + index, scale_{k})"
+
+
+def _loop(lines: Iterable[str]) -> Iterator[str]:
+    """Run lines for each tile of a block.
+
+    The compiler would unroll a loop of known length, and the registers would not suffice.
+    """
+    yield "for tile in range(0, TILES):"
+    body = "\n".join(line.strip("\n") for line in lines)
+    row_tile = f"row_tile = index // tiles_in_row * ({SIDE} // M_TILE) + tile"
+    yield textwrap.indent(f"{row_tile}\n{body}", "    ")
 
 
 def _largest(a: str, b: str) -> str:

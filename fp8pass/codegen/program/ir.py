@@ -21,13 +21,13 @@ from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.quantization import Quantization, group
 
-# Broadcast from shape [], [M / 128, N / 128], [N], [M, 1] or [M, N]. `groups` have several tensors:
-# quantized data [M, N], or packed planes [M, N w / 8] with w bits of each element, then scales
-# [M, N / G].
-OPERAND_KINDS = ("scalar", "tile", "column", "row", "full", "groups")
+# Broadcast from shape [], [N], [M, 1] or [M, N]. `groups` have several tensors: quantized data [M,
+# N], or packed planes [M, N w / 8] with w bits of each element, then scales [M, N / G].
+OPERAND_KINDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the elements that share a scale, by `Store.block`.
 SIDE = 128
-BLOCKS = {f"1×{SIDE}": (1, SIDE), f"{SIDE}×1": (SIDE, 1), f"{SIDE}×{SIDE}": (SIDE, SIDE)}
+ROW_BLOCK, COLUMN_BLOCK, SQUARE = f"1×{SIDE}", f"{SIDE}×1", f"{SIDE}×{SIDE}"
+BLOCKS = {ROW_BLOCK: (1, SIDE), COLUMN_BLOCK: (SIDE, 1), SQUARE: (SIDE, SIDE)}
 # Rows and columns of a tile.
 AMAX_TILE = 64, 128
 # Layouts whose stores reduce tiles of this size.
@@ -127,9 +127,9 @@ class Store:
 
     def scale_shape(self, rows: Any, columns: int) -> tuple[Any, Any]:
         """Return the shape of the scales of blocks."""
-        if self.block == "1×128":
+        if self.block == ROW_BLOCK:
             return columns // SIDE, rows
-        return rows // SIDE, columns if self.block == "128×1" else columns // SIDE
+        return rows // SIDE, columns if self.block == COLUMN_BLOCK else columns // SIDE
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,8 @@ class Program:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether tiles are blocks of 128×128 elements."""
-        loads = any(load.operand == "tile" for load in self.loads)
-        return loads or any(store.block for store in self.stores)
+        """Whether the kernel computes scales of blocks."""
+        return any(store.block for store in self.stores)
 
     @property
     def input_count(self) -> int:

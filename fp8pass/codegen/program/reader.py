@@ -14,7 +14,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.codegen.buffers import buffer
-from fp8pass.codegen.program.ir import SIDE, Load, NotAMatrix, Step
+from fp8pass.codegen.program.ir import Load, NotAMatrix, Step
 from fp8pass.dialect.encoding import is_fp8
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import Kind, kind
@@ -105,8 +105,6 @@ class Reader:
             return "row"
         if is_wide and true(val.numel() == columns):
             return "column"
-        if not self.by_row and _has_scale_of_squares(val, matrix):
-            return "tile"
         raise NotAMatrix
 
     def _compute(self, node: fx.Node) -> bool:
@@ -270,12 +268,6 @@ def _preserves_operand(node: fx.Node, source: str, result: str) -> bool:
     if node.target is aten.expand.default:
         return source == result or source == "scalar" or result == "full"
     return source == result
-
-
-def _has_scale_of_squares(val: torch.Tensor, matrix: torch.Tensor) -> bool:
-    sizes = [*val.shape, *matrix.shape]
-    is_static = all(isinstance(n, int) for n in sizes)
-    return is_static and [SIDE * n for n in val.shape] == list(matrix.shape)
 
 
 def _over_rows(node: fx.Node, columns: int) -> bool:

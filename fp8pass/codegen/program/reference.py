@@ -13,7 +13,6 @@ from fp8pass.codegen.program.ir import (
     BLOCKS,
     PARTIAL_SUMS,
     REDUCTION_STEPS,
-    SIDE,
     Program,
     Store,
     count_tiles,
@@ -127,11 +126,7 @@ def _load(program: Program, inputs: Sequence[Tensor], columns: int) -> dict[str,
             value = dequantize(planes, scales, str(how), torch.float32)
         else:
             shape = {"full": (-1, width), "row": (-1, 1), "column": (1, -1), "scalar": (1, 1)}
-            value = next(tensors).float()
-            if load.operand == "tile":
-                value = value.repeat_interleave(SIDE, 0).repeat_interleave(SIDE, 1)
-            else:
-                value = value.reshape(shape[load.operand])
+            value = next(tensors).float().reshape(shape[load.operand])
         if load.width:
             value = value[:, load.offset : load.offset + load.columns]
         values[load.name] = value

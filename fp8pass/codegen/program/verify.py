@@ -191,8 +191,8 @@ def _verify_together(program: Program) -> None:
         if program.reduces_tiles:
             reduces = TILE_REDUCTIONS.issuperset(store.layouts)
             _require(reduces, store, "is stored together with amaxes or sums of tiles")
-        if program.reduces_tiles and program.has_blocks:
-            _require(False, store, "needs smaller tiles than blocks")
+        if program.has_blocks:
+            _require(bool(store.block), store, "is stored together with scales of blocks")
         if store.layouts == ("full",):
             dtype = rounded.setdefault(store.name, store.dtype)
             _require(dtype == store.dtype, store, f"is rounded to {dtype}, too")

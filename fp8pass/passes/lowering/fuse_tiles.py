@@ -56,7 +56,7 @@ from fp8pass.codegen.kernels.supported import (
 )
 from fp8pass.codegen.kernels.tile_kernel import FORMATS_BY_LAYOUT, tiles
 from fp8pass.codegen.program.emit import emit_kernel, replace_column_sum
-from fp8pass.codegen.program.ir import SIDE, NotAMatrix, Store
+from fp8pass.codegen.program.ir import SQUARE, NotAMatrix, Store
 from fp8pass.codegen.program.reader import TRANSPARENT, Reader, is_in_memory
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.order import depends_on, sort_around
@@ -163,20 +163,12 @@ def _find_blocks(quantize: fx.Node) -> TiledMatrix | None:
     height, width = reversed(how.block) if is_flipped else how.block
     store = Store(name, (), format=how.format.name, block=f"{height}×{width}")
     layouts = {"columns": [quantize]} if is_flipped else _find_layouts(quantize)
-    if _computes_scale(scale, x):
-        return TiledMatrix(reader, store, layouts, scale)
-    try:
-        reader.load(scale)
-    except NotAMatrix:
+    # The backward may quantize a recomputed matrix, with the scales of the forward. The kernel
+    # computes the scales again.
+    is_new = not graph.is_call(scale, fp8.scale.default)
+    if is_new and depends_on(reader.loads, [scale]):
         return None
-    store = replace(store, block="", scale=reader.names[scale])
-    return TiledMatrix(reader, store, layouts) if reader.loads[scale].operand == "tile" else None
-
-
-def _computes_scale(scale: fx.Node, x: fx.Node) -> bool:
-    """Whether the graph computes the scales of blocks from `x`."""
-    amax = scale.args[0] if graph.is_call(scale, fp8.scale.default) else None
-    return isinstance(amax, fx.Node) and amax.target is fp8.amax.default and amax.args[0] is x
+    return TiledMatrix(reader, store, layouts, scale)
 
 
 def _read(x: fx.Node, matrix: fx.Node) -> Reader:
@@ -375,6 +367,6 @@ def _fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -
 def _replace_scale(scale: fx.Node, result: fx.Node, store: Store) -> None:
     """Replace the scales of blocks. The kernel stores the scales of 1×128 elements transposed."""
     with result.graph.inserting_after(result):
-        if store.block != f"{SIDE}×{SIDE}":
+        if store.block != SQUARE:
             result = graph.emit(result.graph, aten.permute.default, result, [1, 0], like=scale)
     scale.replace_all_uses_with(result)
