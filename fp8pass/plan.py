@@ -148,8 +148,8 @@ class Linear:
         simulated: the GEMMs that simulate a format. If there are any, `fp8` is empty.
         experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
-        unfit: the GEMMs of `fp8` with one scale per tensor because their sizes, the dtype of
-            their results, or the GPU do not suit the option `scales`.
+        unfit: the GEMMs of `fp8` that cannot have the scales of option `scales`, and have one per
+            tensor: pairs of a GEMM and the reason.
         projection: `in_proj` or `out_proj` in an `nn.MultiheadAttention`; set by `explain`.
     """
 
@@ -164,7 +164,7 @@ class Linear:
     simulated: tuple[str, ...] = ()
     experts: int = 0
     fast: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
+    unfit: tuple[tuple[str, str], ...] = ()
     slower: str = ""
     projection: str = ""
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8pass import compat, graph, hardware
+from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import AMAX_OPERATORS, Kind, kind
 from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
 from fp8pass.graph.flops import EXPENSIVE_KINDS, flops, is_fp8_gemm
@@ -105,4 +107,12 @@ def _operand_bytes(node: fx.Node) -> int:
 def _peak_flops(node: fx.Node) -> float:
     if kind(node) is Kind.ATTENTION:
         return hardware.ATTENTION_FLOPS
-    return hardware.FP8_FLOPS if is_fp8_gemm(node) else hardware.BF16_FLOPS
+    return hardware.FP8_FLOPS if runs_in_fp8(node) else hardware.BF16_FLOPS
+
+
+def runs_in_fp8(node: fx.Node) -> bool:
+    """Whether tensor cores multiply FP8 data in a node."""
+    if node.target is not torch.ops.fp8pass.scaled_mm.default or not is_fp8_gemm(node):
+        return is_fp8_gemm(node)
+    scales = parse(str(node.args[-1])).scales
+    return hardware.why_emulated(graph.tensor(node).device, scales) is None

@@ -2,7 +2,8 @@
 
 cuBLASLt, or a Triton kernel where cuBLASLt does not support the sizes, multiplies blocks of 128.
 GPUs with microscaling tensor cores (`hardware.why_emulated`) multiply groups of 32. Other GPUs
-multiply dequantized operands. In BF16 such operands are exact, because scales are powers of two.
+multiply dequantized operands, in BF16 for BF16 results, else in FP32. In BF16 such operands are
+exact, because scales are powers of two.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ Operand = tuple[Tensor, Tensor, Quantization]
 # PyTorch's releases disagree about the strides of 128×128 scales, unless a row has a multiple of
 # this number of scales. cuBLASLt needs rows of 1×128 scales in multiples of this number.
 ALIGNMENT = 4
+# The first version of CUDA whose cuBLASLt multiplies blocks.
+LIBRARY_VERSION = 12, 9
 TALL: Block = (1, 128)
 SQUARE: Block = (128, 128)
 # Microscaling tensor cores read the scales of 128 rows × 4 groups from 512 consecutive bytes.
@@ -56,15 +59,20 @@ def _multiply(
     a_scale: Tensor,
     b_scale: Tensor,
 ) -> Tensor:
-    fuses_bias = bias is not None and out_dtype in (torch.bfloat16, torch.float16)
-    options = bias if fuses_bias else None, None, out_dtype, False
-    product: Tensor = aten._scaled_mm.default(a[0], b[0].permute(1, 0), a_scale, b_scale, *options)
-    return product if bias is None or fuses_bias else product + bias
+    """Multiply with cuBLASLt, which may not add a bias to products of blocks."""
+    operands = a[0], b[0].permute(1, 0), a_scale, b_scale
+    product: Tensor = aten._scaled_mm.default(*operands, None, None, out_dtype, False)
+    return product if bias is None else product + bias
 
 
 def _suits_library(a: Operand, b: Operand) -> bool:
-    """Whether cuBLASLt multiplies blocks of these sizes: only on Hopper."""
-    if hardware.capability_of(a[0].device)[0] != hardware.GROUPED_CAPABILITY:
+    """Whether cuBLASLt multiplies blocks of these sizes: only on Hopper, since CUDA 12.9.
+
+    PyTorch would take the scales of a single block for row scales.
+    """
+    version = tuple(int(x) for x in (torch.version.cuda or "13.0").split(".")[:2])
+    is_hopper = hardware.capability_of(a[0].device)[0] == hardware.GROUPED_CAPABILITY
+    if not is_hopper or version < LIBRARY_VERSION or a[0].shape[1] == SQUARE[1]:
         return False
     if {a[2].block, b[2].block} == {SQUARE}:
         return False

@@ -171,7 +171,11 @@ def _quantize_layers(
     model: PreTrainedModel, layout: Layout, chosen: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     weights = {f"{name}.weight": f"{name}.{layout.scales}" for name in chosen}
-    for name, value in model.state_dict().items():
+    # A tied weight has one name.
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    values = model.state_dict()
+    for name in (name for name in values if name in parameters or name in buffers):
+        value = values[name]
         whole = value.full_tensor() if hasattr(value, "device_mesh") else value
         if name not in weights:
             yield name, whole

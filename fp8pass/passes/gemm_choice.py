@@ -30,6 +30,7 @@ from torch import fx
 from fp8pass import graph, hardware
 from fp8pass.activation_memory.cuts import CutValue, solve_cut
 from fp8pass.config import GEMMS, Config
+from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import GROUPED_GEMMS
 from fp8pass.graph.collectives import find_gathers
 from fp8pass.graph.linear_layers import Layer, gemm_operands
@@ -131,7 +132,8 @@ def choose_gemms(
             continue
         casts = casts_of(gemm, layer)
         choice.casts[gemm] = {key: cast.seconds(gpu) for key, cast in casts.items()}
-        choice.gains[gemm] = math.inf if _must_be_fp8(gemm, gathered) else _gain(gemm, layer, gpu)
+        is_needed = _must_be_fp8(gemm, gathered)
+        choice.gains[gemm] = math.inf if is_needed else _gain(gemm, layer, gpu, config)
     for roles in STAGES:
         stage = [gemm for gemm in choice.gains if gemm.meta[ROLE] in roles]
         for group in _independent(stage, choice):
@@ -141,6 +143,12 @@ def choose_gemms(
             needed = choice.casts[gemm].items()
             choice.casts[gemm] = {key: s for key, s in needed if key not in choice.done}
     return choice
+
+
+def why_emulated(device: torch.device, config: Config) -> str:
+    """Return why GEMMs of linear layers would multiply dequantized operands on `device`, or ''."""
+    scales = parse(config.quantizations["forward", "input"]).scales
+    return hardware.why_emulated(device, scales) or ""
 
 
 def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node]) -> bool:
@@ -155,11 +163,13 @@ def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node]) -> bool:
     return at_rest or bool(sources & gathered)
 
 
-def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu) -> float:
+def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu, config: Config) -> float:
     """Return the seconds that FP8 saves in a GEMM, without casts; infinite in FP32.
 
     In FP32, the alternative to FP8 is not BF16, but a much slower format.
     """
+    if not layer.experts and why_emulated(tensor(gemm).device, config):
+        return 0.0
     if tensor(gemm).dtype is torch.float32:
         return math.inf
     operands = gemm_operands(gemm)

@@ -41,9 +41,8 @@ def make_linears_table(title: str, plan: Plan) -> Table:
         rewritten = " ".join(y.fp8 or y.simulated) or "none"
         accumulation = y.accumulation and f"accumulation: {y.accumulation}"
         slower = y.slower and y.fp8 and f"other GEMMs in BF16: {y.slower}"
-        scales = (
-            y.unfit and f"one scale per tensor in {' '.join(y.unfit)}: smaller blocks do not fit"
-        )
+        unfit = "; ".join(f"{gemm} ({why})" for gemm, why in y.unfit)
+        scales = unfit and f"one scale per tensor in {unfit}"
         name = make_name(path, y.reason or accumulation, slower, scales)
         table.add_row(name, str(count), y.rows, sizes, rewritten)
     return table

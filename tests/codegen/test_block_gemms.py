@@ -109,7 +109,9 @@ def test_swizzled_scales_are_where_tensor_cores_read_them(rows, groups):
     assert not found[rest].any()
 
 
-def lowered_for(capability: tuple[int, int], monkeypatch: Any, sizes: Any, *texts: str) -> list:
+def lowered_for(
+    capability: tuple[int, int], monkeypatch: Any, sizes: Any, *texts: str, turned: bool = False
+) -> list:
     """Return the calls of a GEMM that is lowered for a GPU."""
     monkeypatch.setattr(hardware, "_capability", lambda index: capability)
     monkeypatch.setattr(hardware, "name_of", lambda device: "a GPU")
@@ -117,6 +119,8 @@ def lowered_for(capability: tuple[int, int], monkeypatch: Any, sizes: Any, *text
     with FakeTensorMode():
         a, b = (torch.empty(r, k, device="cuda:0", dtype=torch.bfloat16) for r in (m, n))
         bias = torch.empty(n, device="cuda:0", dtype=torch.bfloat16)
+        if turned:
+            a = torch.empty(k, m, device="cuda:0", dtype=torch.bfloat16).t()
         gm = make_fx(lambda *x: multiply(*x, torch.bfloat16, *texts))(a, b, bias)
         lower(gm)
     return [n for n in gm.graph.nodes if n.op == "call_function"]
@@ -134,6 +138,7 @@ def calls(nodes: list[fx.Node], target: Any) -> list[fx.Node]:
         ((9, 0), (256, 256, 512), (VALUES, VALUES), aten._scaled_mm.default),
         ((9, 0), (255, 256, 512), (VALUES, WEIGHTS), on_gpu),  # rows of scales are not aligned
         ((9, 0), (256, 256, 384), (VALUES, WEIGHTS), on_gpu),
+        ((9, 0), (256, 256, 128), (VALUES, VALUES), on_gpu),  # scales look like those of rows
         ((9, 0), (256, 256, 512), (WEIGHTS, WEIGHTS), on_gpu),
         ((8, 9), (256, 256, 512), (VALUES, WEIGHTS), on_gpu),
         ((10, 0), (256, 256, 512), (VALUES, WEIGHTS), on_gpu),
@@ -143,10 +148,14 @@ def calls(nodes: list[fx.Node], target: Any) -> list[fx.Node]:
     ],
     ids=str,
 )
-def test_each_gpu_has_a_gemm(capability, sizes, texts, target, monkeypatch):
-    """PyTorch checks the layouts of fake tensors, too."""
-    nodes = lowered_for(capability, monkeypatch, sizes, *texts)
+@pytest.mark.parametrize("turned", [False, True])
+def test_each_gpu_has_a_gemm(capability, sizes, texts, target, turned, monkeypatch):
+    """PyTorch checks the layouts of fake tensors, too. Operands may be transposed in memory."""
+    turned = turned and texts[0] != WEIGHTS  # weights are transposed after they are quantized
+    nodes = lowered_for(capability, monkeypatch, sizes, *texts, turned=turned)
     (gemm,) = calls(nodes, target)
+    if target is on_gpu:
+        assert all(gemm.args[i].meta["val"].is_contiguous() for i in (0, 2))
     others = {aten._scaled_mm.default, on_gpu, aten.addmm.default} - {target}
     assert not any(calls(nodes, other) for other in others)
     if target is aten._scaled_mm.default and MX not in texts:
@@ -172,9 +181,12 @@ def test_mx_gemms_are_emulated_without_tensor_cores_for_them(monkeypatch):
     "texts", [(VALUES, WEIGHTS), (WEIGHTS, VALUES), (VALUES, VALUES), (MX, MX)]
 )
 @pytest.mark.parametrize("sizes", [(256, 384, 512), (256, 384, 384), (384, 128, 2048)], ids=str)
-def test_gpu_products_are_close_to_the_reference(sizes, texts, dtype):
+@pytest.mark.parametrize("turned", [False, True])
+def test_gpu_products_are_close_to_the_reference(sizes, texts, dtype, turned):
     m, n, k = sizes
-    args = matrix(m, k).cuda(), matrix(n, k, 1).cuda(), matrix(1, n, 2)[0].to(dtype).cuda()
+    a = matrix(m, k).cuda()
+    args = a.t().contiguous().t() if turned else a, matrix(n, k, 1), matrix(1, n, 2)[0].to(dtype)
+    args = [x.cuda() for x in args]
     gm = make_fx(lambda *x: multiply(*x, dtype, *texts), tracing_mode="fake")(*args)
     lower(gm)
     cpu = [x.cpu() for x in args]

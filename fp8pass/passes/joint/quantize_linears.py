@@ -47,7 +47,7 @@ from fp8pass.graph.linear_layers import (
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
 from fp8pass.passes.context import Context
-from fp8pass.passes.gemm_choice import Casts, choose_gemms
+from fp8pass.passes.gemm_choice import Casts, choose_gemms, why_emulated
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
@@ -95,14 +95,13 @@ def _quantize_layers(part: GraphPart, ctx: Context) -> None:
     for layer, reason in reasons:
         entry = describe_layer(layer, reason, config, choice, part.times)
         unfit = {
-            role
+            role: why
             for role, gemm in layer.gemms()
-            if role in entry.fp8 and not rewriter.fits(gemm, layer)
+            if role in entry.fp8 and (why := rewriter.why_unfit(gemm, layer))
         }
-        ctx.plan.linears.append(replace(entry, unfit=tuple(r for r in entry.fp8 if r in unfit)))
+        ctx.plan.linears.append(replace(entry, unfit=tuple(unfit.items())))
     if eligible and config.quantizes_linears:
-        device, how = tensor(eligible[0].forward).device, config.quantizations["forward", "input"]
-        ctx.plan.emulated = hardware.why_emulated(device, parse(how).scales) or ""
+        ctx.plan.emulated = why_emulated(tensor(eligible[0].forward).device, config)
     for gemm, layer in gemms_in_order(g, eligible, choice):
         rewriter.rewrite(gemm, layer)
 
@@ -146,32 +145,35 @@ def _is_batch_of_one(gemm: fx.Node) -> bool:
     return gemm.target is aten.bmm.default and isinstance(size, int) and size == 1
 
 
-def _takes_rows(gemm: fx.Node) -> bool:
-    """Whether operands of a GEMM can have a scale for each row.
+def _why_no_rows(gemm: fx.Node) -> str | None:
+    """Return why operands of a GEMM cannot have a scale for each row.
 
     Data with row scales can be neither transposed nor padded to a length that tensor cores take.
     Besides, cuBLASLt multiplies such data only if the result is BF16.
     """
     operands = gemm_operands(gemm)
     if not is_multiple_of_16(tensor(operands[0]).shape[-1]):
-        return False
-    if hardware.why_no_row_scales(tensor(gemm).device):
-        return False
+        return "the contraction is not a multiple of 16"
+    if tensor(gemm).dtype is not torch.bfloat16:
+        return f"its result is {graph.dtype_text(tensor(gemm).dtype)}"
     a_is_transposed, b_is_transposed = (graph.skip_transposes(x)[1] for x in operands)
-    contracts_rows = a_is_transposed or not b_is_transposed
-    return tensor(gemm).dtype is torch.bfloat16 and not contracts_rows
+    if a_is_transposed or not b_is_transposed:
+        return "it contracts rows"
+    return hardware.why_no_row_scales(tensor(gemm).device)
 
 
-def _fits(how: Quantization, gemm: fx.Node, operand: int) -> bool:
-    """Whether the sizes of a GEMM suit the quantization of its first or second operand.
+def _why_unfit(how: Quantization, gemm: fx.Node, operand: int) -> str | None:
+    """Return why a GEMM's first or second operand needs another quantization.
 
     Blocks must divide the rows of the operand and the contraction, whose sizes must be static.
     """
     if not how.is_in_groups:
-        return how.block == TENSOR or _takes_rows(gemm)
+        return None if how.block == TENSOR else _why_no_rows(gemm)
     sizes = tensor(gemm).shape[-2 + operand], tensor(gemm_operands(gemm)[0]).shape[-1]
-    pairs = zip(how.block, sizes, strict=True)
-    return all(side == 1 or (isinstance(n, int) and n % side == 0) for side, n in pairs)
+    for side, size in zip(how.block, sizes, strict=True):
+        if side > 1 and not (isinstance(size, int) and size % side == 0):
+            return f"{size} is not a multiple of {side}"
+    return None
 
 
 def _has_columns_for_tensor_cores(gemm: fx.Node) -> bool:
@@ -220,15 +222,16 @@ class LinearRewriter(Quantizer):
             self.backward |= {product, *product.users, result}
         replace_gemm(gemm, product, result)
 
-    def fits(self, gemm: fx.Node, layer: Layer) -> bool:
-        """Whether a GEMM can have the scales of the configuration."""
+    def why_unfit(self, gemm: fx.Node, layer: Layer) -> str:
+        """Return why a GEMM cannot have the scales of the configuration, or ''."""
         self.gemm, self.layer = gemm, layer
-        return all(_fits(how, gemm, i) for i, how in enumerate(self._configured()))
+        reasons = (_why_unfit(how, gemm, i) for i, how in enumerate(self._configured()))
+        return next((why for why in reasons if why), "")
 
     def _choose_quantizations(self) -> list[tuple[fx.Node, Quantization]]:
         """Return both operands with their quantizations: the configured ones, or tensor scales."""
         chosen = self._configured()
-        if not self.fits(self.gemm, self.layer):
+        if self.why_unfit(self.gemm, self.layer):
             chosen = [Quantization(how.format, TENSOR) for how in chosen]
         return list(zip(gemm_operands(self.gemm), chosen, strict=True))
 

@@ -153,7 +153,9 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
             f"(compute: {seconds.total - seconds.waiting:.3g} s). Accumulate more micro-batches, "
             "or use larger ones."
         )
-    found.notes += dict.fromkeys(_describe_heads(candidates.traced.plans(setup.config), found))
+    plans = candidates.traced.plans(setup.config)
+    found.notes += dict.fromkeys(_describe_heads(plans, found))
+    found.notes += dict.fromkeys(f"GEMMs are emulated: {p.emulated}." for p in plans if p.emulated)
     for config, why in list(candidates.impossible.items())[:1]:
         found.notes.append(
             f"Some memory budgets, such as {config.memory_budget}, cannot be met: {why}"

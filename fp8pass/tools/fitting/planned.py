@@ -15,11 +15,12 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.activation_memory.backward_memory import find_uses, is_buffered, reads_memory
+from fp8pass.activation_memory.costs import runs_in_fp8
 from fp8pass.config import Config
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.graph.chunks import Chunks, chunks_of, in_chunks
 from fp8pass.graph.classify import Kind, argument_of, kind
-from fp8pass.graph.flops import flops, is_expensive, is_fp8_gemm
+from fp8pass.graph.flops import flops, is_expensive
 from fp8pass.hardware import Work
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES, Context
@@ -188,7 +189,7 @@ def estimate_work(g: fx.Graph) -> Work:
 
 def _count_flops(node: fx.Node) -> Work:
     if kind(node) is not Kind.ATTENTION:
-        return Work(fp8_flops=flops(node)) if is_fp8_gemm(node) else Work(bf16_flops=flops(node))
+        return Work(fp8_flops=flops(node)) if runs_in_fp8(node) else Work(bf16_flops=flops(node))
     causal = compat.is_operator(node.target) and argument_of(node, "is_causal") is True
     return Work(attention_flops=flops(node) * (CAUSAL_SHARE if causal else 1.0))
 
