@@ -166,8 +166,8 @@ def test_wgrad_may_stay_in_bf16_while_the_forward_is_in_fp8(on_a_small_gpu, monk
     monkeypatch.setattr(
         gemm_choice,
         "_gain",
-        lambda gemm, layer, gpu: (
-            0.0 if gemm.meta["fp8pass_role"] == "wgrad" else 1 + gain(gemm, layer, gpu)
+        lambda gemm, layer, *rest: (
+            0.0 if gemm.meta["fp8pass_role"] == "wgrad" else 1 + gain(gemm, layer, *rest)
         ),
     )
     model, x = mlp(64, 128, 64), rows(64, 64)
@@ -416,3 +416,15 @@ def test_device_names_are_mapped_to_known_gpus():
     assert known_gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     assert hardware.rates_of(torch.device("cpu")) is None
     assert math.isfinite(GPUS["H200"].bandwidth)
+
+
+def test_emulated_gemms_gain_nothing(on_a_small_gpu, monkeypatch):
+    """On a GPU without tensor cores for MX, they run only if the options ask for it."""
+    monkeypatch.setattr(hardware, "why_emulated", lambda device, scales: "no cores for MX")
+    for options, expected in (({"scales": "mx"}, ()), ({"recipe": "mxfp8"}, ALL)):
+        config = Config.recipe(options.pop("recipe", "coat"), **options, compiler="eager")
+        joint = capture_joint(mlp(256, 256, 256), rows(64, 256), config=config)
+        run_passes(JOINT_PASSES, joint.gm, joint.ctx)
+        assert roles(joint.ctx.plan) == [expected] * 2
+        assert joint.ctx.plan.emulated == "no cores for MX"
+        assert "GEMMs are emulated: no cores for MX" in joint.ctx.plan.summary()
