@@ -60,10 +60,10 @@ def test_each_operand_has_the_quantization_of_the_recipe(recipe, wanted):
 @pytest.mark.parametrize(
     ("sizes", "roles"),
     [
-        ((100, 128, 256), {"forward", "dgrad"}),  # wgrad contracts 100 tokens
-        ((128, 192, 256), {"wgrad"}),
-        ((128, 128, 192), {"wgrad"}),
-        ((100, 192, 320), set()),
+        ((100, 128, 256), ("forward", "dgrad")),  # wgrad contracts 100 tokens
+        ((128, 192, 256), ("wgrad",)),
+        ((128, 128, 192), ("wgrad",)),
+        ((100, 192, 320), ()),
     ],
     ids=str,
 )
