@@ -1,4 +1,4 @@
-"""Estimate the time that a step spends on a forward value that the backward needs.
+"""Estimate the time for saving a forward value, or for restoring it in the backward.
 
 Saving the exact value costs a write, unless the forward stores it anyway, and a read. Formats of
 few bits move fewer bytes. But a value that no generated code computes, such as the result of a

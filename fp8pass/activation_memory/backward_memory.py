@@ -171,7 +171,10 @@ class BackwardMemory:
         return [max(range(a, b), key=alive.__getitem__) for a, b in blocks if a < b]
 
     def _total(self, buffers: Iterable[tuple[float, float, float]]) -> list[float]:
-        """Return the bytes at each position, given (first, last, bytes) of each buffer."""
+        """Return how many bytes are alive at each position.
+
+        Each buffer has a first and a last position, and a number of bytes.
+        """
         length = len(self.backward)
         change = [0.0] * (length + 1)
         for first, last, bytes_ in buffers:

@@ -65,7 +65,7 @@ class Planner:
 
     @property
     def _least(self) -> float:
-        """With a margin for the solver's errors."""
+        """The smallest budget that can be met, with a margin for the solver's errors."""
         return self.problem.least() * (1 + BUDGET_TOLERANCE)
 
     def _why_not(self, budget: float) -> str:

@@ -32,8 +32,9 @@ def is_fp8(dtype: torch.dtype) -> bool:
 def encode(x: Tensor, fmt: Format) -> Tensor:
     """Round fp32 `x`, divided by its scale, to `fmt`, with ties to even.
 
-    Returns the format's dtype, or int32 bits of each element if the format is emulated. Magnitudes
-    above `fmt.max` become `fmt.max`. NaN stays NaN, or becomes 0 in an emulated format without NaN.
+    The result has the dtype of the format. For an emulated format it is int32 and contains the bits
+    of each element. Magnitudes above `fmt.max` become `fmt.max`. NaN stays NaN, or becomes 0 in an
+    emulated format without NaN.
     """
     clamped = x.clamp(-fmt.max, fmt.max)
     if not fmt.emulated:

@@ -36,8 +36,8 @@ class Format:
     planes: tuple[int, ...] = (8,)
     # Converted with integer arithmetic, which any GPU supports.
     emulated: bool = False
-    # Bits of NaN in an emulated format; 0 if it has none, where NaN or Inf makes the scale NaN or
-    # Inf.
+    # Bits of NaN in an emulated format, or 0 if the format has no NaN. Then only the scale of a
+    # group shows that the group contained NaN or Inf.
     nan: int = 0
     multiplies: bool = False  # supported by GEMMs
     saves: bool = False  # available to users for saved tensors
@@ -89,7 +89,7 @@ class Format:
 
     @property
     def keeps_signs(self) -> bool:
-        """Whether almost all values keep their sign, because very few are rounded to zero."""
+        """Whether the format rounds so few values to zero that almost all keep their sign."""
         return self.flushed_share < 2.0**-11
 
     @property

@@ -91,8 +91,9 @@ class SendBuffers:
 class WeightGather:
     """FSDP2's all-gather extension for the weights of one module.
 
-    FSDP2 calls it once for each weight, in order. The first call sends and unpacks all weights,
-    because each tensor costs FSDP2 as much CPU time as a kernel launch.
+    FSDP2 calls the extension once for each weight, in order. The first call sends and unpacks all
+    weights as one tensor, because FSDP2 spends as much CPU time on a tensor as a kernel launch
+    takes.
     """
 
     def __init__(self, layers: list[nn.Linear], traffic: Traffic, buffers: SendBuffers) -> None:

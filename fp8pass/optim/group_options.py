@@ -41,7 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
 # `torch.optim.Muon` refuses more Newton–Schulz iterations, too.
 ADJUSTMENTS, MOST_NS_STEPS = ("original", "match_rms_adamw"), 100
-# In dicts and tables that also contain states.
+# The key of the parameter in dicts and tables that also contain states.
 PARAMETER = "parameter"
 
 

@@ -188,7 +188,8 @@ def round_up(x):
 def select_by_group(x, amax, ZERO: tl.constexpr, not_finite):
     return tl.where(amax == ZERO, 1.0, tl.where(amax < float("inf"), x, not_finite))
 
-# Accesses have eight elements or 16 bytes, so that codes and numbers have the same register layout.
+# A thread reads eight elements or 16 bytes at once, so that FP8 data and FP32 numbers have the same
+# register layout.
 @triton.jit
 def address(table, ALIGNED: tl.constexpr, ELEMENT: tl.constexpr):
     pointer = tl.load(table).to(tl.pointer_type(ELEMENT))
@@ -493,8 +494,8 @@ class UpdateWriter:
     def _write_float(self, x: str, format: StateFormat) -> None:
         """Round the scaled values of state `x`, and store the codes."""
         fp32 = torch.finfo(torch.float32)
-        # Maps the smallest normal number of the format to the smallest normal fp32 number. Bits
-        # from `shift` on are then the code.
+        # Maps the smallest normal number of the format to the smallest normal fp32 number. Then the
+        # bits above the lowest `shift` bits are the code.
         factor = fp32.tiny / (format.min * 2**format.mantissa)
         magnitude, shift = f"{x}_scaled", -round(math.log2(fp32.eps)) - format.mantissa
         if not format.expands:  # SPARE keeps expanded values below the maximum

@@ -9,8 +9,9 @@ and GEMMs share casts. The best choice is a minimum cut (project selection), whi
 Cutting the first arc leaves a GEMM in BF16, and cutting the last arc casts a tensor. If costs and
 gains are equal, the GEMM stays in BF16, because it would round its operands without saving time.
 
-The forward is chosen first, without the backward: graphs without a backward must give the same
-results as the forward of training. Then dgrad and wgrad are chosen, with the forward's casts free.
+GEMMs of the forward are chosen first, as if there were no backward: graphs without a backward must
+give the same results as the forward of training. Then dgrad and wgrad are chosen. Casts that the
+forward needs cost nothing in this second choice.
 
 The estimates are rooflines (`hardware.py`). Fused casts cost only the bytes that they add. A test
 compares the sums with measured steps (`tests/passes/test_gemm_choice.py`).
@@ -182,7 +183,7 @@ def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu, config: Config) -> float:
     slower = 1 + (GROUPED_OVERHEAD if layer.experts else OVERHEAD) / length
     in_bf16 = max(work / gpu.bf16_flops, (2 * elements + result) / gpu.bandwidth)
     in_fp8 = max(slower * work / gpu.fp8_flops, (elements + result) / gpu.bandwidth)
-    # cuBLASLt clears a buffer before each FP8 GEMM, which is a launch.
+    # Before each FP8 GEMM, cuBLASLt launches a kernel that clears a buffer.
     return max(in_bf16 - in_fp8 - hardware.LAUNCH, 0)
 
 

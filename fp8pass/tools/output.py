@@ -70,7 +70,7 @@ def replace_nonfinite(data: Any) -> Any:
 
 
 def render_text(parts: Iterable[Any]) -> str:
-    """Render tables, and sentences without wrapping."""
+    """Render tables, and sentences, whose lines are not wrapped."""
     text = io.StringIO()
     width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
     console = Console(width=max(width, 40), file=text)

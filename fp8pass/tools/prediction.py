@@ -115,7 +115,7 @@ class Predictor:
         return math.hypot(change, estimate_accumulation_error(*exact) if fast else 0.0)
 
     def _predict_experts(self, gemm: fx.Node) -> float:
-        """Assume independent errors of operands: group sizes are known only at run time."""
+        """Predict the error from the formats alone: group sizes are known only at run time."""
         operands = [_find_quantize(gemm.args[0]), _find_quantize(gemm.args[2])]
         formats = map(_find_format, operands)
         errors = [

@@ -187,7 +187,7 @@ def find_logits(output: Any) -> Tensor:
     if not isinstance(found, Tensor) or found.ndim < 2 or not found.is_floating_point():
         raise ConfigError(
             f"The model returns {_describe(output)} instead of logits [batch, sequence, "
-            "vocabulary]. For sharpness it must return them alone, first in a tuple, or as .logits."
+            "vocabulary]. For sharpness, return the logits alone, first in a tuple, or as .logits."
         )
     return found
 

@@ -3,7 +3,7 @@
     nn.Linear.weight    bf16 [M, K]  ->  QuantizedWeight: e4m3 [M, K], fp32 [M, 1]
 
 The forward's GEMM reads the FP8 data. dgrad contracts the rows of the weight, so the backward
-requantizes the data with one scale, which reads and writes only one byte per element.
+requantizes the data with one scale. Requantization reads and writes one byte per element.
 """
 
 from __future__ import annotations

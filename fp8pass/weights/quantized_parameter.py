@@ -29,7 +29,8 @@ fp8 = torch.ops.fp8pass
 class QuantizedWeight(Tensor):
     """A matrix [M, K] as E4M3 data and a scale for each row.
 
-    Operators outside of compiled graphs read the source, or else the dequantized data.
+    Operators outside of compiled graphs read the source. If there is no source, they read the
+    dequantized data.
     """
 
     # Exact, [M, K], in host memory. Optimizers may write to it.
@@ -79,9 +80,9 @@ class QuantizedWeight(Tensor):
         other_dtype = self.source is not None and values.dtype != self.dtype
         if values.shape != self.shape or other_dtype:
             raise RuntimeError(
-                f"The data of a quantized weight {tuple(self.shape)} of {self.dtype} cannot be a "
-                f"tensor {tuple(values.shape)} of {values.dtype}. Convert the tensor, or write to "
-                "the weight with copy_."
+                f".data of a quantized weight has shape {tuple(self.shape)} and dtype "
+                f"{self.dtype}, but the assigned tensor has {tuple(values.shape)} and "
+                f"{values.dtype}. Convert the tensor, or write to the weight with copy_."
             )
         if values is not self:
             self.change(values)
@@ -134,7 +135,7 @@ class QuantizedWeight(Tensor):
         return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
-        """Copy data and source. The copy of a parameter is a parameter."""
+        """Copy data and source. The copy of an `nn.Parameter` is an `nn.Parameter`."""
         if id(self) not in memo:
             parts = copy.deepcopy((self.fp8_data, self.scales), memo)
             found = self.copy_with(*parts, self.dtype)

@@ -196,8 +196,9 @@ class _Schedule:
             copy.on_host = graph.emit(self.graph, settled, copy.on_host, copy.node, like=copy.node)
 
     def emit_fetches(self) -> None:
-        """Emit each copy back after the last GEMM that ends early enough, within the limit in
-        flight.
+        """Emit each copy from the host after the last GEMM that still leaves time for the copy.
+
+        Copies in flight take at most the allowed memory.
         """
         times = running_times(self.graph, self.backward)
         copies = sorted(self.copies, key=lambda copy: self.order[copy.first])

@@ -163,7 +163,7 @@ def _why_no_rows(gemm: fx.Node) -> str | None:
 
 
 def _why_unfit(how: Quantization, gemm: fx.Node, operand: int) -> str | None:
-    """Return why a GEMM's first or second operand needs another quantization.
+    """Return why a GEMM's first or second operand cannot have the quantization `how`.
 
     Blocks must divide the rows of the operand and the contraction, whose sizes must be static.
     """

@@ -155,10 +155,10 @@ class Monitor(StepObserver):
         if changes > MOST_CHANGES and not self._warned:
             self._warned = True
             log.warning(
-                "The sample of step %d has not ended, although the weights have changed %d times, "
-                "so training still runs slowly, op by op. Call monitor.step() after each optimizer "
-                "step, or pass monitor.hugging_face() or monitor.lightning() to a Trainer's "
-                "callbacks.",
+                "The Monitor still measures step %d, although the weights have changed %d times "
+                "since then. So training runs slowly, op by op. Call monitor.step() after each "
+                "optimizer step, or pass monitor.hugging_face() or monitor.lightning() to a "
+                "Trainer's callbacks.",
                 *(self.steps, changes),
             )
 

@@ -31,7 +31,7 @@ fp8 = torch.ops.fp8pass
 
 # Limits the number of blocks times the number of micro-batches in flight.
 MOST_FORWARDS = 4096
-# Forwards after which references to freed memory are dropped.
+# After this number of forwards, the sampler drops references to freed memory.
 COMPACT_EVERY = 64
 
 

@@ -25,9 +25,9 @@ from fp8pass.tools.fitting.result import UNNAMED, Fit
 from fp8pass.tools.fitting.step import LossFunction, compute_own_loss
 from fp8pass.tools.fitting.traced import trace
 
-# Exposed copies with a larger share of the step get a note.
+# If the step waits for copies during a larger share of its time, `fit` prints a note.
 MUCH = 0.02
-# Logits with a larger share of the used GPU memory get a note.
+# If logits take a larger share of the used GPU memory, `fit` prints a note.
 SMALL_SHARE = 0.001
 # Largest relative error of the predicted memory (docs/fit.md).
 PREDICTION_ERROR = 0.04
