@@ -71,7 +71,7 @@ def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     sums = sum("sums" in store.layouts for store in program.stores)
     # Each sum takes as many registers as the elements of a row.
     held, vector = (2 * HELD_SUMMED // (1 + sums), VECTOR) if sums else (HELD, 2 * VECTOR)
-    warps = next(w for w in (4, 8, 16) if columns <= 32 * w * held)
+    warps = next((w for w in (4, 8) if columns <= 32 * w * held), 16)
     largest_group = max((store.group_size for store in program.stores), default=1)
     chunk = min(32 * warps * vector, 1 << (columns - 1).bit_length())
     return Shape(columns, max(chunk, largest_group, SMALLEST_CHUNK), held=True), warps
