@@ -60,6 +60,8 @@ def rotated(x: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     if k.shape[:-1] != v.shape[:-1]:  # PyTorch does not check this, and reads out of bounds
         raise ValueError("keys and values of other lengths")
+    if q.ndim > 3:  # `torch.compile` of PyTorch 2.13 gives wrong values
+        raise ValueError("attention with five dimensions")
     heads = [x.unflatten(-1, (2, -1)).transpose(-2, -3) for x in (q, k, v)]
     y = F.scaled_dot_product_attention(*heads, is_causal=causal)
     return y.transpose(-2, -3).flatten(-2)
