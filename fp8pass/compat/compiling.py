@@ -378,7 +378,7 @@ def compiles_backward() -> bool:
 def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) -> None:
     """Call `function` when the running backward has ended, on the stream of the backward's caller.
 
-    If the backward raises an error, call `otherwise`, on whatever stream is current.
+    If the backward raises an error, call `otherwise`, on the current stream.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_Ending(function, otherwise))
 

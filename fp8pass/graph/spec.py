@@ -292,7 +292,9 @@ def _check_operand(data: fx.Node, scale: Any, how: Quantization) -> Iterator[str
     own_scale, scale = quantized.args[1], _skip_host_copies(scale)
     is_transposed = _skip_host_copies(data).target is fp8.transpose.default
     if how.is_in_groups and is_transposed:
-        scale = _skip_host_copies(graph.skip_transposes(scale)[0])
+        scale = _skip_transposed_copies(scale)
+        if not _is_visible(scale):  # the forward saved the transposed scales
+            scale = own_scale
     is_gathered = quantized is not matrix and _have_same_amax(own_scale, scale)
     if not (_is_same(own_scale, scale) or is_gathered):
         yield f"{data} was quantized with another scale"
@@ -334,6 +336,14 @@ def _skip_host_copies(node: fx.Node) -> fx.Node:
     while node.target in _HOST_COPIES:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _skip_transposed_copies(scale: fx.Node) -> fx.Node:
+    """Return the scales that `scale` is the transpose of, or a saved copy of the transpose."""
+    base = graph.skip_transposes(_skip_host_copies(scale))[0]
+    while base.target is aten.squeeze_copy.dims:
+        base = graph.skip_transposes(_skip_host_copies(base.args[0]))[0]  # type: ignore[arg-type]
+    return _skip_host_copies(base)
 
 
 def _skip_transpose(data: fx.Node) -> fx.Node:

@@ -113,15 +113,19 @@ class Block(nn.Module):
         return x + self.ffn(self.norm(x))
 
 
-def test_kernels_quantize_all_operands_in_blocks(graphs):
-    """Norm and SwiGLU with row kernels, weights and gradients with tile kernels."""
+@pytest.mark.parametrize("budget", [None, 0.4])
+def test_kernels_quantize_all_operands_in_blocks(budget, graphs):
+    """Norm and SwiGLU with row kernels, weights and gradients with tile kernels.
+
+    With a budget, the backward quantizes recomputed values with scales of the forward.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).bfloat16()
     x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
     found = []
     for compiler in ("inductor", "eager"):
         torch._dynamo.reset()
-        config = Config.recipe("block", compiler=compiler)
+        config = Config.recipe("block", compiler=compiler, memory_budget=budget)
         found.append(step(torch.compile(model, backend=fp8pass.backend(config)), model, (x,)))
     used = counts(graphs)
     assert used["quantize"] == 0

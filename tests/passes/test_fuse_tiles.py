@@ -279,6 +279,19 @@ def test_operands_in_blocks(case, monkeypatch):
         assert not gm.graph.find_nodes(op="call_function", target=target)
 
 
+def test_scales_that_belong_to_other_data_are_not_computed_again(monkeypatch):
+    """Data of the forward would be read with the scales of the recomputed matrix."""
+
+    def function(w, scales):
+        other = fp8.quantize(w * 0.5, scales, "e4m3 128×128 fp32").view(torch.uint8)
+        return known_squares(w, scales), other, scales * 2
+
+    w = random(256, 384).bfloat16()
+    scales = 2 * fp8.scale(fp8.amax(w, "128×128"), "e4m3 128×128 fp32")
+    gm = fused(monkeypatch, function, w, scales)
+    assert len(gm.graph.find_nodes(op="call_function", target=fp8.quantize.default)) == 2
+
+
 def test_scales_of_the_forward_are_computed_again(monkeypatch):
     """The backward quantizes the weight, or a recomputed matrix, for another GEMM."""
     w, how = random(256, 384).bfloat16(), "e4m3 128×128 fp32"

@@ -165,10 +165,21 @@ def _find_blocks(quantize: fx.Node) -> TiledMatrix | None:
     layouts = {"columns": [quantize]} if is_flipped else _find_layouts(quantize)
     # The backward may quantize a recomputed matrix, with the scales of the forward. The kernel
     # computes the scales again.
-    is_new = not graph.is_call(scale, fp8.scale.default)
-    if is_new and depends_on(reader.loads, [scale]):
+    is_from_forward = not graph.is_call(scale, fp8.scale.default)
+    if is_from_forward and depends_on(reader.loads, [scale]):
+        return None
+    if is_from_forward and not _is_only_reader(quantize, scale):
         return None
     return TiledMatrix(reader, store, layouts, scale)
+
+
+def _is_only_reader(quantize: fx.Node, scale: fx.Node) -> bool:
+    """Whether `scale` belongs to no other data, so that new scales can replace it."""
+    data = {quantize, *transposes(quantize)}
+    views = {user for user in scale.users if graph.skip_transposes(user)[1]}
+    readers = {user for node in (scale, *views) for user in node.users} - views - {quantize}
+    is_gemm = (reader.target is fp8.scaled_mm.default for reader in readers)
+    return all(is_gemm) and all(not data.isdisjoint(r.all_input_nodes) for r in readers)
 
 
 def _read(x: fx.Node, matrix: fx.Node) -> Reader:
