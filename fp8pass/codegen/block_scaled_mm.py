@@ -8,10 +8,9 @@ exact, because scales are powers of two.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from fp8pass import compat, hardware
 from fp8pass.codegen.buffers import buffer, library
@@ -21,8 +20,7 @@ from fp8pass.graph.nodes import aten
 
 Operand = tuple[Tensor, Tensor, Quantization]
 
-# PyTorch's releases disagree about the strides of 128×128 scales, unless a row has a multiple of
-# this number of scales. cuBLASLt needs rows of 1×128 scales in multiples of this number.
+# cuBLASLt needs columns of 1×128 scales and rows of 128×128 scales in multiples of this number.
 ALIGNMENT = 4
 # The first version of CUDA whose cuBLASLt multiplies blocks.
 LIBRARY_VERSION = 12, 9
@@ -44,11 +42,11 @@ def multiply_scaled_blocks(
         return _multiply_dequantized(a, b, bias, out_dtype)
     if scales == "e8m0":
         return _multiply(a, b, bias, out_dtype, *(swizzle(scale) for _, scale, _ in (a, b)))
-    if not _suits_library(a, b):
-        rows = (how.block[0] for _, _, how in (a, b))
-        return on_gpu(*a[:2], *b[:2], bias, out_dtype, *rows)
     (a_scale, b_scale) = (_lay_out(scale, how) for _, scale, how in (a, b))
-    return _multiply(a, b, bias, out_dtype, a_scale, b_scale.permute(1, 0))
+    if _is_native(a, b):
+        return _multiply(a, b, bias, out_dtype, a_scale, b_scale.permute(1, 0))
+    rows = (how.block[0] for _, _, how in (a, b))
+    return on_gpu(a[0], a_scale, b[0], b_scale, bias, out_dtype, *rows)
 
 
 def _multiply(
@@ -65,19 +63,25 @@ def _multiply(
     return product if bias is None else product + bias
 
 
-def _suits_library(a: Operand, b: Operand) -> bool:
-    """Whether cuBLASLt multiplies blocks of these sizes: only on Hopper, since CUDA 12.9.
+def _is_native(a: Operand, b: Operand) -> bool:
+    """Whether `aten._scaled_mm` multiplies blocks of these sizes, known when compiling.
 
-    PyTorch would take the scales of a single block for row scales.
+    PyTorch's releases disagree about the strides of 128×128 scales whose rows are not aligned.
+    PyTorch takes the scales of a single block for row scales.
     """
-    version = tuple(int(x) for x in (torch.version.cuda or "13.0").split(".")[:2])
-    is_hopper = hardware.capability_of(a[0].device)[0] == hardware.GROUPED_CAPABILITY
-    if not is_hopper or version < LIBRARY_VERSION or a[0].shape[1] == SQUARE[1]:
+    if not _has_library(a[0].device) or a[0].shape[1] == SQUARE[1]:
         return False
     if {a[2].block, b[2].block} == {SQUARE}:
         return False
     sizes = [data.shape[0] if how.block == TALL else scale.shape[1] for data, scale, how in (a, b)]
     return all(compat.statically_known_true(size % ALIGNMENT == 0) for size in sizes)
+
+
+def _has_library(device: torch.device) -> bool:
+    """Whether cuBLASLt multiplies blocks: only on Hopper, since CUDA 12.9."""
+    version = tuple(int(x) for x in (torch.version.cuda or "13.0").split(".")[:2])
+    is_hopper = hardware.capability_of(device)[0] == hardware.GROUPED_CAPABILITY
+    return is_hopper and version >= LIBRARY_VERSION
 
 
 def _lay_out(scale: Tensor, how: Quantization) -> Tensor:
@@ -106,24 +110,47 @@ def swizzle(scale: Tensor) -> Tensor:
         compat.ceil_div(size, side) for size, side in zip((rows, groups), MX_TILE, strict=True)
     ]
     padding = (0, tiles[1] * MX_TILE[1] - groups, 0, tiles[0] * MX_TILE[0] - rows)
-    raw = torch.nn.functional.pad(scale.view(torch.uint8), padding)
+    raw = pad(scale.view(torch.uint8), padding)
     split = raw.view(tiles[0], 4, 32, tiles[1], MX_TILE[1])
     ordered = split.permute(0, 3, 2, 1, 4).clone(memory_format=torch.contiguous_format)
     return ordered.view(-1).view(scale.dtype)
 
 
-def _call_kernel(*args: Any) -> Tensor:
-    # A machine without a GPU may not have Triton.
-    from fp8pass.codegen.kernels.block_gemm import multiply_blocks
+def _multiply_on_gpu(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    a_rows: int,
+    b_rows: int,
+) -> Tensor:
+    """Multiply with cuBLASLt if the sizes at run time allow it, else with the Triton kernel."""
+    operands = (a, a_scale, a_rows), (b, b_scale, b_rows)
+    aligned = all(x.shape[0] % ALIGNMENT == 0 for x, _, rows in operands if rows == 1)
+    if not _has_library(a.device) or a_rows == b_rows == SQUARE[0] or not aligned:
+        # A machine without a GPU may not have Triton.
+        from fp8pass.codegen.kernels.block_gemm import multiply_blocks
 
-    return multiply_blocks(*args)
+        return multiply_blocks(a, a_scale, b, b_scale, bias, out_dtype, a_rows, b_rows)
+    (left, a_type), (right, b_type) = (_for_library(scale, rows) for _, scale, rows in operands)
+    product = scaled_mm(a, b.t(), left, a_type, right, b_type, output_dtype=out_dtype)
+    return product if bias is None else product + bias
+
+
+def _for_library(scale: Tensor, rows: int) -> tuple[Tensor, ScalingType]:
+    """Return 1×128 scales column-major, or 128×128 scales with padded rows."""
+    if rows == 1:
+        return scale.t().contiguous().t(), ScalingType.BlockWise1x128
+    return pad(scale, (0, -scale.shape[1] % ALIGNMENT)).t(), ScalingType.BlockWise128x128
 
 
 library.define(
     "multiply_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, "
     "ScalarType out_dtype, int a_rows, int b_rows) -> Tensor"
 )
-library.impl("multiply_blocks", _call_kernel, "CUDA")
+library.impl("multiply_blocks", _multiply_on_gpu, "CUDA")
 torch.library.register_fake(
     "fp8pass_codegen::multiply_blocks",
     lambda a, _a, b, _b, bias, dtype, *rows: a.new_empty((a.shape[0], b.shape[0]), dtype=dtype),

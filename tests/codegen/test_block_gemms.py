@@ -52,7 +52,10 @@ def kernel() -> Any:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("weights", [VALUES, WEIGHTS])
 def test_the_kernel_equals_the_reference(sizes, weights, dtype, device):
-    """It sums blocks in another order, and applies the scales to the sum of a block."""
+    """It sums blocks in another order, and applies the scales to the sum of a block.
+
+    FP8 tensor cores of Hopper keep 14 bits of a sum.
+    """
     m, n, k = sizes
     if weights == WEIGHTS:
         n = n // 128 * 128 or 128
@@ -65,7 +68,8 @@ def test_the_kernel_equals_the_reference(sizes, weights, dtype, device):
         got = kernel().multiply_blocks(*args, dtype, 1, parse(weights).block[0]).cpu()
         assert got.dtype is dtype
         largest = want.abs().amax().item()
-        tolerance = 2**-8 if dtype is torch.bfloat16 else 2**-14
+        sums = 2**-14 if device == "cpu" else 2**-11
+        tolerance = 2**-8 if dtype is torch.bfloat16 else sums
         assert torch.allclose(got, want, rtol=2 * tolerance, atol=tolerance * largest)
 
 
@@ -180,7 +184,9 @@ def test_mx_gemms_are_emulated_without_tensor_cores_for_them(monkeypatch):
 @pytest.mark.parametrize(
     "texts", [(VALUES, WEIGHTS), (WEIGHTS, VALUES), (VALUES, VALUES), (MX, MX)]
 )
-@pytest.mark.parametrize("sizes", [(256, 384, 512), (256, 384, 384), (384, 128, 2048)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(256, 384, 512), (256, 384, 384), (384, 128, 2048), (256, 256, 128)], ids=str
+)
 @pytest.mark.parametrize("turned", [False, True])
 def test_gpu_products_are_close_to_the_reference(sizes, texts, dtype, turned):
     m, n, k = sizes
