@@ -81,7 +81,9 @@ def check_device(device: torch.device) -> Iterator[Outcome]:
             yield Outcome(name, "", skipped=reason)
             continue
         try:
-            for comparison in check(device):
+            with torch.accelerator.device_index(device.index):  # Triton uses the current device
+                comparisons = list(check(device))
+            for comparison in comparisons:
                 yield Outcome(name, comparison.case, _describe_difference(comparison))
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
