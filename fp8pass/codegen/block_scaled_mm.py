@@ -15,7 +15,7 @@ from torch.nn.functional import ScalingType, pad, scaled_mm
 from fp8pass import compat, hardware
 from fp8pass.codegen.buffers import buffer, library
 from fp8pass.dialect import ops
-from fp8pass.dialect.quantization import Block, Quantization
+from fp8pass.dialect.quantization import SQUARE, TALL, Quantization
 from fp8pass.graph.nodes import aten
 
 Operand = tuple[Tensor, Tensor, Quantization]
@@ -24,8 +24,6 @@ Operand = tuple[Tensor, Tensor, Quantization]
 ALIGNMENT = 4
 # The first version of CUDA whose cuBLASLt multiplies blocks.
 LIBRARY_VERSION = 12, 9
-TALL: Block = (1, 128)
-SQUARE: Block = (128, 128)
 # Microscaling tensor cores read the scales of 128 rows × 4 groups from 512 consecutive bytes.
 MX_TILE = 128, 4
 

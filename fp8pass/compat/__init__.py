@@ -11,7 +11,7 @@ fakes.py          runs a model without memory
 tracing.py        traces a function into operators that Inductor lowers
 frames.py         looks up the function that Dynamo is tracing
 attributes.py     sets attributes for a limited time
-loading.py        prepares and completes loads of distributed checkpoints
+loading.py        prepares and completes loads of checkpoints
 pipelining.py     schedules of pipeline parallelism
 data_parallel.py  FSDP2 and `replicate`; imported separately, as it needs torch.distributed
 """

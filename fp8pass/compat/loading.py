@@ -1,4 +1,4 @@
-"""Call functions before and after `torch.distributed.checkpoint` (DCP) reads data."""
+"""Call functions before and after `torch.distributed.checkpoint` (DCP) reads data; remove hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 
-__all__ = ["prepare_loads"]
+from torch import nn
+
+__all__ = ["prepare_loads", "remove_forward_pre_hooks"]
 
 Convert = Callable[[], None]
 # Gets the flat state dict, whose entries it may replace, and the checkpoint's metadata before data
@@ -62,3 +64,10 @@ def _call_after_reads(planner: Any, conversions: Mapping[str, Convert]) -> None:
                 convert()
 
     planner.finish_plan, planner.commit_tensor = finish_plan, commit_tensor
+
+
+def remove_forward_pre_hooks(module: nn.Module, package: str) -> None:
+    """Remove a module's hooks that are functions of `package`."""
+    hooks = module._forward_pre_hooks
+    for key in [k for k, hook in hooks.items() if hook.__module__.split(".")[0] == package]:
+        del hooks[key]

@@ -21,6 +21,9 @@ from fp8pass.dialect.scaling import amax_quotient, round_up_to_power_of_two, tru
 Block = tuple[int, int]
 TENSOR: Block = (0, 0)
 ROW: Block = (1, 0)
+# Blocks that cuBLASLt multiplies on Hopper.
+TALL: Block = (1, 128)
+SQUARE: Block = (128, 128)
 # Available to users for GEMM operands.
 OPERAND_BLOCKS: dict[str, Block] = {"row": ROW, "tensor": TENSOR}
 

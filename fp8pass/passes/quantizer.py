@@ -11,8 +11,16 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.config import Config
-from fp8pass.dialect.formats import FORMATS
-from fp8pass.dialect.quantization import ROW, TENSOR, Block, Quantization, block_text, parse
+from fp8pass.dialect.quantization import (
+    ROW,
+    SQUARE,
+    TALL,
+    TENSOR,
+    Block,
+    Quantization,
+    block_text,
+    parse,
+)
 from fp8pass.graph.classify import GROUPED_GEMMS
 from fp8pass.graph.linear_layers import (
     Layer,
@@ -117,6 +125,8 @@ def gemms_in_order(
 
 def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
     """Whether a GEMM of `layer` uses fast accumulation when it runs in FP8."""
+    if any(stored_blocks(gemm)):
+        return False
     role, length = gemm.meta[ROLE], tensor(gemm_operands(gemm)[0]).shape[-1]
     if gemm.target in GROUPED_GEMMS and role == "wgrad":  # contracts over the tokens of each expert
         length = length // layer.experts
@@ -200,10 +210,11 @@ class Quantizer:
         return self._transposed[data], scale
 
     def _quantize(self, base: fx.Node, quantization: Quantization) -> tuple[fx.Node, fx.Node]:
-        text, found = str(quantization), _find_quantized(base, quantization.format.name)
+        text, found = str(quantization), _find_quantized(base)
         if found and found[2] == quantization:
             return found[:2]
-        if found and quantization.block == TENSOR:  # the tensor scale is the largest row scale
+        is_by_row = found and found[2].format is quantization.format and found[2].block == ROW
+        if found and is_by_row and quantization.block == TENSOR:  # the largest row scale
             scale = self.emit(fp8.amax.default, found[1], "tensor")
         else:
             scale = self.emit(fp8.scale.default, self.amax(base, quantization.block), text)
@@ -251,12 +262,24 @@ def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
     return graph.skip_reshapes(matrix), graph.shape_text(tensor(matrix))
 
 
-def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Quantization] | None:
-    """Return the data, scales and quantization from which a matrix was dequantized.
+def stored_blocks(gemm: fx.Node) -> list[Quantization | None]:
+    """Return, for both operands, the blocks in which they are stored, if the GEMM can read them."""
+    result: list[Quantization | None] = []
+    for operand, contracts_rows in zip(gemm_operands(gemm), (False, True), strict=True):
+        base, is_flipped = graph.skip_transposes(operand)
+        found = _find_quantized(base)
+        block = found[2].block if found and found[2].scales == "fp32" else None
+        fits = block == SQUARE or (block == TALL and contracts_rows == is_flipped)
+        result.append(found[2] if found and fits else None)
+    return result
 
-    The result is None if the matrix was not dequantized, or not from `format`. Quantizing a
-    dequantized matrix again would give the same data, or the same values with half the scale,
-    because BF16 represents dequantized values exactly. So its data can be reused.
+
+def _find_quantized(matrix: fx.Node) -> tuple[fx.Node, fx.Node, Quantization] | None:
+    """Return the data, scales and quantization from which a matrix was dequantized, or None.
+
+    Quantizing a dequantized matrix again would give the same data, or, if its scales are powers of
+    two, the same values with half the scale, because BF16 represents dequantized values exactly. So
+    its data can be reused. Scales of a checkpoint that are no powers of two stay exact, too.
     """
     while matrix.target in graph.CASTS:
         (matrix,) = matrix.all_input_nodes
@@ -266,9 +289,7 @@ def _find_quantized(matrix: fx.Node, format: str) -> tuple[fx.Node, fx.Node, Qua
     data = planes[0]  # type: ignore[index]
     assert isinstance(data, fx.Node)
     assert isinstance(scale, fx.Node)
-    found = parse(str(text))
-    fits = found.format is FORMATS[format] and not found.is_in_groups
-    return (data, scale, found) if fits else None
+    return data, scale, parse(str(text))
 
 
 def replace_gemm(gemm: fx.Node, product: fx.Node, result: fx.Node) -> None:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import graph
+from fp8pass.config import Pattern
 from fp8pass.graph.names import common_reasons, first_reasons
 from fp8pass.option_checks import ConfigError, bytes_text, checked_patterns
+from fp8pass.weights.checkpoint_layout import has_fp8_layers, load_weight, use_fp8_layers
 from fp8pass.weights.choice import choose_layers
-from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, save_values
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, save_weight
 
 log = logging.getLogger("fp8pass")
 
@@ -42,6 +44,12 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
     their original dtype, in host memory. `load_state_dict` quantizes the loaded weights. Nothing
     else can change a quantized weight, so merge adapters before you quantize.
 
+    If the model was loaded from an FP8 checkpoint (DeepSeek's `weight_scale_inv`, or
+    `weight_scale` of compressed-tensors), the FP8 data stay as they are, and all other weights keep
+    their dtype. Layers with FP8 data become `nn.Linear`. GEMMs read data with scales for 128×128
+    elements as in recipe `block`. `state_dict` contains the data and scales of the checkpoint. Call
+    `quantize_frozen` before adapters are added.
+
     Args:
         model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`), with
             weights in BF16, or in FP32 for autocast, which are rounded to BF16. Quantize before
@@ -52,7 +60,11 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
     Raises:
         ConfigError: no linear layer is frozen, or no frozen layer can be quantized.
     """
-    chosen, reasons = choose_layers(model, checked_patterns("skip", skip), _why_not, _is_frozen)
+    patterns = checked_patterns("skip", skip)
+    if isinstance(model, nn.Module) and has_fp8_layers(model):
+        _use_checkpoint(model, patterns)
+        return model
+    chosen, reasons = choose_layers(model, patterns, _why_not, _is_frozen)
     layers = sum(map(len, chosen.values()))
     frozen = layers + len(reasons)
     quantized = (p for p in model.parameters() if isinstance(p, QuantizedWeight))
@@ -66,13 +78,26 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
         after += parameter.fp8_data.nbytes + parameter.scales.nbytes
         for layer in users:
             layer.weight = parameter
-            layer.register_state_dict_post_hook(save_values)
+            layer.register_state_dict_post_hook(save_weight)
+            layer.register_load_state_dict_pre_hook(load_weight)
     log.info(
         "quantize_frozen: %d of %d frozen linear layers in FP8, %s instead of %s%s",
         *(layers, frozen, bytes_text(after), bytes_text(before)),
         "".join(f"; {line}" for line in first_reasons(reasons)),
     )
     return model
+
+
+def _use_checkpoint(model: nn.Module, skip: tuple[Pattern, ...]) -> None:
+    used, reasons = use_fp8_layers(model, skip)
+    if not any(isinstance(p, QuantizedWeight) for p in model.parameters()):
+        listed = "; ".join(common_reasons(reasons))
+        raise ConfigError(f"No FP8 weight of the model's checkpoint can be used: {listed}.")
+    log.info(
+        "quantize_frozen: %d linear layers with the FP8 weights of their checkpoint%s",
+        used,
+        "".join(f"; {line}" for line in first_reasons(reasons)),
+    )
 
 
 def _is_frozen(weight: Tensor) -> bool:

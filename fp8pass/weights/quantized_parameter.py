@@ -1,7 +1,8 @@
-"""Weights that are already quantized to E4M3, with a scale for each row, when a graph reads them.
+"""Weights that are already quantized to E4M3 when a graph reads them.
 
-The FP8 data have the same bits as if the graph quantized a BF16 weight by row (section 3.2 of the
-LLMQ paper). Quantized weights can be moved, converted, copied and pickled. There are three kinds:
+With a scale for each row, the FP8 data have the same bits as if the graph quantized a BF16 weight
+by row (section 3.2 of the LLMQ paper). Weights of FP8 checkpoints may have scales for blocks.
+Quantized weights can be moved, converted, copied and pickled. There are three kinds:
 
 - A weight with a `source` is exact, and the FP8 data are a cache. Other operators read and write
   the source, which is quantized again before the FP8 data are used.
@@ -13,21 +14,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8pass import compat, hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
-from fp8pass.dialect.quantization import BY_ROW
+from fp8pass.dialect.quantization import BY_ROW, block_text, parse
+
+if TYPE_CHECKING:
+    from fp8pass.weights.checkpoint_layout import Layout
 
 aten = torch.ops.aten
 fp8 = torch.ops.fp8pass
 
+WITH_SCALES = "Load the scales, weight_scale_inv or weight_scale, too, or dequantized weights."
+
 
 class QuantizedWeight(Tensor):
-    """A matrix [M, K] as E4M3 data and a scale for each row.
+    """A matrix [M, K] as E4M3 data, with scales as `quantization` describes.
 
     Operators outside of compiled graphs read the source. If there is no source, they read the
     dequantized data.
@@ -36,13 +42,19 @@ class QuantizedWeight(Tensor):
     # Exact, [M, K], in host memory. Optimizers may write to it.
     source: Tensor | None = None
     is_only_copy: bool = False
+    # How the checkpoint stores the scales, if the FP8 data come from a checkpoint.
+    checkpoint: Layout | None = None
 
     @staticmethod
-    def __new__(cls, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    def __new__(
+        cls, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype, quantization: str = BY_ROW
+    ) -> QuantizedWeight:
         return compat.wrapper(cls, fp8_data, dtype)
 
-    def __init__(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        self._fp8_data, self._scales = fp8_data, scales
+    def __init__(
+        self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype, quantization: str = BY_ROW
+    ) -> None:
+        self._fp8_data, self._scales, self.quantization = fp8_data, scales, quantization
         self._version_of_source = -1  # version of the source when it was last quantized
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -57,7 +69,7 @@ class QuantizedWeight(Tensor):
 
     @property
     def scales(self) -> Tensor:
-        """fp32 [M, 1]."""
+        """fp32 [M, 1], or one scale for each block, such as [M / 128, K / 128]."""
         self._follow_source()
         return self._scales
 
@@ -120,12 +132,14 @@ class QuantizedWeight(Tensor):
             torch.cuda.synchronize(self.device)
 
     def dequantize(self) -> Tensor:
-        return fp8.dequantize.default([self.fp8_data], self.scales, BY_ROW, self.dtype)
+        data = [self.fp8_data]
+        return fp8.dequantize.default(data, self.scales, self.quantization, self.dtype)
 
     def copy_with(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
         """Keep the source."""
-        found = QuantizedWeight(fp8_data, scales, dtype)
+        found = QuantizedWeight(fp8_data, scales, dtype, self.quantization)
         found.source, found.is_only_copy = self.source, self.is_only_copy
+        found.checkpoint = self.checkpoint
         found._version_of_source = self._version_of_source
         return found
 
@@ -156,10 +170,15 @@ class QuantizedWeight(Tensor):
             self.requantize()  # a write inside __torch_dispatch__ does not change the version
         elif not self.is_only_copy:
             raise RuntimeError(_explain_refusal(aten.copy_.default, self))
-        elif isinstance(values, QuantizedWeight):
+        elif isinstance(values, QuantizedWeight) and values.quantization == self.quantization:
             self.fp8_data.copy_(values.fp8_data)
             self.scales.copy_(values.scales)
+        elif values.dtype is torch.float8_e4m3fn:
+            raise RuntimeError(
+                f"FP8 data without scales cannot replace a quantized weight. {WITH_SCALES}"
+            )
         else:
+            values = values.exact() if isinstance(values, QuantizedWeight) else values
             # As FP32 weights under autocast.
             rows = values.to(self.device, torch.bfloat16)
             self.requantize(0, rows.expand(self.shape))
@@ -170,22 +189,28 @@ class QuantizedWeight(Tensor):
             assert self.source is not None
             self.wait_for_source()
             rows = self.source.to(self.device)
+        if self.quantization != BY_ROW:
+            scales = fp8.amax.default(rows, block_text(parse(self.quantization).block))
+            self._scales.copy_(fp8.scale.default(scales, self.quantization))
+            self._fp8_data.copy_(fp8.quantize.default(rows, self._scales, self.quantization))
+            return
         part = slice(first, first + len(rows))
         data, scales = self._fp8_data[part].view(-1), self._scales[part].view(-1)
         quantize_rows_into([rows], rows.dtype, data, scales)
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["fp8_data", "scales"], self.dtype
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
+        return ["fp8_data", "scales"], (self.dtype, self.quantization)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any
+        inner: dict[str, Tensor], how: tuple[torch.dtype, str], size: Any, stride: Any
     ) -> QuantizedWeight:
-        return QuantizedWeight(inner["fp8_data"], inner["scales"], dtype)
+        return QuantizedWeight(inner["fp8_data"], inner["scales"], *how)
 
     def _stable_hash_for_caching(self) -> str:
         """Return the properties that compiled code depends on."""
-        return f"QuantizedWeight {tuple(self.shape)} {self.dtype} {self.requires_grad}"
+        properties = tuple(self.shape), self.dtype, self.quantization, self.requires_grad
+        return f"QuantizedWeight {properties}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -312,7 +337,11 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
             "with weight.copy_(values)."
         )
     fix = "Change the shard of the weight instead, or name the layer in skip= of compress."
-    if weight.is_only_copy:
+    if weight.checkpoint is not None:
+        fix = (
+            "To merge adapters, load the checkpoint in 16 bits (dequantize=True), and merge there."
+        )
+    elif weight.is_only_copy:
         fix = (
             "Merge adapters (merge_and_unload) before fp8pass.quantize_frozen, name layers to "
             "train in skip=, and replace values with load_state_dict."
@@ -322,11 +351,20 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
     )
 
 
-def save_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Hook of `state_dict`: save the values of a linear layer's weight, in host memory."""
+def save_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Hook of `state_dict`: save the weight of a linear layer, in host memory.
+
+    A weight from an FP8 checkpoint is saved as this checkpoint stores it. Otherwise the state gets
+    the values of the weight.
+    """
     weight = module.weight
-    if isinstance(weight, QuantizedWeight) and f"{prefix}weight" in state:
+    if not isinstance(weight, QuantizedWeight) or f"{prefix}weight" not in state:
+        return
+    if weight.checkpoint is None:
         state[f"{prefix}weight"] = weight.values_on_host()
+    else:
+        state[f"{prefix}weight"] = weight.fp8_data.cpu()
+        state[prefix + weight.checkpoint.name] = weight.checkpoint.collapse(weight.scales).cpu()
 
 
 def quantize_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

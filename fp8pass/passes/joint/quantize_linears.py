@@ -32,7 +32,7 @@ from torch import fx
 
 from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
-from fp8pass.dialect.quantization import TENSOR, Quantization, parse
+from fp8pass.dialect.quantization import TALL, TENSOR, Quantization, parse
 from fp8pass.graph.linear_layers import (
     GraphPart,
     Layer,
@@ -55,6 +55,7 @@ from fp8pass.passes.quantizer import (
     describe_layer,
     gemms_in_order,
     replace_gemm,
+    stored_blocks,
     tag_gemms,
     why_not_at_all,
     why_not_these_rows,
@@ -236,8 +237,14 @@ class LinearRewriter(Quantizer):
         return list(zip(gemm_operands(self.gemm), chosen, strict=True))
 
     def _configured(self) -> list[Quantization]:
-        role, names = self.gemm.meta[ROLE], map(self.name_operand, gemm_operands(self.gemm))
-        return [parse(self.config.quantizations[role, name]) for name in names]
+        """Return the configured quantizations, or those of a weight that is stored in blocks."""
+        role, operands = self.gemm.meta[ROLE], gemm_operands(self.gemm)
+        chosen = [parse(self.config.quantizations[role, self.name_operand(x)]) for x in operands]
+        stored = stored_blocks(self.gemm)
+        if not any(stored) or not self.config.quantizes_linears:
+            return chosen
+        pairs = zip(stored, chosen, strict=True)
+        return [found or Quantization(how.format, TALL, "fp32") for found, how in pairs]
 
     def _remove_batch(self, gemm: fx.Node) -> fx.Node:
         """Replace a `bmm` with a batch of one by an `mm`, and return the `mm`."""
