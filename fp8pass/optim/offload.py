@@ -42,7 +42,7 @@ from fp8pass.optim.shards import local
 from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.runtime.arena import Arena, available
 from fp8pass.weights.choice import choose_layers
-from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, save_weight
+from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, save_weights
 
 log = logging.getLogger("fp8pass")
 
@@ -269,7 +269,7 @@ def offload_weights(
     for users, parameter in moved:
         for layer in users:
             layer.weight = parameter
-            layer.register_state_dict_post_hook(save_weight)
+            layer.register_state_dict_post_hook(save_weights)
     return model
 
 

@@ -275,17 +275,18 @@ def stored_blocks(gemm: fx.Node) -> list[Quantization | None]:
 
 
 def _find_quantized(matrix: fx.Node) -> tuple[fx.Node, fx.Node, Quantization] | None:
-    """Return the data, scales and quantization from which a matrix was dequantized, or None.
+    """Return data, scales and quantization if a dequantization computed a matrix, else None.
 
-    Quantizing a dequantized matrix again would give the same data, or, if its scales are powers of
-    two, the same values with half the scale, because BF16 represents dequantized values exactly. So
-    its data can be reused. Scales of a checkpoint that are no powers of two stay exact, too.
+    GEMMs can read these data. Quantizing the matrix again would give the same data, or the same
+    values with half the scale, because BF16 represents dequantized values exactly. With scales that
+    are not powers of two, as in checkpoints, it would round the values once more.
     """
-    while matrix.target in graph.CASTS:
-        (matrix,) = matrix.all_input_nodes
-    if not graph.is_call(matrix, fp8.dequantize.default):
+    shape, base = tensor(matrix).shape, graph.skip_reshapes(matrix)
+    while base.target in graph.CASTS:
+        base = graph.skip_reshapes(base.all_input_nodes[0])
+    if not graph.is_call(base, fp8.dequantize.default) or tensor(base).shape != shape:
         return None
-    planes, scale, text = matrix.args[:3]
+    planes, scale, text = base.args[:3]
     data = planes[0]  # type: ignore[index]
     assert isinstance(data, fx.Node)
     assert isinstance(scale, fx.Node)

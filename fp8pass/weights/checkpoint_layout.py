@@ -1,12 +1,13 @@
-"""Linear layers whose weights a checkpoint stores in FP8: their bytes become quantized weights.
+"""Weights that a checkpoint stores in FP8: their bytes become quantized weights.
 
-The loaders of transformers and compressed-tensors represent such a layer as an `nn.Linear`, or a
-subclass, with these tensors:
+The loaders of transformers and compressed-tensors represent a linear layer as an `nn.Linear` or an
+`FP8Linear`, with these tensors:
 
     weight              float8_e4m3fn [M, K]
     weight_scale_inv    [M / 128, K / 128], rounded up, as in DeepSeek-V3; or one scale
     weight_scale        [M, 1], [M], [M / m, K / k] or one scale, as in compressed-tensors
 
+The weights of experts are stacked: [E, N, K], with scales [E, N / 128, K / 128] or one per expert.
 A scale multiplies the data. Blocks that do not divide the rows become blocks within a row: each row
 gets a copy of its scales.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -26,9 +28,11 @@ from fp8pass.config import Pattern
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import ROW, Block, Quantization
 from fp8pass.graph.names import clean_path, matching_pattern
-from fp8pass.weights.quantized_parameter import WITH_SCALES, QuantizedWeight, save_weight
+from fp8pass.weights.quantized_parameter import WITH_SCALES, QuantizedWeight, save_weights
 
-SCALE_NAMES = "weight_scale_inv", "weight_scale"
+SCALE_SUFFIXES = "_scale_inv", "_scale"
+# The classes of transformers that only multiply.
+LOADED_CLASSES = "FP8Linear", "FP8Experts"
 OPERAND_DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -39,8 +43,9 @@ class Layout:
     Attributes:
         name: the tensor with the scales.
         shape, dtype: of this tensor.
-        rows: number of rows of the weight that share a scale.
+        rows: number of rows of a matrix that share a scale.
         quantization: the blocks of the quantized weight.
+        experts: number of matrices.
     """
 
     name: str
@@ -48,106 +53,119 @@ class Layout:
     dtype: torch.dtype
     rows: int
     quantization: Quantization
+    experts: int = 1
 
     def expand(self, stored: Tensor, rows: int) -> Tensor:
-        """Return the scales of a quantized weight with `rows` rows, fp32."""
-        scales = stored.float().reshape(-1, stored.shape[-1] if self.is_in_blocks else 1)
-        copies = self.rows // self.quantization.block[0]
-        return scales.repeat_interleave(copies, 0)[: self._count(rows)].contiguous()
+        """Return the scales of a quantized weight, fp32. Each matrix has `rows` rows."""
+        columns = stored.shape[-1] if self.quantization.is_in_groups else 1
+        scales = stored.float().reshape(self.experts, -1, columns)
+        count = rows // self.quantization.block[0]
+        return scales.repeat_interleave(self._copies, 1)[:, :count].flatten(0, 1).contiguous()
 
     def collapse(self, scales: Tensor) -> Tensor:
         """Return the tensor of the checkpoint."""
-        copies = self.rows // self.quantization.block[0]
-        return scales[::copies].reshape(self.shape).to(self.dtype)
+        stored = scales.unflatten(0, (self.experts, -1))[:, :: self._copies]
+        return stored.reshape(self.shape).to(self.dtype)
 
     @property
-    def is_in_blocks(self) -> bool:
-        return self.quantization.is_in_groups
-
-    def _count(self, rows: int) -> int:
-        return rows // self.quantization.block[0]
+    def _copies(self) -> int:
+        return self.rows // self.quantization.block[0]
 
 
 def has_fp8_layers(model: nn.Module) -> bool:
     """Whether a model has FP8 data of a checkpoint, used by `use_fp8_layers` or not."""
     used = (p for p in model.parameters() if isinstance(p, QuantizedWeight))
-    return any(True for _ in _fp8_layers(model)) or any(p.checkpoint is not None for p in used)
+    return any(True for _ in _fp8_weights(model)) or any(p.checkpoint is not None for p in used)
 
 
 def use_fp8_layers(model: nn.Module, skip: tuple[Pattern, ...]) -> tuple[int, dict[str, str]]:
-    """Replace layers whose weights are FP8 data by `nn.Linear` with the same bytes.
+    """Make quantized weights of FP8 data. Linear layers become `nn.Linear`.
 
-    Returns the number of replaced layers, and why other layers with FP8 data, by path, are left.
+    Returns the number of weights, and why other FP8 data, by path, are left.
     """
     reasons: dict[str, str] = {}
-    replaced: dict[nn.Module, nn.Linear] = {}
+    chosen: dict[nn.Module, dict[str, QuantizedWeight]] = {}
     dtype = _find_dtype(model)
-    for path, layer in list(_fp8_layers(model)):
+    for path, module, name in list(_fp8_weights(model)):
         if matching_pattern(path, skip) is not None:
-            reasons[path] = "skipped"
-        elif isinstance(found := _quantized_weight(layer, dtype), str):
+            reasons[path] = "it is skipped"
+        elif (kind := type(module)) is not nn.Linear and kind.__name__ not in LOADED_CLASSES:
+            reasons[path] = f"{kind.__name__} may compute something else than products"
+        elif isinstance(found := _quantized_weight(module, name, dtype), str):
             reasons[path] = found
         else:
-            replaced[layer] = _make_linear(layer, found)
+            chosen.setdefault(module, {})[name] = found
+    replaced = {
+        m: _make_linear(m, *w.values()) for m, w in chosen.items() if isinstance(m, nn.Linear)
+    }
     for module in list(model.modules()):
+        if module in chosen and module not in replaced:
+            _use_experts(module, chosen[module])
         for name, child in module.named_children():
             if child in replaced:
                 setattr(module, name, replaced[child])
-    if not any(True for _ in _fp8_layers(model)):  # nothing is left to dequantize
+    if not any(True for _ in _fp8_weights(model)):  # nothing is left to dequantize
         compat.remove_forward_pre_hooks(model, "compressed_tensors")
-    return len(replaced), reasons
+    return sum(map(len, chosen.values())), reasons
 
 
-def _fp8_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def _fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield path, module and name of all FP8 data with two or three dimensions."""
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and is_fp8(module.weight):
-            yield clean_path(path), module
+        for name, weight in module.named_parameters(recurse=False):
+            if is_fp8(weight) and weight.ndim in (2, 3):
+                yield clean_path(path if name == "weight" else f"{path}.{name}"), module, name
 
 
 def _find_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the other layers' weights. Scales are in FP32 in any model."""
-    others = set(model.modules()) - {layer for _, layer in _fp8_layers(model)}
+    others = set(model.modules()) - {module for _, module, _ in _fp8_weights(model)}
     parameters = (p for m in model.modules() if m in others for p in m.parameters(recurse=False))
     return next((p.dtype for p in parameters if p.dtype in OPERAND_DTYPES), torch.bfloat16)
 
 
-def _quantized_weight(layer: nn.Linear, dtype: torch.dtype) -> QuantizedWeight | str:
-    """Return the weight of a layer, or why its data cannot be used."""
-    name = next((n for n in SCALE_NAMES if getattr(layer, n, None) is not None), None)
-    if name is None:
-        return f"it has no scales: expected {' or '.join(SCALE_NAMES)}"
-    return from_checkpoint(layer.weight.detach(), getattr(layer, name).detach(), name, dtype)
+def _quantized_weight(module: nn.Module, name: str, dtype: torch.dtype) -> QuantizedWeight | str:
+    """Return the weight of a module, or why its data cannot be used."""
+    names = [f"{name}{suffix}" for suffix in SCALE_SUFFIXES]
+    scales = next((n for n in names if getattr(module, n, None) is not None), None)
+    if scales is None:
+        return f"it has no scales: expected {' or '.join(names)}"
+    data = getattr(module, name).detach()
+    return from_checkpoint(data, getattr(module, scales).detach(), scales, dtype)
 
 
 def from_checkpoint(
     data: Tensor, scales: Tensor, name: str, dtype: torch.dtype
 ) -> QuantizedWeight | str:
     """Return a weight with data and scales of a checkpoint, or why they cannot be used."""
-    rows, columns = data.shape
-    if scales.numel() == 1:
+    *stack, rows, columns = data.shape
+    experts = stack[0] if stack else 1
+    if scales.numel() == experts:
         quantization, shared = Quantization(E4M3, ROW), rows
-    elif scales.shape in ((rows,), (rows, 1)):
+    elif [*scales.shape] in ([*stack, rows], [*stack, rows, 1]):
         quantization, shared = Quantization(E4M3, ROW), 1
     elif (block := _find_block(data.shape, scales.shape)) is None:
-        return f"scales of shape {list(scales.shape)} do not fit a weight {[rows, columns]}"
+        return f"scales of shape {list(scales.shape)} do not fit a weight {list(data.shape)}"
     elif columns % block[1]:
         return f"its input size {columns} is not a multiple of its blocks, {block[1]}"
     else:
         side = block[0] if rows % block[0] == 0 and block[0] == block[1] else 1
         quantization, shared = Quantization(E4M3, (side, block[1]), "fp32"), block[0]
-    layout = Layout(name, scales.shape, scales.dtype, shared, quantization)
-    weight = QuantizedWeight(data, layout.expand(scales, rows), dtype, str(quantization))
+    layout = Layout(name, scales.shape, scales.dtype, shared, quantization, experts)
+    values = data.flatten(0, -2), layout.expand(scales, rows)
+    weight = QuantizedWeight(*values, dtype, str(quantization), stack[0] if stack else 0)
     weight.is_only_copy, weight.checkpoint = True, layout
     return weight
 
 
 def _find_block(shape: torch.Size, scales: torch.Size) -> Block | None:
     """Return the smallest block with sides that are powers of two."""
-    if len(scales) != 2 or not all(scales):
+    if scales[:-2] != shape[:-2] or len(scales) < 2 or not all(scales):
         return None
-    sides = [2 ** math.ceil(math.log2(n / s)) for n, s in zip(shape, scales, strict=True)]
-    counts = [compat.ceil_div(n, side) for n, side in zip(shape, sides, strict=True)]
-    return (sides[0], sides[1]) if counts == list(scales) else None
+    pairs = list(zip(shape[-2:], scales[-2:], strict=True))
+    sides = [2 ** math.ceil(math.log2(n / count)) for n, count in pairs]
+    counts = [compat.ceil_div(n, side) for (n, _), side in zip(pairs, sides, strict=True)]
+    return (sides[0], sides[1]) if counts == list(scales[-2:]) else None
 
 
 def _make_linear(layer: nn.Linear, weight: QuantizedWeight) -> nn.Linear:
@@ -160,23 +178,42 @@ def _make_linear(layer: nn.Linear, weight: QuantizedWeight) -> nn.Linear:
         if name not in used:
             found.register_buffer(name, x.detach())
     setattr(found, used[-1], None)  # DCP looks up each entry of `state_dict` as an attribute
-    found.register_state_dict_post_hook(save_weight)
-    found.register_load_state_dict_pre_hook(load_weight)
+    add_hooks(found)
     return found.train(layer.training)
 
 
-def load_weight(module: nn.Linear, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _use_experts(module: nn.Module, weights: dict[str, QuantizedWeight]) -> None:
+    """Give experts quantized weights and the forward of experts in 16 bits."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    for name, weight in weights.items():
+        assert weight.checkpoint is not None
+        setattr(module, name, nn.Parameter(weight, requires_grad=False))
+        delattr(module, weight.checkpoint.name)
+        setattr(module, weight.checkpoint.name, None)  # as in `_make_linear`
+    module.forward = MethodType(grouped_mm_experts_forward, module)
+    add_hooks(module)
+
+
+def add_hooks(module: nn.Module) -> None:
+    """Make `state_dict` and `load_state_dict` of a module support its quantized weights."""
+    module.register_state_dict_post_hook(save_weights)
+    module.register_load_state_dict_pre_hook(load_weights)
+
+
+def load_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Hook of `load_state_dict`: combine FP8 data and scales of a checkpoint."""
-    weight, data = module.weight, state.get(f"{prefix}weight")
-    if not isinstance(weight, QuantizedWeight) or not is_fp8(data):
-        return
-    name = next((n for n in SCALE_NAMES if prefix + n in state), None)
-    if name is None:
-        raise RuntimeError(f"{prefix}weight is FP8 data without scales. {WITH_SCALES}")
-    found = from_checkpoint(data, state.pop(prefix + name), name, weight.dtype)
-    if isinstance(found, str):
-        raise RuntimeError(f"{prefix}weight cannot be loaded: {found}.")
-    state[f"{prefix}weight"] = found
+    for name, weight in module.named_parameters(recurse=False):
+        data = state.get(prefix + name)
+        if not isinstance(weight, QuantizedWeight) or not is_fp8(data):
+            continue
+        scales = next((name + s for s in SCALE_SUFFIXES if prefix + name + s in state), None)
+        if scales is None:
+            raise RuntimeError(f"{prefix}{name} is FP8 data without scales. {WITH_SCALES}")
+        found = from_checkpoint(data, state.pop(prefix + scales), scales, weight.dtype)
+        if isinstance(found, str):
+            raise RuntimeError(f"{prefix}{name} cannot be loaded: {found}.")
+        state[prefix + name] = found
 
 
 def is_fp8(x: Any) -> TypeGuard[Tensor]:

@@ -1,4 +1,4 @@
-"""Choose the linear layers of a model that can have quantized weights."""
+"""Choose the linear layers and experts of a model that can have quantized weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fp8pass.config import Pattern
 from fp8pass.graph.linear_layers import why_unsuitable_size
-from fp8pass.graph.names import clean_path, warn_about_idle_patterns
+from fp8pass.graph.names import clean_path, matching_pattern, warn_about_idle_patterns
 from fp8pass.graph.output_heads import largest_embedding_size, stays_in_high_precision
 from fp8pass.option_checks import ConfigError
 
@@ -55,6 +55,32 @@ def find_linears(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear,
         m: (path, reason if stays_in_high_precision(path, m, logits, skip) else "")
         for m, path in linears.items()
     }
+
+
+def choose_experts(
+    model: nn.Module, skip: tuple[Pattern, ...], why_not: Callable[[Tensor], str]
+) -> tuple[dict[Tensor, list[tuple[nn.Module, str]]], dict[str, str]]:
+    """Choose the stacked frozen weights of experts, parameters [E, N, K].
+
+    Returns the modules with each chosen weight, with its name, and why others, by path, cannot be
+    quantized. Modules of `torch.nn` have no experts.
+    """
+    chosen: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    reasons: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("torch.nn."):
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.ndim != 3 or weight.requires_grad or type(weight) is not nn.Parameter:
+                continue
+            full = clean_path(f"{path}.{name}")
+            if matching_pattern(full, skip) is not None:
+                reasons[full] = "it is skipped"
+            elif why := why_unsuitable_size(*weight.shape[1:]) or why_not(weight):
+                reasons[full] = why
+            else:
+                chosen.setdefault(weight, []).append((module, name))
+    return chosen, reasons
 
 
 def _why_not_quantizable(weight: Tensor) -> str:

@@ -33,7 +33,9 @@ WITH_SCALES = "Load the scales, weight_scale_inv or weight_scale, too, or dequan
 
 
 class QuantizedWeight(Tensor):
-    """A matrix [M, K] as E4M3 data, with scales as `quantization` describes.
+    """A matrix [M, K], or a stack of experts [E, N, K], as E4M3 data with scales.
+
+    The data of experts are a matrix, too, with M = E·N. `quantization` describes the scales.
 
     Operators outside of compiled graphs read the source. If there is no source, they read the
     dequantized data.
@@ -47,13 +49,24 @@ class QuantizedWeight(Tensor):
 
     @staticmethod
     def __new__(
-        cls, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype, quantization: str = BY_ROW
+        cls,
+        fp8_data: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        quantization: str = BY_ROW,
+        experts: int = 0,
     ) -> QuantizedWeight:
-        return compat.wrapper(cls, fp8_data, dtype)
+        return compat.wrapper(cls, _stack(fp8_data, experts), dtype)
 
     def __init__(
-        self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype, quantization: str = BY_ROW
+        self,
+        fp8_data: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        quantization: str = BY_ROW,
+        experts: int = 0,
     ) -> None:
+        self.experts = experts
         self._fp8_data, self._scales, self.quantization = fp8_data, scales, quantization
         self._version_of_source = -1  # version of the source when it was last quantized
 
@@ -132,12 +145,18 @@ class QuantizedWeight(Tensor):
             torch.cuda.synchronize(self.device)
 
     def dequantize(self) -> Tensor:
-        data = [self.fp8_data]
-        return fp8.dequantize.default(data, self.scales, self.quantization, self.dtype)
+        return _stack(self._dequantize(self.fp8_data, self.scales), self.experts)
+
+    def _dequantize(self, data: Tensor, scales: Tensor) -> Tensor:
+        return fp8.dequantize.default([data], scales, self.quantization, self.dtype)
+
+    def dequantize_expert(self, index: int) -> Tensor:
+        data, scales = (_stack(x, self.experts)[index] for x in (self.fp8_data, self.scales))
+        return self._dequantize(data, scales)
 
     def copy_with(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
         """Keep the source."""
-        found = QuantizedWeight(fp8_data, scales, dtype, self.quantization)
+        found = QuantizedWeight(fp8_data, scales, dtype, self.quantization, self.experts)
         found.source, found.is_only_copy = self.source, self.is_only_copy
         found.checkpoint = self.checkpoint
         found._version_of_source = self._version_of_source
@@ -180,8 +199,8 @@ class QuantizedWeight(Tensor):
         else:
             values = values.exact() if isinstance(values, QuantizedWeight) else values
             # As FP32 weights under autocast.
-            rows = values.to(self.device, torch.bfloat16)
-            self.requantize(0, rows.expand(self.shape))
+            rows = values.to(self.device, torch.bfloat16).expand(self.shape)
+            self.requantize(0, rows.reshape(self._fp8_data.shape))
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
         """Quantize the source, or new `rows` [R, K] from `first`."""
@@ -198,12 +217,12 @@ class QuantizedWeight(Tensor):
         data, scales = self._fp8_data[part].view(-1), self._scales[part].view(-1)
         quantize_rows_into([rows], rows.dtype, data, scales)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
-        return ["fp8_data", "scales"], (self.dtype, self.quantization)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str, int]]:
+        return ["fp8_data", "scales"], (self.dtype, self.quantization, self.experts)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], how: tuple[torch.dtype, str], size: Any, stride: Any
+        inner: dict[str, Tensor], how: tuple[torch.dtype, str, int], size: Any, stride: Any
     ) -> QuantizedWeight:
         return QuantizedWeight(inner["fp8_data"], inner["scales"], *how)
 
@@ -226,6 +245,8 @@ class QuantizedWeight(Tensor):
             return moved
         if written := _find_written(func, args, kwargs, QuantizedWeight):
             return _write(func, args, kwargs, written)
+        if func is aten.select.int and args[0].experts and args[1] == 0:
+            return _protect_views(func, args[0].dequantize_expert(args[2]))
         is_owned = any(
             isinstance(x, QuantizedWeight) and (x.source is not None or x.is_only_copy)
             for x in compat.tree_leaves((args, kwargs))
@@ -267,6 +288,10 @@ class WeightView(Tensor):
             WeightView, lambda x: x.values_of_weight, (args, kwargs)
         )
         return _protect_views(func, func(*args, **kwargs))
+
+
+def _stack(matrix: Tensor, experts: int) -> Tensor:
+    return matrix.unflatten(0, (experts, -1)) if experts else matrix
 
 
 def _protect_views(func: Any, found: Any) -> Any:
@@ -351,20 +376,20 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
     )
 
 
-def save_weight(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Hook of `state_dict`: save the weight of a linear layer, in host memory.
+def save_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Hook of `state_dict`: save the quantized weights of a module, in host memory.
 
     A weight from an FP8 checkpoint is saved as this checkpoint stores it. Otherwise the state gets
     the values of the weight.
     """
-    weight = module.weight
-    if not isinstance(weight, QuantizedWeight) or f"{prefix}weight" not in state:
-        return
-    if weight.checkpoint is None:
-        state[f"{prefix}weight"] = weight.values_on_host()
-    else:
-        state[f"{prefix}weight"] = weight.fp8_data.cpu()
-        state[prefix + weight.checkpoint.name] = weight.checkpoint.collapse(weight.scales).cpu()
+    for name, weight in module.named_parameters(recurse=False):
+        if not isinstance(weight, QuantizedWeight) or prefix + name not in state:
+            continue
+        if weight.checkpoint is None:
+            state[prefix + name] = weight.values_on_host()
+        else:
+            state[prefix + name] = _stack(weight.fp8_data, weight.experts).cpu()
+            state[prefix + weight.checkpoint.name] = weight.checkpoint.collapse(weight.scales).cpu()
 
 
 def quantize_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

@@ -23,15 +23,15 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight
 BLOCK = 128
 
 
-class Loaded(nn.Linear):
+class FP8Linear(nn.Linear):
     """A layer as a loader leaves it: its own forward needs kernels that are not installed."""
 
     def forward(self, x):
         raise RuntimeError("no kernel")
 
 
-def loaded(inputs: int, outputs: int, layout: str, bias: bool = False, seed: int = 0) -> Loaded:
-    layer = Loaded(inputs, outputs, bias=bias).bfloat16()
+def loaded(inputs: int, outputs: int, layout: str, bias: bool = False, seed: int = 0) -> FP8Linear:
+    layer = FP8Linear(inputs, outputs, bias=bias).bfloat16()
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
     data, scales, name = stored(weight, layout)
@@ -239,7 +239,7 @@ def test_layers_that_cannot_be_used_are_named(caplog):
         "1 in high precision: its input size 200 is not a multiple of its blocks, 128"
         in caplog.text
     )
-    assert isinstance(model[1], Loaded)
+    assert isinstance(model[1], FP8Linear)
     assert type(model[2].weight) is nn.Parameter
     fp8pass.quantize_frozen(model)  # other layers keep their dtype
     assert type(model[2].weight) is nn.Parameter

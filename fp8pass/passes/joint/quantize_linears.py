@@ -237,7 +237,7 @@ class LinearRewriter(Quantizer):
         return list(zip(gemm_operands(self.gemm), chosen, strict=True))
 
     def _configured(self) -> list[Quantization]:
-        """Return the configured quantizations, or those of a weight that is stored in blocks."""
+        """Return the configured quantizations, or blocks if the weight is stored in blocks."""
         role, operands = self.gemm.meta[ROLE], gemm_operands(self.gemm)
         chosen = [parse(self.config.quantizations[role, self.name_operand(x)]) for x in operands]
         stored = stored_blocks(self.gemm)
