@@ -4,6 +4,9 @@ Each linear layer has `NAME.weight`, float8_e4m3fn [out, in], and fp32 scales. T
 is the weight. The serving engine quantizes the layer's inputs. The FP8 weights are bit-identical to
 the FP8 weights in the forward of training, if the recipe has the same scales. FP32 weights are
 rounded to BF16 first, as autocast does.
+
+The stacked weights of experts [E, N, K] are written as separate layers, `EXPERTS.0.up_proj.weight`,
+as in the model's checkpoints in 16 bits. Experts train with row scales in any recipe.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import matching_pattern
 from fp8pass.option_checks import ConfigError, check_choice
 from fp8pass.tools.running import find_configuration
+from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,9 +47,9 @@ class Layout:
     # Returns the entry `quantization_config` of config.json, for the layers in high precision.
     configure: Callable[[list[str]], dict[str, Any]]
 
-    def fits(self, layer: nn.Linear) -> bool:
-        """Whether the blocks divide the weight."""
-        sizes = zip(parse(self.quantization).block, layer.weight.shape, strict=True)
+    def fits(self, rows: int, columns: int) -> bool:
+        """Whether the blocks divide a weight."""
+        sizes = zip(parse(self.quantization).block, (rows, columns), strict=True)
         return all(side < 2 or size % side == 0 for side, size in sizes)
 
 
@@ -67,11 +71,11 @@ def export(
         config: a configuration. Its `skip` is used instead of the `skip` of the compiled model.
 
     Returns:
-        Paths of the layers in FP8.
+        Paths of the layers in FP8, and of stacked weights of experts.
 
     Raises:
-        ConfigError: the format is unknown, the model is not a `PreTrainedModel`, is sharded, or has
-            experts or no layer for FP8.
+        ConfigError: the format is unknown, or the model is not a `PreTrainedModel`, is sharded, or
+            has no layer for FP8.
         ValueError: a weight has a NaN or an infinity.
     """
     plain, layout = _check_pretrained(model, "export"), _find_layout(format)
@@ -85,7 +89,9 @@ def export(
     chosen = _choose_layers(plain, layout, config or find_configuration(model))
     values = dict(_quantize_layers(plain, layout, chosen))
     plain.save_pretrained(path, state_dict=values)
-    others = {name for name, m in plain.named_modules() if isinstance(m, nn.Linear)} - set(chosen)
+    others = {name for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
+    others |= {name.rpartition(".")[0] for name in _find_experts(plain)}
+    others -= {*chosen, *(name.rpartition(".")[0] for name in chosen)}
     description = Path(path) / "config.json"
     settings = json.loads(description.read_text())
     settings["quantization_config"] = layout.configure(sorted(others))
@@ -128,12 +134,6 @@ def _check_pretrained(model: nn.Module, function: str) -> PreTrainedModel:
             f"{function} takes a PreTrainedModel of transformers, got {type(plain).__name__}. For "
             "a PEFT model, pass model.merge_and_unload(); for a wrapped model, pass its .module."
         )
-    experts = next((n for n, p in plain.named_parameters() if "experts" in n and p.ndim == 3), "")
-    if experts:  # loaders expect a separate layer for each expert
-        raise ConfigError(
-            f"{function} does not support stacked weights of experts, such as {experts}. Save the "
-            "model in 16 bits with save_pretrained."
-        )
     return plain
 
 
@@ -153,10 +153,19 @@ def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> li
         name
         for name, layer in linears.items()
         if layer is not head
-        and layout.fits(layer)
+        and layout.fits(*layer.weight.shape)
         and not why_unsuitable_size(layer.out_features, layer.in_features)
         and matching_pattern(name, config.skip_patterns) is None
     ]
+    for name, weight in _find_experts(model).items():
+        _, rows, columns = weight.shape
+        if (
+            layout.fits(rows // 2, columns)  # a fused weight is split
+            and not why_unsuitable_size(rows, columns)
+            and matching_pattern(name, config.skip_patterns) is None
+            and name not in _in_checkpoint(model, name, weight.detach().to("meta"))
+        ):
+            chosen.append(name)
     if not chosen:
         sides = [side for side in parse(layout.quantization).block if side > 1]
         raise ConfigError(
@@ -167,22 +176,44 @@ def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> li
     return chosen
 
 
+def _find_experts(model: PreTrainedModel) -> dict[str, Tensor]:
+    parameters = model.named_parameters()
+    return {name: p for name, p in parameters if p.ndim == 3 and ".experts." in name}
+
+
+def _in_checkpoint(model: PreTrainedModel, name: str, value: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint for a parameter, or for its scales, by their names."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5, models have the names and tensors of checkpoints
+        return {name: value}
+    return dict(revert_weight_conversion(model, {name: value}))
+
+
 def _quantize_layers(
     model: PreTrainedModel, layout: Layout, chosen: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    weights = {f"{name}.weight": f"{name}.{layout.scales}" for name in chosen}
+    weights = {*chosen, *(f"{name}.weight" for name in chosen)}
     # A tied weight has one name.
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     values = model.state_dict()
     for name in (name for name in values if name in parameters or name in buffers):
         value = values[name]
+        if isinstance(parameters.get(name), QuantizedWeight):  # the state may be FP8 data
+            value = parameters[name].detach() + 0
         whole = value.full_tensor() if hasattr(value, "device_mesh") else value
         if name not in weights:
-            yield name, whole
+            yield from _in_checkpoint(model, name, whole).items()
             continue
-        data, scales = quantize_weight(name, whole, layout.quantization)
-        yield name, data
-        yield weights[name], scales
+        matrix = whole.flatten(0, -2)
+        parts = [
+            x.view(*whole.shape[:-2], -1, x.shape[-1])
+            for x in quantize_weight(name, matrix, layout.quantization)
+        ]
+        data, scales = (_in_checkpoint(model, name, x).items() for x in parts)
+        yield from data
+        for part, x in scales:
+            yield f"{part.removesuffix('weight')}{layout.scales}", x
 
 
 def quantize_weight(name: str, weight: Tensor, quantization: str) -> tuple[Tensor, Tensor]:

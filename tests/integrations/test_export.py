@@ -139,10 +139,6 @@ def test_models_that_cannot_be_exported_are_refused(trained, tmp_path):
         fp8pass.export(nn.Sequential(nn.Linear(16, 16)), tmp_path)
     with pytest.raises(fp8pass.ConfigError, match="No layer of GPT2LMHeadModel"):
         fp8pass.export(gpt2(), tmp_path)  # it has Conv1D layers
-    mixture = llama()
-    mixture.mlp = nn.ParameterDict({"experts": nn.Parameter(torch.zeros(2, 16, 16))})
-    with pytest.raises(fp8pass.ConfigError, match=r"experts, such as \S*mlp\.experts"):
-        fp8pass.export(mixture, tmp_path)
     with pytest.raises(fp8pass.ConfigError, match="No layer of LlamaForCausalLM"):
         fp8pass.export(trained, tmp_path, config=fp8pass.Config(skip="model"))
     broken = llama()
@@ -150,6 +146,98 @@ def test_models_that_cannot_be_exported_are_refused(trained, tmp_path):
     with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight has a NaN"):
         fp8pass.export(broken, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def mixture(kind: str) -> nn.Module:
+    """Return a tiny model with experts: 128 and 256 features, or 192 (no blocks of 128)."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "num_hidden_layers": 1, "hidden_size": 256}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    if kind == "GptOss":
+        sizes |= {"intermediate_size": 256, "num_local_experts": 2, "pad_token_id": 0}
+    elif kind == "Mixtral":
+        sizes |= {"intermediate_size": 256, "num_local_experts": 4}
+    else:
+        sizes |= {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("format", ["row", "block"])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
+def test_experts_are_separate_layers(kind, format, tmp_path):
+    model = mixture(kind)
+    layers = fp8pass.export(model, tmp_path, format=format)
+    assert [x for x in layers if "experts" in x] == [
+        f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")
+    ]
+    found = load_file(tmp_path / "model.safetensors")
+    served = dict(fp8pass.served_weights(model, format=format))
+    assert served.keys() == found.keys()
+    for name, x in served.items():
+        assert torch.equal(x.view(torch.uint8), found[name].view(torch.uint8))
+    names = ("w1", "w3", "w2") if kind == "Mixtral" else ("gate_proj", "up_proj", "down_proj")
+    prefix = "block_sparse_moe" if kind == "Mixtral" else "mlp"
+    experts = model.model.layers[0].mlp.experts
+    for i in range(4):
+        weights = [*experts.gate_up_proj[i].chunk(2), experts.down_proj[i]]
+        for name, weight in zip(names, weights, strict=True):
+            path = f"model.layers.0.{prefix}.experts.{i}.{name}.weight"
+            scales = found[f"{path}_scale" if format == "row" else f"{path}_scale_inv"]
+            sizes = [n // s for n, s in zip(weight.shape, scales.shape, strict=True)]
+            assert sizes == ([1, weight.shape[1]] if format == "row" else [128, 128])
+            spread = scales.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
+            assert relative(found[path].float() * spread, weight.float()) < 0.04
+
+
+def test_blocks_of_experts_are_loaded_by_transformers(tmp_path):
+    """Without a GPU, transformers dequantizes."""
+    import transformers
+
+    model = mixture("Qwen3Moe")
+    fp8pass.export(model, tmp_path, format="block")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    loaded, info = load(tmp_path, output_loading_info=True, dtype=torch.bfloat16)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys"))
+    for name, weight in model.named_parameters():
+        assert relative(loaded.get_parameter(name).float(), weight.float()) < 0.04
+
+
+def test_experts_that_checkpoints_stack_stay_in_16_bits(tmp_path):
+    model = mixture("GptOss")
+    layers = fp8pass.export(model, tmp_path, format="block")
+    assert not any("experts" in x for x in layers)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found["model.layers.0.mlp.experts.down_proj"].dtype is torch.bfloat16
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.mlp.experts" in written["modules_to_not_convert"]
+
+
+@pytest.mark.parametrize("format", ["row", "block"])
+def test_quantized_frozen_weights_can_be_exported(format, tmp_path):
+    model = mixture("Qwen3Moe").requires_grad_(False)
+    want = dict(fp8pass.served_weights(model, format="row"))
+    fp8pass.quantize_frozen(model)
+    fp8pass.export(model, tmp_path, format=format)
+    for name, x in load_file(tmp_path / "model.safetensors").items():
+        if x.dtype is not torch.float8_e4m3fn:
+            continue
+        scales = [s for n, s in want.items() if n.startswith(f"{name}_scale")]
+        assert relative(_values(tmp_path, name), want[name].float() * scales[0]) < 0.04
+
+
+def _values(folder, name):
+    found = load_file(folder / "model.safetensors")
+    (scales,) = (s for n, s in found.items() if n.startswith(f"{name}_scale"))
+    sizes = [n // s for n, s in zip(found[name].shape, scales.shape, strict=True)]
+    return found[name].float() * scales.repeat_interleave(sizes[0], 0).repeat_interleave(
+        sizes[1], 1
+    )
 
 
 # --- blocks of 128×128 elements -------------------------------------------------------------------
