@@ -20,7 +20,6 @@ from fp8pass.codegen.kernels.row_kernel import prepare as prepare_rows
 from fp8pass.codegen.kernels.tile_kernel import prepare as prepare_tiles
 from fp8pass.codegen.lowering import lower
 from fp8pass.codegen.program.ir import (
-    COLUMN_BLOCK,
     ROW_BLOCK,
     SQUARE,
     Load,
@@ -149,15 +148,17 @@ SUM_PROGRAM = Program(
     (Step("h", "aten.mul.Tensor", ("x", "y")),),
     (Store("h", ("amax",)), Store("x", ("tile_sums",), dtype="bfloat16")),
 )
-ROW_BLOCKS = replace(SUM_PROGRAM, stores=(Store("h", ("rows",), format="e4m3", block=ROW_BLOCK),))
-# For numbers of rows that blocks divide.
-BLOCKS = replace(
-    ROW_BLOCKS,
+ROW_BLOCKS = replace(
+    TILE_PROGRAM,
     stores=(
-        *ROW_BLOCKS.stores,
-        Store("h", ("columns",), format="e4m3", block=COLUMN_BLOCK),
-        Store("y", ("rows", "columns"), format="e4m3", block=SQUARE),
+        Store("h", ("rows",), format="e4m3", block=ROW_BLOCK),
+        Store("h", ("columns",), "s", "e4m3"),
+        Store("d", ("rows",), format="e4m3", block=ROW_BLOCK),
     ),
+)
+# For numbers of rows that blocks divide.
+SQUARES = replace(
+    SUM_PROGRAM, stores=(Store("y", ("rows", "columns"), format="e4m3", block=SQUARE),)
 )
 
 
@@ -202,7 +203,7 @@ def _check_rows(device: torch.device) -> Iterator[Comparison]:
 def _check_tiles(device: torch.device) -> Iterator[Comparison]:
     programs = {"both layouts": TILE_PROGRAM, "amax of": AMAX_PROGRAM, "sums of": SUM_PROGRAM}
     yield from _compare_programs(prepare_tiles, {**programs, "1×128 of": ROW_BLOCKS}, device)
-    yield from _compare_programs(prepare_tiles, {"blocks of": BLOCKS}, device, (128, 384))
+    yield from _compare_programs(prepare_tiles, {"128×128 of": SQUARES}, device, (128, 384))
 
 
 def _check_expert_transpose(device: torch.device) -> Iterator[Comparison]:

@@ -84,7 +84,7 @@ def compiled(module, *programs, capability=90):
     source = ASTSource(launch.kernel, signature)
     options = {"num_warps": launch.num_warps}
     binary = triton.compile(source, GPUTarget("cuda", capability, 32), options)
-    if any(program.has_blocks for program, *_ in programs):
+    if any(store.block for program, *_ in programs for store in program.stores):
         assert stack_size(binary.asm["cubin"]) == 0
     return code_size(binary.asm["cubin"])
 
@@ -114,27 +114,23 @@ def as_triton_has_them(functions):
 swiglu = t.swiglu(128), 4096, 1024
 backward = t.swiglu_backward(128), 4096, 1024
 matrix = Load("x", "full"), Load("y", "full")
-gradient = tuple(
-    Store(name, (layout,), format="e4m3", block=block)
-    for name, layout, block in (
-        ("x", "rows", "1×128"), ("x", "columns", "128×1"), ("y", "columns", "128×1")
-    )
-)
-square = Store("x", ("rows", "columns"), format="e4m3", block="128×128")
+def both(name):
+    # Data for dgrad and for wgrad.
+    block = Store(name, ("rows",), format="e4m3", block="1×128")
+    return block, Store(name, ("columns",), "s", "e4m3")
+
+gradient = Program((*matrix, Load("s", "scalar")), (), (*both("x"), *both("y")))
+square = Program(matrix[:1], (), (Store("x", ("rows", "columns"), format="e4m3", block="128×128"),))
+scale = next(load.name for load in backward[0].loads if load.operand == "scalar")
 swiglu_stores = tuple(
-    Store(name, (layout,), format="e4m3", block=block)
-    for name, layout, block in (
-        ("h", "columns", "128×1"),
-        ("du", "rows", "1×128"), ("du", "columns", "128×1"),
-        ("dg", "rows", "1×128"), ("dg", "columns", "128×1"),
-    )
+    replace(store, scale=scale if store.scale else "")
+    for name in ("du", "dg") for store in both(name)
 )
-swiglu_loads = tuple(load for load in backward[0].loads if load.operand != "scalar")
-in_blocks = replace(backward[0], loads=swiglu_loads, stores=swiglu_stores)
+in_blocks = replace(backward[0], stores=swiglu_stores)
 found = {
     "SwiGLU in blocks": compiled(tile_kernel, (in_blocks, 4096, 1024)),
-    "blocks": compiled(tile_kernel, (Program(matrix, (), gradient), 4096, 1024)),
-    "squares": compiled(tile_kernel, (Program(matrix[:1], (), (square,)), 4096, 1024)),
+    "blocks": compiled(tile_kernel, (gradient, 4096, 1024)),
+    "squares": compiled(tile_kernel, (square, 4096, 1024)),
     "nibbles in tiles": compiled(tile_kernel, (t.swiglu_backward(128, "e2m1"), 4096, 1024)),
     "nibbles in rows": compiled(row_kernel, (t.swiglu(128, "e2m1"), 4096, 1024)),
     "nibbles in a norm": compiled(row_kernel, (t.norm_backward(384, "e2m1"), 4096, 384)),
@@ -157,7 +153,7 @@ for capability in (89, 90, 100, 120):
     # Bytes of shared memory that a program may use on sm89 and sm120, and on the others.
     assert shared <= (99 if capability in (89, 120) else 227) * 1024, (capability, shared)
     found[f"blocks, sm{capability}"] = compiled(
-        tile_kernel, (Program(matrix, (), gradient), 4096, 1024), capability=capability
+        tile_kernel, (gradient, 4096, 1024), capability=capability
     )
 found["GEMM of blocks"], _ = block_gemm(90, 1, True)
 print(json.dumps(found))

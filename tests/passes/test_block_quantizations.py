@@ -44,7 +44,7 @@ def test_gradients_are_no_worse_than_those_of_coat(recipe, compiler):
 
 @pytest.mark.parametrize(("recipe", "wanted"), [("block", BLOCK), ("mxfp8", MX)])
 def test_each_operand_has_the_quantization_of_the_recipe(recipe, wanted):
-    """Square blocks are transposed; blocks of rows are quantized in both layouts."""
+    """Square blocks and tensors are transposed; groups are quantized in both layouts."""
     x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
     joint = capture_joint(FFN(128, 256).bfloat16(), x, config=Config.recipe(recipe))
     quantize_linears(joint.gm, joint.ctx)
@@ -53,16 +53,20 @@ def test_each_operand_has_the_quantization_of_the_recipe(recipe, wanted):
     assert len(gemms) == 9
     for gemm in gemms:
         operands = OPERANDS[gemm.meta[ROLE]].split()
-        assert sorted(gemm.args[7:]) == sorted(wanted[name] for name in operands)
-    assert len(joint.calls(fp8.transpose.default)) == (3 if recipe == "block" else 0)
+        texts = [wanted[name] for name in operands]
+        if recipe == "block" and gemm.meta[ROLE] == "wgrad":
+            texts = ["e4m3 tensor"] * 2
+        assert sorted(gemm.args[7:]) == sorted(texts)
+    # Three weights, and in wgrad two inputs and three gradients.
+    assert len(joint.calls(fp8.transpose.default)) == (8 if recipe == "block" else 0)
 
 
 @pytest.mark.parametrize(
     ("sizes", "roles"),
     [
-        ((100, 128, 256), ("forward", "dgrad")),  # wgrad contracts 100 tokens
-        ((128, 192, 256), ("wgrad",)),
-        ((128, 128, 192), ("wgrad",)),
+        ((100, 128, 256), ("forward", "dgrad")),
+        ((128, 192, 256), ()),
+        ((128, 128, 192), ()),
         ((100, 192, 320), ()),
     ],
     ids=str,
@@ -74,7 +78,7 @@ def test_gemms_whose_sizes_do_not_fit_have_tensor_scales(sizes, roles):
     joint = capture_joint(model, x, config=Config.recipe("block"))
     quantize_linears(joint.gm, joint.ctx)
     spec.verify(joint.gm.graph)
-    for gemm in joint.calls(fp8.scaled_mm.default):
+    for gemm in joint.calls(fp8.scaled_mm.default):  # wgrad always has tensor scales
         tensor_scales = gemm.args[7:] == ("e4m3 tensor", "e4m3 tensor")
         assert tensor_scales == (gemm.meta[ROLE] not in roles)
 

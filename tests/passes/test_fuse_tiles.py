@@ -261,11 +261,17 @@ def known_squares(x, scales):
     return fp8.transpose(data).view(torch.uint8)
 
 
+def for_both(x):
+    """Quantize a gradient for dgrad, and transposed for wgrad."""
+    data = fp8.quantize(x, torch.tensor(0.5), "e4m3 tensor")
+    return *in_blocks(x), fp8.transpose(data).view(torch.uint8)
+
+
 BLOCKS = {
-    "gradient": (lambda d, y: (*in_blocks(d * y), *in_blocks((d * y).t())), 1),
-    "wgrad only": (lambda d, y: in_blocks((d * y).t()), 1),
+    "gradient": (lambda d, y: for_both(d * y), 1),
+    "gradients": (lambda d, y: (*for_both(d * y), *for_both(d * 2)), 1),
     "weight": (lambda w, _: squares(w), 1),
-    "gradient and input": (lambda d, x: (*in_blocks(d), *in_blocks(d.t()), *in_blocks(x.t())), 2),
+    "gradient and weight": (lambda d, w: (*for_both(d), *squares(w)), 2),
 }
 
 

@@ -86,6 +86,8 @@ def why_no_blocks(data: fx.Node) -> str | None:
     how = quantization_of(data)
     if how.block not in BLOCKS.values() or how.scales != "fp32":
         return f"scales of {how}"
+    if skip_transposes(data.args[0])[1]:  # type: ignore[arg-type]
+        return "quantized along columns"
     return why_no_kernel(data)
 
 

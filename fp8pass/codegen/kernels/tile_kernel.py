@@ -43,24 +43,25 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
         if step.target in REDUCTION_STEPS:
             raise UnsupportedProgram(f"the tile kernel cannot compute {step.target} {step.name}")
     m, n = AMAX_TILE
-    if program.has_blocks or any("rows" in store.layouts for store in program.stores):
+    if program.has_squares:
+        m = SIDE
+    elif any("rows" in store.layouts for store in program.stores):
         m = 32
-    height = SIDE if program.has_blocks else m  # of the rows that one Triton program processes
-    is_full = columns % n == 0 and compat.statically_known_true(rows % height == 0)
-    tiles = compat.ceil_div(padded_size(rows), height) * compat.ceil_div(columns, n)
-    sizes = {"M": rows, "M_PADDED": padded_size(rows), "N": columns}
+    is_full = columns % n == 0 and compat.statically_known_true(rows % m == 0)
+    tiles = compat.ceil_div(padded_size(rows), m) * compat.ceil_div(columns, n)
     return LaunchPart(
         write(program),
         grid=tiles,
-        sizes=sizes | ({"TILES": SIDE // m} if program.has_blocks else {}),
+        sizes={"M": rows, "M_PADDED": padded_size(rows), "N": columns},
         constants={"M_TILE": m, "N_TILE": n, "FULL": is_full},
         num_warps=_choose_warps(program),
     )
 
 
 def _choose_warps(program: Program) -> int:
-    holds_many = len(program.stores) > 2 and not program.reduces_tiles
-    return 8 if holds_many or program.has_blocks else 4
+    if program.has_squares:
+        return 16
+    return 8 if len(program.stores) > 2 and not program.reduces_tiles else 4
 
 
 @cache

@@ -6,8 +6,7 @@ one of each slice, and packs them into a word of the transposed result.
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import chain
@@ -22,7 +21,7 @@ from fp8pass.codegen.kernels.triton_ops import (
     name_pointers,
     write_expression,
 )
-from fp8pass.codegen.program.ir import COLUMN_BLOCK, ROW_BLOCK, SIDE, Load, Program, Step, Store
+from fp8pass.codegen.program.ir import SQUARE, Load, Program, Step, Store
 from fp8pass.dialect.formats import FORMATS
 
 WORD = 4
@@ -30,15 +29,15 @@ WORD = 4
 SIZE_NAMES = "M", "M_PADDED", "N"
 CONSTANT_NAMES = "M_TILE", "N_TILE", "FULL"
 
-_COLUMNS = """
+_TILE = """
 tiles_in_row = tl.cdiv(N, N_TILE)
+row_tile = index // tiles_in_row
 column_tile = index % tiles_in_row
 first_column = column_tile * N_TILE
 in_row = tl.arange(0, N_TILE)
 column = first_column + in_row
 column_there = FULL | (column < N)
 """
-_TILE = _COLUMNS + "row_tile = index // tiles_in_row"
 # Offsets within a tile fit into 32 bits.
 _FIRST = """
 in_tile = tl.arange(0, M_TILE // {slices})
@@ -80,71 +79,48 @@ class TileWriter:
         results = iter([f"out{i}" for i in range(sum(s.result_count for s in program.stores))])
         where = [[next(results) for _ in range(s.result_count)] for s in program.stores]
         inputs = [f"in{i}" for i in range(program.input_count)]
-        body = self._blocks(where) if program.has_blocks else self._tile(where)
         return Function(
             name_kernel("tiles", program),
             pointers=(*inputs, *chain(*where)),
-            sizes=(*SIZE_NAMES, "TILES") if program.has_blocks else SIZE_NAMES,
+            sizes=SIZE_NAMES,
             constants=CONSTANT_NAMES,
-            body="\n".join(part.strip("\n") for part in body),
+            body="\n".join(part.strip("\n") for part in self._tile(where)),
         )
 
     def _tile(self, where: list[list[str]]) -> Iterator[str]:
-        yield _TILE
         yield from self._values()
-        for store, pointers in zip(self.program.stores, where, strict=True):
-            if store.format:
+        for k, (store, pointers) in enumerate(zip(self.program.stores, where, strict=True)):
+            if store.block:
+                yield from self._store_scales(k, store, pointers[-1])
+                yield from self._code(store, [f"scale_{k}_{i}" for i in range(self.slices)])
+            elif store.format:
                 scales = [store.scale and f"{store.scale}_{i}" for i in range(self.slices)]
                 yield from self._code(store, scales)
-            for layout, pointer in zip(store.layouts, pointers, strict=True):
+            for layout, pointer in zip(store.layouts, pointers, strict=False):
                 yield from TILE_STORES[layout](self, store, pointer)
 
-    def _blocks(self, where: list[list[str]]) -> Iterator[str]:
-        """Process the tiles of 128 rows twice: first for amaxes, then for data that need them.
-
-        Registers would not hold the values of 128×128 elements. The second time, the operands are
-        in the cache.
-        """
-        stores = list(enumerate(zip(self.program.stores, where, strict=True)))
-        by_row = [x for x in stores if x[1][0].block == ROW_BLOCK]
-        others = [x for x in stores if x not in by_row]
-        yield _COLUMNS
-        yield from (f"amax_{k} = tl.zeros((N_TILE,), tl.float32)" for k, _ in others)
-        first = [*self._values()]
-        for k, (store, pointers) in by_row:
-            first += self._store_block_rows(k, store, pointers)
-        for k, (store, _) in others:
-            amaxes = (
-                f"tl.reduce({self._magnitude(store, i)}, 0, largest)" for i in range(self.slices)
-            )
-            first.append(f"amax_{k} = {reduce(_largest, amaxes, f'amax_{k}')}")
-        yield from _loop(first)
-        if not others:
-            return
-        for k, (store, pointers) in others:
-            yield from _store_scale(k, store, pointers[-1])
-        second = [*self._values()]
-        for k, (store, pointers) in others:
-            second += self._code(store, [f"scale_{k}"] * self.slices)
-            for layout, pointer in zip(store.layouts, pointers, strict=False):
-                second += TILE_STORES[layout](self, store, pointer)
-        yield from _loop(second)
-
-    def _store_block_rows(self, k: int, store: Store, pointers: list[str]) -> Iterator[str]:
-        data, scales = pointers
-        for i in range(self.slices):
-            amax = f"tl.reduce({self._magnitude(store, i)}, 1, largest)"
+    def _store_scales(self, k: int, store: Store, pointer: str) -> Iterator[str]:
+        """Compute and store the scales of blocks. A tile is as wide as a block."""
+        amaxes = [f"tl.reduce({self._magnitude(store, i)}, 1, largest)" for i in range(self.slices)]
+        if store.block == SQUARE:  # a tile is a block
+            amaxes = [f"tl.reduce({reduce(_largest, amaxes)}, 0, largest)"]
+        for i, amax in enumerate(amaxes):
             yield f"scale_{k}_{i} = power_of_two({call_quotient_of(amax, store.format)})"
-            place = f"column_tile.to(tl.int64) * M + row_{i}"
-            yield f"tl.store({scales} + {place}, scale_{k}_{i}, row_there_{i})"
-        yield from self._code(store, [f"scale_{k}_{i}[:, None]" for i in range(self.slices)])
-        yield from self._store_rows(store, data)
+            if store.block == SQUARE:
+                yield f"tl.store({pointer} + index, scale_{k}_{i})"
+            else:
+                place = f"column_tile.to(tl.int64) * M + row_{i}"
+                yield f"tl.store({pointer} + {place}, scale_{k}_{i}, row_there_{i})"
+                yield f"scale_{k}_{i} = scale_{k}_{i}[:, None]"
+        for i in range(len(amaxes), self.slices):
+            yield f"scale_{k}_{i} = scale_{k}_0"
 
     def _magnitude(self, store: Store, i: int) -> str:
         return f"tl.where(there_{i}, tl.abs({store.name}_{i}), 0.0)"
 
     def _values(self) -> Iterator[str]:
         """Return the lines that compute all values of a tile."""
+        yield _TILE
         yield _FIRST.format(slices=self.slices)
         for i in range(self.slices):
             yield _SLICE.format(i=i, slices=self.slices)
@@ -240,30 +216,6 @@ class TileWriter:
         place = f"in_row[:, None] * {width} + in_column[None, :]"
         where = f"{pointer}.to(tl.pointer_type(tl.int32)) + {first} + {place}"
         yield f"tl.store({where}, tl.trans(word_of({', '.join(codes)})), place_there)"
-
-
-def _store_scale(k: int, store: Store, pointer: str) -> Iterator[str]:
-    """Compute the scale of each column, or of the block, from `amax_k`, and store it."""
-    by_column = store.block == COLUMN_BLOCK
-    amax = f"amax_{k}" if by_column else f"tl.reduce(amax_{k}, 0, largest)"
-    yield f"scale_{k} = power_of_two({call_quotient_of(amax, store.format)})"
-    if by_column:
-        place = "(index // tiles_in_row).to(tl.int64) * N + column"
-        yield f"tl.store({pointer} + {place}, scale_{k}, column_there)"
-        yield f"scale_{k} = scale_{k}[None, :]"
-    else:
-        yield f"tl.store({pointer} + index, scale_{k})"
-
-
-def _loop(lines: Iterable[str]) -> Iterator[str]:
-    """Run lines for each tile of a block.
-
-    The compiler would unroll a loop of known length, and the registers would not suffice.
-    """
-    yield "for tile in range(0, TILES):"
-    body = "\n".join(line.strip("\n") for line in lines)
-    row_tile = f"row_tile = index // tiles_in_row * ({SIDE} // M_TILE) + tile"
-    yield textwrap.indent(f"{row_tile}\n{body}", "    ")
 
 
 def _largest(a: str, b: str) -> str:

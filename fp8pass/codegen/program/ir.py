@@ -26,8 +26,8 @@ from fp8pass.dialect.quantization import Quantization, group
 OPERAND_KINDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the elements that share a scale, by `Store.block`.
 SIDE = 128
-ROW_BLOCK, COLUMN_BLOCK, SQUARE = f"1×{SIDE}", f"{SIDE}×1", f"{SIDE}×{SIDE}"
-BLOCKS = {ROW_BLOCK: (1, SIDE), COLUMN_BLOCK: (SIDE, 1), SQUARE: (SIDE, SIDE)}
+ROW_BLOCK, SQUARE = f"1×{SIDE}", f"{SIDE}×{SIDE}"
+BLOCKS = {ROW_BLOCK: (1, SIDE), SQUARE: (SIDE, SIDE)}
 # Rows and columns of a tile.
 AMAX_TILE = 64, 128
 # Layouts whose stores reduce tiles of this size.
@@ -97,9 +97,9 @@ class Store:
 
     `rows` and `columns` may be a part, at column `offset`, of a matrix with `width` columns.
 
-    With a `block`, out of `BLOCKS`, the kernel computes the scales of `rows` and `columns`: fp32
-    powers of two. They follow the data: [N / 128, M] for 1×128, [M / 128, N] for 128×1, and
-    [M / 128, N / 128].
+    With a `block`, out of `BLOCKS`, the kernel computes the scales: fp32 powers of two. They follow
+    the data: [N / 128, M] for 1×128 elements of `rows`, and [M / 128, N / 128] for 128×128 elements
+    of `rows` and `columns`.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Store:
         """Return the shape of the scales of blocks."""
         if self.block == ROW_BLOCK:
             return columns // SIDE, rows
-        return rows // SIDE, columns if self.block == COLUMN_BLOCK else columns // SIDE
+        return rows // SIDE, columns // SIDE
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ class Program:
         return any(not TILE_REDUCTIONS.isdisjoint(store.layouts) for store in self.stores)
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether the kernel computes scales of blocks."""
-        return any(store.block for store in self.stores)
+    def has_squares(self) -> bool:
+        """Whether the kernel computes scales of 128×128 elements."""
+        return any(store.block == SQUARE for store in self.stores)
 
     @property
     def input_count(self) -> int:

@@ -15,6 +15,7 @@ from fp8pass.codegen.program.ir import (
     BLOCKS,
     OPERAND_KINDS,
     REDUCTION_STEPS,
+    SQUARE,
     TILE_REDUCTIONS,
     Load,
     Program,
@@ -165,7 +166,8 @@ def _verify_fields(store: Store) -> None:
     needed = frozenset[str]().union(*(_FIELDS[x] for x in store.layouts))
     allowed = needed | _OPTIONAL.get(layout, frozenset())
     if store.block:
-        is_known = store.block in BLOCKS and _QUANTIZED.issuperset(store.layouts)
+        layouts = _QUANTIZED if store.block == SQUARE else {"rows"}
+        is_known = store.block in BLOCKS and layouts.issuperset(store.layouts)
         _require(is_known, store, f"has blocks {store.block}, which {layout} do not take")
         needed, allowed = frozenset({"format"}), frozenset({"format"})
     for name in ("scale", "format", "group_size", "scale_form", "dtype"):
@@ -191,8 +193,6 @@ def _verify_together(program: Program) -> None:
         if program.reduces_tiles:
             reduces = TILE_REDUCTIONS.issuperset(store.layouts)
             _require(reduces, store, "is stored together with amaxes or sums of tiles")
-        if program.has_blocks:
-            _require(bool(store.block), store, "is stored together with scales of blocks")
         if store.layouts == ("full",):
             dtype = rounded.setdefault(store.name, store.dtype)
             _require(dtype == store.dtype, store, f"is rounded to {dtype}, too")

@@ -29,7 +29,7 @@ from fp8pass.codegen.program.ir import NotAMatrix, Store
 from fp8pass.codegen.program.reader import TRANSPARENT, Reader
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.order import depends_on, sort_around
-from fp8pass.graph.patterns import is_quantized_operand, quantization_of
+from fp8pass.graph.patterns import is_quantized_operand, quantization_of, transposes
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -56,9 +56,8 @@ def _fuse(quantize: fx.Node) -> bool:
 
 
 def _is_quantized_twice(x: Any) -> bool:
-    """Whether `x` is also quantized along its columns. The tile kernel then reads `x` once."""
-    turned = [user for user in x.users if graph.skip_transposes(user)[1]]
-    return any(is_quantized_operand(user) for view in turned for user in view.users)
+    """Whether transposed data of `x` are needed, too. The tile kernel then reads `x` once."""
+    return any(is_quantized_operand(user) and transposes(user) for user in x.users)
 
 
 @dataclass

@@ -26,11 +26,11 @@ A kernel that computes amaxes also stores partial sums of the columns, for gradi
 
 Generated code would store `d` for the sum. The order of summation is fixed.
 
-A kernel computes the scales of blocks, too, because its tiles are blocks of 128×128 elements:
+A kernel computes the scales of blocks, too, because its tiles are as wide as blocks:
 
     before   a = scale(amax(d, 1×128));     b = quantize(d, a)
-             p = scale(amax(t(d), 1×128));  q = quantize(t(d), p)
-    after    b, a, q, p = tiles([d], program)
+             c = transpose(quantize(d, s))
+    after    b, a, c = tiles([s, d], program)
 
 If `joined` concatenates FP8 data, each kernel stores its columns of the result:
 
@@ -58,6 +58,7 @@ from fp8pass.codegen.kernels.tile_kernel import FORMATS_BY_LAYOUT, tiles
 from fp8pass.codegen.program.emit import emit_kernel, replace_column_sum
 from fp8pass.codegen.program.ir import SQUARE, NotAMatrix, Store
 from fp8pass.codegen.program.reader import TRANSPARENT, Reader, is_in_memory
+from fp8pass.dialect.quantization import block_text
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.order import depends_on, sort_around
 from fp8pass.graph.patterns import (
@@ -129,7 +130,7 @@ class Concatenation:
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:  # recipe `exact` has amaxes, but must not change
         return
-    for find_matrix in (_find_blocks, _find_quantized, _find_received, _find_measured):
+    for find_matrix in (_find_operand, _find_received, _find_measured):
         matrices = [m for n in gm.graph.nodes if (m := find_matrix(n)) is not None]
         groups = dict(enumerate(_group_by_kernel(matrices)))
         stored_by = {n: i for i, group in groups.items() for m in group for n in m.results}
@@ -147,22 +148,24 @@ def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
             graph.sort_and_prune(gm.graph)
 
 
+def _find_operand(quantize: fx.Node) -> TiledMatrix | None:
+    if not is_quantized_operand(quantize):
+        return None
+    try:
+        return _find_blocks(quantize) or _find_quantized(quantize)
+    except NotAMatrix:
+        return None
+
+
 def _find_blocks(quantize: fx.Node) -> TiledMatrix | None:
     """Return an operand with a scale for each 1×128 or 128×128 elements."""
-    if not is_quantized_operand(quantize) or why_no_blocks(quantize):
+    if why_no_blocks(quantize):
         return None
     x, scale = quantize.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
-    base, is_flipped = graph.skip_transposes(x)
-    try:
-        reader = _read(base, base)
-    except NotAMatrix:
-        return None
-    how, name = quantization_of(quantize), reader.names[base]
-    height, width = reversed(how.block) if is_flipped else how.block
-    store = Store(name, (), format=how.format.name, block=f"{height}×{width}")
-    layouts = {"columns": [quantize]} if is_flipped else _find_layouts(quantize)
+    reader, how, layouts = _read(x, quantize), quantization_of(quantize), _find_layouts(quantize)
+    store = Store(reader.names[x], (), format=how.format.name, block=block_text(how.block))
     # The backward may quantize a recomputed matrix, with the scales of the forward. The kernel
     # computes the scales again.
     is_from_forward = not graph.is_call(scale, fp8.scale.default)
@@ -206,16 +209,13 @@ def _find_layouts(quantize: fx.Node) -> dict[str, list[fx.Node]]:
 
 
 def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
-    if not is_quantized_operand(quantize) or why_no_tiles(quantize):
+    if why_no_tiles(quantize):
         return None
     x, scale = quantize.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
-    try:
-        reader = _read(x, quantize)
-        reader.load(scale)
-    except NotAMatrix:
-        return None
+    reader = _read(x, quantize)
+    reader.load(scale)
     names, format = reader.names, quantization_of(quantize).format.name
     store = Store(names[x], (), scale=names[scale], format=format)
     return TiledMatrix(reader, store, _find_layouts(quantize))
