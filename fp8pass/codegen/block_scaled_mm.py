@@ -3,7 +3,7 @@
 cuBLASLt, or a Triton kernel where cuBLASLt does not support the sizes, multiplies blocks of 128.
 GPUs with microscaling tensor cores (`hardware.why_emulated`) multiply groups of 32. Other GPUs
 multiply dequantized operands, in BF16 for BF16 results, else in FP32. In BF16 such operands are
-exact, because scales are powers of two.
+exact if scales are powers of two, as all scales but those of FP8 checkpoints are.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from fp8pass.graph.linear_layers import why_unsuitable_size
 from fp8pass.graph.names import matching_pattern
 from fp8pass.option_checks import ConfigError, check_choice
 from fp8pass.tools.running import find_configuration
+from fp8pass.weights.choice import find_experts
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -87,11 +88,17 @@ def export(
                 "export that model."
             )
     chosen = _choose_layers(plain, layout, config or find_configuration(model))
-    values = dict(_quantize_layers(plain, layout, chosen))
-    plain.save_pretrained(path, state_dict=values)
-    others = {name for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
-    others |= {name.rpartition(".")[0] for name in _find_experts(plain)}
-    others -= {*chosen, *(name.rpartition(".")[0] for name in chosen)}
+    values: dict[str, Tensor] = {}
+    parts_of_experts: dict[str, Tensor] = {}
+    for name, value, is_converted in _quantize_layers(plain, layout, chosen):
+        (parts_of_experts if is_converted else values)[name] = value
+    values = {**_in_checkpoint(plain, values), **parts_of_experts}
+    converted: dict[str, Any] = {"save_original_format": False} if _conversion() else {}
+    plain.save_pretrained(path, state_dict=values, **converted)
+    layers = {name for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
+    experts = {name.rpartition(".")[0] for name in find_experts(plain)}
+    used = {*chosen, *(name.rpartition(".")[0] for name in find_experts(plain) if name in chosen)}
+    others = (layers | experts) - used
     description = Path(path) / "config.json"
     settings = json.loads(description.read_text())
     settings["quantization_config"] = layout.configure(sorted(others))
@@ -122,7 +129,20 @@ def served_weights(
     """
     plain, layout = _check_pretrained(model, "served_weights"), _find_layout(format)
     chosen = _choose_layers(plain, layout, config or find_configuration(model))
-    return _quantize_layers(plain, layout, chosen)
+    return _rename(plain, _quantize_layers(plain, layout, chosen))
+
+
+def _rename(
+    model: PreTrainedModel, values: Iterator[tuple[str, Tensor, bool]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with the names of a checkpoint.
+
+    A tensor that a checkpoint stores in another shape, or in several tensors, keeps its name.
+    """
+    for name, value, is_converted in values:
+        found = {} if is_converted else _in_checkpoint(model, {name: value.to("meta")})
+        is_renamed = [x.shape for x in found.values()] == [value.shape]
+        yield (next(iter(found)) if is_renamed else name), value
 
 
 def _check_pretrained(model: nn.Module, function: str) -> PreTrainedModel:
@@ -157,15 +177,12 @@ def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> li
         and not why_unsuitable_size(layer.out_features, layer.in_features)
         and matching_pattern(name, config.skip_patterns) is None
     ]
-    for name, weight in _find_experts(model).items():
-        _, rows, columns = weight.shape
-        if (
-            layout.fits(rows // 2, columns)  # a fused weight is split
-            and not why_unsuitable_size(rows, columns)
-            and matching_pattern(name, config.skip_patterns) is None
-            and name not in _in_checkpoint(model, name, weight.detach().to("meta"))
-        ):
-            chosen.append(name)
+    modules: dict[nn.Module, list[str]] = {}
+    for name, (module, _) in find_experts(model).items():
+        modules.setdefault(module, []).append(name)
+    for names in modules.values():  # loaders expect FP8 in all weights of a module, or in none
+        if all(_why_not_experts(model, name, layout, config) is None for name in names):
+            chosen += names
     if not chosen:
         sides = [side for side in parse(layout.quantization).block if side > 1]
         raise ConfigError(
@@ -176,24 +193,43 @@ def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> li
     return chosen
 
 
-def _find_experts(model: PreTrainedModel) -> dict[str, Tensor]:
-    parameters = model.named_parameters()
-    return {name: p for name, p in parameters if p.ndim == 3 and ".experts." in name}
+def _why_not_experts(
+    model: PreTrainedModel, name: str, layout: Layout, config: Config
+) -> str | None:
+    """Return why the stacked weight of experts stays in 16 bits."""
+    if matching_pattern(name, config.skip_patterns) is not None:
+        return "it is skipped"
+    stacked = model.get_parameter(name)
+    parts = _in_checkpoint(model, {name: torch.empty(stacked.shape, device="meta")})
+    if any(x.ndim != 2 for x in parts.values()):
+        return "checkpoints stack experts"
+    sizes = [(x.shape[0], x.shape[1]) for x in parts.values()]
+    if not all(layout.fits(*size) for size in sizes):
+        return "blocks do not divide it"
+    return next((why for size in sizes if (why := why_unsuitable_size(*size))), None)
 
 
-def _in_checkpoint(model: PreTrainedModel, name: str, value: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint for a parameter, or for its scales, by their names."""
+def _conversion() -> Callable[..., dict[str, Tensor]] | None:
+    """Return transformers' conversion to checkpoints. Before version 5 there is none."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before version 5, models have the names and tensors of checkpoints
-        return {name: value}
-    return dict(revert_weight_conversion(model, {name: value}))
+    except ImportError:
+        return None
+    return revert_weight_conversion
+
+
+def _in_checkpoint(model: PreTrainedModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, by their names, for parameters of a model."""
+    convert = _conversion()
+    return dict(convert(model, values)) if convert else values
 
 
 def _quantize_layers(
     model: PreTrainedModel, layout: Layout, chosen: list[str]
-) -> Iterator[tuple[str, Tensor]]:
-    weights = {*chosen, *(f"{name}.weight" for name in chosen)}
+) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield tensors by name, and whether the name is that of a checkpoint, not of the model."""
+    linears = {f"{name}.weight": f"{name}.{layout.scales}" for name in chosen}
+    experts = find_experts(model).keys() & set(chosen)
     # A tied weight has one name.
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     values = model.state_dict()
@@ -202,18 +238,19 @@ def _quantize_layers(
         if isinstance(parameters.get(name), QuantizedWeight):  # the state may be FP8 data
             value = parameters[name].detach() + 0
         whole = value.full_tensor() if hasattr(value, "device_mesh") else value
-        if name not in weights:
-            yield from _in_checkpoint(model, name, whole).items()
-            continue
-        matrix = whole.flatten(0, -2)
-        parts = [
-            x.view(*whole.shape[:-2], -1, x.shape[-1])
-            for x in quantize_weight(name, matrix, layout.quantization)
-        ]
-        data, scales = (_in_checkpoint(model, name, x).items() for x in parts)
-        yield from data
-        for part, x in scales:
-            yield f"{part.removesuffix('weight')}{layout.scales}", x
+        if name in linears:
+            data, scales = quantize_weight(name, whole, layout.quantization)
+            yield name, data, False
+            yield linears[name], scales, False
+        elif name in experts:
+            pair = quantize_weight(name, whole.flatten(0, 1), layout.quantization)
+            data, scales = (x.unflatten(0, (len(whole), -1)) for x in pair)
+            for part, x in _in_checkpoint(model, {name: data}).items():
+                yield part, x, True
+            for part, x in _in_checkpoint(model, {name: scales}).items():
+                yield f"{part.removesuffix('weight')}{layout.scales}", x, True
+        else:
+            yield name, whole, False
 
 
 def quantize_weight(name: str, weight: Tensor, quantization: str) -> tuple[Tensor, Tensor]:

@@ -213,14 +213,12 @@ class Quantizer:
         text, found = str(quantization), _find_quantized(base)
         if found and found[2] == quantization:
             return found[:2]
+        groups = Quantization(quantization.format, TALL, "fp32")
         if found is None:  # the other GEMMs that read this matrix may have quantized it in groups
-            groups = Quantization(quantization.format, TALL, "fp32")
             data = self._quantized.get((*identity_of(base), groups))
             found = (*data, groups) if data else None
-        is_finer = (
-            found and found[2].format is quantization.format and found[2].block in (ROW, TALL)
-        )
-        if found and is_finer and quantization.block == TENSOR:  # the largest of powers of two
+        is_finer = found and found[2] in (Quantization(quantization.format, ROW), groups)
+        if found and is_finer and quantization.block == TENSOR:  # the largest scale
             scale = self.emit(fp8.amax.default, found[1], "tensor")
         else:
             scale = self.emit(fp8.scale.default, self.amax(base, quantization.block), text)

@@ -21,7 +21,7 @@ from fp8pass.codegen.kernels.tile_kernel import prepare as prepare_tiles
 from fp8pass.codegen.lowering import lower
 from fp8pass.codegen.program.ir import (
     ROW_BLOCK,
-    SQUARE,
+    SQUARE_BLOCK,
     Load,
     Program,
     Step,
@@ -158,7 +158,7 @@ ROW_BLOCKS = replace(
 )
 # For numbers of rows that blocks divide.
 SQUARES = replace(
-    SUM_PROGRAM, stores=(Store("y", ("rows", "columns"), format="e4m3", block=SQUARE),)
+    SUM_PROGRAM, stores=(Store("y", ("rows", "columns"), format="e4m3", block=SQUARE_BLOCK),)
 )
 
 

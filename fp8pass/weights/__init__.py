@@ -1,8 +1,8 @@
-"""Quantized weights of linear layers.
+"""Quantized weights of linear layers and experts.
 
 quantized_parameter.py  `QuantizedWeight`: a parameter in E4M3 with scales for rows or blocks
 quantization_kernel.py  the Triton kernel that quantizes weights by row
-choice.py               chooses the linear layers that can have quantized weights
+choice.py               chooses the layers that can have quantized weights
 checkpoint_layout.py    uses the bytes of FP8 checkpoints as quantized weights
 quantize_frozen.py      `quantize_frozen`: replaces frozen weights by FP8 data
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -27,7 +27,7 @@ from fp8pass import compat
 from fp8pass.config import Pattern
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import ROW, Block, Quantization
-from fp8pass.graph.names import clean_path, matching_pattern
+from fp8pass.graph.names import clean_path, matching_pattern, warn_about_idle_patterns
 from fp8pass.weights.quantized_parameter import WITH_SCALES, QuantizedWeight, save_weights
 
 SCALE_SUFFIXES = "_scale_inv", "_scale"
@@ -67,6 +67,11 @@ class Layout:
         stored = scales.unflatten(0, (self.experts, -1))[:, :: self._copies]
         return stored.reshape(self.shape).to(self.dtype)
 
+    def share(self, scales: Tensor) -> Tensor:
+        """Give all rows that share a scale in the checkpoint the largest of their scales."""
+        parts = scales.unflatten(0, (self.experts, -1)).split(self._copies, 1)
+        return torch.cat([x.amax(1, keepdim=True).expand_as(x) for x in parts], 1).flatten(0, 1)
+
     @property
     def _copies(self) -> int:
         return self.rows // self.quantization.block[0]
@@ -83,30 +88,49 @@ def use_fp8_layers(model: nn.Module, skip: tuple[Pattern, ...]) -> tuple[int, di
 
     Returns the number of weights, and why other FP8 data, by path, are left.
     """
+    found, dtype = list(_fp8_weights(model)), _find_dtype(model)
+    warn_about_idle_patterns("skip", skip, "FP8 weight", [path for path, *_ in found])
     reasons: dict[str, str] = {}
-    chosen: dict[nn.Module, dict[str, QuantizedWeight]] = {}
-    dtype = _find_dtype(model)
-    for path, module, name in list(_fp8_weights(model)):
-        if matching_pattern(path, skip) is not None:
-            reasons[path] = "it is skipped"
-        elif (kind := type(module)) is not nn.Linear and kind.__name__ not in LOADED_CLASSES:
-            reasons[path] = f"{kind.__name__} may compute something else than products"
-        elif isinstance(found := _quantized_weight(module, name, dtype), str):
-            reasons[path] = found
+    chosen: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    shared: dict[Tensor, nn.Parameter | str] = {}
+    for path, module, name in found:
+        data = getattr(module, name)
+        why = (
+            "it is skipped" if matching_pattern(path, skip) is not None else _why_not(module, model)
+        )
+        if not why and data not in shared:
+            shared[data] = _quantized_weight(module, name, dtype)
+        if isinstance(weight := why or shared[data], str):
+            reasons[path] = weight
         else:
-            chosen.setdefault(module, {})[name] = found
+            chosen.setdefault(module, {})[name] = weight
+    for path, module, name in found:  # the forward of experts needs all their weights
+        if not isinstance(module, nn.Linear) and path in reasons and module in chosen:
+            del chosen[module]
+            others = (p for p, m, _ in found if m is module and p not in reasons)
+            reasons |= dict.fromkeys(list(others), f"{name} stays in FP8")
+    for module, weights in chosen.items():
+        if not isinstance(module, nn.Linear):
+            _use_experts(module, weights)
     replaced = {
-        m: _make_linear(m, *w.values()) for m, w in chosen.items() if isinstance(m, nn.Linear)
+        m: _make_linear(m, w["weight"]) for m, w in chosen.items() if isinstance(m, nn.Linear)
     }
-    for module in list(model.modules()):
-        if module in chosen and module not in replaced:
-            _use_experts(module, chosen[module])
-        for name, child in module.named_children():
-            if child in replaced:
-                setattr(module, name, replaced[child])
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module in replaced:
+            model.set_submodule(path, replaced[module])
     if not any(True for _ in _fp8_weights(model)):  # nothing is left to dequantize
-        compat.remove_forward_pre_hooks(model, "compressed_tensors")
+        for module in model.modules():
+            compat.remove_forward_pre_hooks(module, "compressed_tensors")
     return sum(map(len, chosen.values())), reasons
+
+
+def _why_not(module: nn.Module, model: nn.Module) -> str:
+    """Return why a module's FP8 data cannot be used, whatever the data are."""
+    if (kind := type(module)) is not nn.Linear and kind.__name__ not in LOADED_CLASSES:
+        return f"{kind.__name__} may compute something else than products"
+    if module is model:
+        return "it is the whole model: pass the module that contains it"
+    return "accelerate moves it between devices" if hasattr(module, "_hf_hook") else ""
 
 
 def _fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -124,14 +148,15 @@ def _find_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in parameters if p.dtype in OPERAND_DTYPES), torch.bfloat16)
 
 
-def _quantized_weight(module: nn.Module, name: str, dtype: torch.dtype) -> QuantizedWeight | str:
+def _quantized_weight(module: nn.Module, name: str, dtype: torch.dtype) -> nn.Parameter | str:
     """Return the weight of a module, or why its data cannot be used."""
     names = [f"{name}{suffix}" for suffix in SCALE_SUFFIXES]
     scales = next((n for n in names if getattr(module, n, None) is not None), None)
     if scales is None:
         return f"it has no scales: expected {' or '.join(names)}"
     data = getattr(module, name).detach()
-    return from_checkpoint(data, getattr(module, scales).detach(), scales, dtype)
+    found = from_checkpoint(data, getattr(module, scales).detach(), scales, dtype)
+    return found if isinstance(found, str) else nn.Parameter(found, requires_grad=False)
 
 
 def from_checkpoint(
@@ -168,31 +193,35 @@ def _find_block(shape: torch.Size, scales: torch.Size) -> Block | None:
     return (sides[0], sides[1]) if counts == list(scales[-2:]) else None
 
 
-def _make_linear(layer: nn.Linear, weight: QuantizedWeight) -> nn.Linear:
+def _make_linear(layer: nn.Linear, weight: nn.Parameter) -> nn.Linear:
     """Return an `nn.Linear` with a quantized weight, the bias, and other tensors as buffers."""
     found = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    found.weight = nn.Parameter(weight, requires_grad=False)
-    found.bias = layer.bias
-    used = "weight", "bias", weight.checkpoint.name if weight.checkpoint else ""
+    found.weight, found.bias = weight, layer.bias
+    scales = _name_of_scales(weight)
     for name, x in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-        if name not in used:
+        if name not in ("weight", "bias", scales):
             found.register_buffer(name, x.detach())
-    setattr(found, used[-1], None)  # DCP looks up each entry of `state_dict` as an attribute
+    setattr(found, scales, None)  # DCP looks up each entry of `state_dict` as an attribute
     add_hooks(found)
     return found.train(layer.training)
 
 
-def _use_experts(module: nn.Module, weights: dict[str, QuantizedWeight]) -> None:
+def _use_experts(module: nn.Module, weights: dict[str, nn.Parameter]) -> None:
     """Give experts quantized weights and the forward of experts in 16 bits."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     for name, weight in weights.items():
-        assert weight.checkpoint is not None
-        setattr(module, name, nn.Parameter(weight, requires_grad=False))
-        delattr(module, weight.checkpoint.name)
-        setattr(module, weight.checkpoint.name, None)  # as in `_make_linear`
-    module.forward = MethodType(grouped_mm_experts_forward, module)
+        setattr(module, name, weight)
+        delattr(module, _name_of_scales(weight))
+        setattr(module, _name_of_scales(weight), None)  # as in `_make_linear`
+    module.forward = partial(grouped_mm_experts_forward, module)  # unlike a method, it is pickled
     add_hooks(module)
+
+
+def _name_of_scales(weight: nn.Parameter) -> str:
+    assert isinstance(weight, QuantizedWeight)
+    assert weight.checkpoint is not None
+    return weight.checkpoint.name
 
 
 def add_hooks(module: nn.Module) -> None:

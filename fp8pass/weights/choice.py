@@ -49,7 +49,8 @@ def find_linears(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear,
     """Return path of each linear layer, and why it stays in high precision, or ''."""
     named = [(clean_path(path), m) for path, m in model.named_modules()]
     linears = {m: path for path, m in named if isinstance(m, nn.Linear)}
-    warn_about_idle_patterns("skip", skip, "linear layer", list(linears.values()))
+    names = [*linears.values(), *find_experts(model)]
+    warn_about_idle_patterns("skip", skip, "linear layer", names)
     logits, reason = largest_embedding_size(model), "it is an output head, or skipped"
     return {
         m: (path, reason if stays_in_high_precision(path, m, logits, skip) else "")
@@ -57,29 +58,40 @@ def find_linears(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear,
     }
 
 
+def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return module and name of all stacked weights of experts, parameters [E, N, K], by path.
+
+    The path or the class of the module contains the word "expert".
+    """
+    return {
+        clean_path(f"{path}.{name}".lstrip(".")): (module, name)
+        for path, module in model.named_modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.ndim == 3 and len(weight) > 1
+        if "expert" in f"{path}.{name} {type(module).__name__}".lower()
+    }
+
+
 def choose_experts(
     model: nn.Module, skip: tuple[Pattern, ...], why_not: Callable[[Tensor], str]
 ) -> tuple[dict[Tensor, list[tuple[nn.Module, str]]], dict[str, str]]:
-    """Choose the stacked frozen weights of experts, parameters [E, N, K].
+    """Choose the frozen weights of experts.
 
-    Returns the modules with each chosen weight, with its name, and why others, by path, cannot be
-    quantized. Modules of `torch.nn` have no experts.
+    Returns the modules with each chosen weight, with its name, and why other weights, by path,
+    cannot be quantized.
     """
     chosen: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     reasons: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if type(module).__module__.startswith("torch.nn."):
+    for path, (module, name) in find_experts(model).items():
+        weight = getattr(module, name)
+        if weight.requires_grad or type(weight) is not nn.Parameter:
             continue
-        for name, weight in module.named_parameters(recurse=False):
-            if weight.ndim != 3 or weight.requires_grad or type(weight) is not nn.Parameter:
-                continue
-            full = clean_path(f"{path}.{name}")
-            if matching_pattern(full, skip) is not None:
-                reasons[full] = "it is skipped"
-            elif why := why_unsuitable_size(*weight.shape[1:]) or why_not(weight):
-                reasons[full] = why
-            else:
-                chosen.setdefault(weight, []).append((module, name))
+        if matching_pattern(path, skip) is not None:
+            reasons[path] = "it is skipped"
+        elif why := why_unsuitable_size(*weight.shape[1:]) or why_not(weight):
+            reasons[path] = why
+        else:
+            chosen.setdefault(weight, []).append((module, name))
     return chosen, reasons
 
 

@@ -55,12 +55,13 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
         model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`), with
             weights in BF16, or in FP32 for autocast, which are rounded to BF16. Quantize before
             DistributedDataParallel wraps the model. Experts are parameters [E, N, K] of modules
-            that are not from `torch.nn`.
+            with "expert" in their path or class.
         skip: shell-style patterns of layer paths. Matching layers are not quantized. Output heads
             and layers that cannot run in FP8 are never quantized.
 
     Raises:
-        ConfigError: no linear layer is frozen, or no frozen layer can be quantized.
+        ConfigError: no linear layer is frozen, no frozen layer can be quantized, or no FP8 weight
+            of the checkpoint can be used.
     """
     patterns = checked_patterns("skip", skip)
     if isinstance(model, nn.Module) and has_fp8_layers(model):
@@ -87,7 +88,7 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
         for module, name in users:
             setattr(module, name, parameter)
     log.info(
-        "quantize_frozen: %d of %d frozen linear layers in FP8, %s instead of %s%s",
+        "quantize_frozen: %d of %d frozen layers in FP8, %s instead of %s%s",
         *(count, frozen, bytes_text(after), bytes_text(before)),
         "".join(f"; {line}" for line in first_reasons(reasons)),
     )
@@ -100,7 +101,7 @@ def _use_checkpoint(model: nn.Module, skip: tuple[Pattern, ...]) -> None:
         listed = "; ".join(common_reasons(reasons))
         raise ConfigError(f"No FP8 weight of the model's checkpoint can be used: {listed}.")
     log.info(
-        "quantize_frozen: %d linear layers with the FP8 weights of their checkpoint%s",
+        "quantize_frozen: %d layers with the FP8 weights of their checkpoint%s",
         used,
         "".join(f"; {line}" for line in first_reasons(reasons)),
     )

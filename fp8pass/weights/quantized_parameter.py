@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -189,9 +190,11 @@ class QuantizedWeight(Tensor):
             self.requantize()  # a write inside __torch_dispatch__ does not change the version
         elif not self.is_only_copy:
             raise RuntimeError(_explain_refusal(aten.copy_.default, self))
-        elif isinstance(values, QuantizedWeight) and values.quantization == self.quantization:
+        elif isinstance(values, QuantizedWeight) and self._has_form_of(values):
             self.fp8_data.copy_(values.fp8_data)
             self.scales.copy_(values.scales)
+            if self.checkpoint and values.checkpoint:
+                self.checkpoint = replace(values.checkpoint, name=self.checkpoint.name)
         elif values.dtype is torch.float8_e4m3fn:
             raise RuntimeError(
                 f"FP8 data without scales cannot replace a quantized weight. {WITH_SCALES}"
@@ -200,7 +203,14 @@ class QuantizedWeight(Tensor):
             values = values.exact() if isinstance(values, QuantizedWeight) else values
             # As FP32 weights under autocast.
             rows = values.to(self.device, torch.bfloat16).expand(self.shape)
-            self.requantize(0, rows.reshape(self._fp8_data.shape))
+            # DistributedDataParallel writes weights onto themselves. Other scales would result.
+            if not torch.equal(rows, self.dequantize().bfloat16()):
+                self.requantize(0, rows.reshape(self._fp8_data.shape))
+
+    def _has_form_of(self, other: QuantizedWeight) -> bool:
+        """Whether this weight can have the data and scales of `other`, and can be saved then."""
+        is_same = other.quantization == self.quantization
+        return is_same and (self.checkpoint is None or other.checkpoint is not None)
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
         """Quantize the source, or new `rows` [R, K] from `first`."""
@@ -208,9 +218,10 @@ class QuantizedWeight(Tensor):
             assert self.source is not None
             self.wait_for_source()
             rows = self.source.to(self.device)
-        if self.quantization != BY_ROW:
-            scales = fp8.amax.default(rows, block_text(parse(self.quantization).block))
-            self._scales.copy_(fp8.scale.default(scales, self.quantization))
+        if self.checkpoint is not None:
+            amax = fp8.amax.default(rows, block_text(parse(self.quantization).block))
+            scales = fp8.scale.default(amax, self.quantization)
+            self._scales.copy_(self.checkpoint.share(scales))
             self._fp8_data.copy_(fp8.quantize.default(rows, self._scales, self.quantization))
             return
         part = slice(first, first + len(rows))

@@ -52,7 +52,7 @@ class Mixed(OnGpu):
         t.patches.enter_context(patch("fp8pass.passes.gemm_choice._gain", _gain_by_shape))
 
 
-def _gain_by_shape(gemm: Any, layer: Any, gpu: Any) -> float:
+def _gain_by_shape(gemm: Any, layer: Any, *_: Any) -> float:
     """Return a gain for some GEMMs of each layer; no gain for all GEMMs of square weights."""
     widens = layer.out_features > layer.in_features
     if layer.out_features == layer.in_features:
@@ -134,6 +134,29 @@ class Frozen(Feature):
     def change_model(self, t: Training) -> None:
         t.model.layers[0].requires_grad_(False)
         if self.quantized and not t.plain:
+            fp8pass.quantize_frozen(t.model)
+
+
+class FP8Linear(nn.Linear):
+    """A layer as loaders of FP8 checkpoints leave it."""
+
+
+class FromCheckpoint(Feature):
+    """The weights of a frozen block come from an FP8 checkpoint, with a scale for each row."""
+
+    one_of = "weights"
+
+    def change_model(self, t: Training) -> None:
+        t.model.layers[0].requires_grad_(False)
+        for layer in [m for m in t.model.layers[0].modules() if isinstance(m, nn.Linear)]:
+            scale = layer.weight.float().abs().amax(1, keepdim=True) / 448
+            data = (layer.weight.float() / scale).to(torch.float8_e4m3fn)
+            layer.weight.data = (data.float() * scale).to(layer.weight.dtype)
+            if not t.plain:
+                layer.__class__ = FP8Linear
+                layer.weight = nn.Parameter(data, requires_grad=False)
+                layer.register_buffer("weight_scale", scale)
+        if not t.plain:
             fp8pass.quantize_frozen(t.model)
 
 
@@ -386,6 +409,7 @@ FEATURES: tuple[Feature, ...] = (
     OffloadedStates("states in host memory"),
     Frozen("frozen weights", quantized=False),
     Frozen("frozen weights in FP8", quantized=True),
+    FromCheckpoint("weights of an FP8 checkpoint"),
     OffloadedWeights("weights in host memory"),
     Unfrozen("a block unfrozen later"),
     Precision("BF16 weights", torch.bfloat16, None),

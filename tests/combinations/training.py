@@ -334,8 +334,15 @@ def batches_of(accumulate: int, share: int = 0) -> list[list[Tensor]]:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of a model's state dict, in FP32."""
-    return {name: whole(x).clone().float() for name, x in model.state_dict().items()}
+    """Return the values of a model's state dict, in FP32."""
+    return values_of(model.state_dict())
+
+
+def values_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in FP32. FP8 data of a checkpoint are multiplied by their scales."""
+    found = {name: whole(x).clone().float() for name, x in state.items()}
+    scales = {name: found.pop(f"{name}_scale") for name in state if f"{name}_scale" in state}
+    return {name: x * scales.get(name, 1.0) for name, x in found.items()}
 
 
 def whole(x: Tensor) -> Tensor:

@@ -151,8 +151,8 @@ def test_models_that_cannot_be_exported_are_refused(trained, tmp_path):
 # --- experts --------------------------------------------------------------------------------------
 
 
-def mixture(kind: str) -> nn.Module:
-    """Return a tiny model with experts: 128 and 256 features, or 192 (no blocks of 128)."""
+def mixture(kind: str, **changes: int) -> nn.Module:
+    """Return a tiny model with experts."""
     import transformers
 
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def mixture(kind: str) -> nn.Module:
         sizes |= {"intermediate_size": 256, "num_local_experts": 4}
     else:
         sizes |= {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
-    config = getattr(transformers, f"{kind}Config")(**sizes)
+    config = getattr(transformers, f"{kind}Config")(**(sizes | changes))
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
@@ -206,6 +206,49 @@ def test_blocks_of_experts_are_loaded_by_transformers(tmp_path):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys"))
     for name, weight in model.named_parameters():
         assert relative(loaded.get_parameter(name).float(), weight.float()) < 0.04
+
+
+@pytest.mark.parametrize(("hidden", "skip"), [(384, ()), (256, "*.down_proj")])
+def test_experts_are_in_fp8_as_a_whole_or_not_at_all(hidden, skip, tmp_path):
+    """Otherwise transformers would expect scales of weights that have none."""
+    model = mixture("Qwen3Moe", hidden_size=hidden, head_dim=hidden // 4)
+    config = fp8pass.Config(skip=skip)
+    layers = fp8pass.export(model, tmp_path, format="block", config=config)
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    is_left = "model.layers.0.mlp.experts" in written["modules_to_not_convert"]
+    assert is_left == (skip != ())
+    assert sum("experts" in x for x in layers) == (0 if is_left else 2)
+    fp8 = {n for n, x in load_file(tmp_path / "model.safetensors").items() if x.itemsize == 1}
+    assert any("experts" in n for n in fp8) != is_left
+
+
+def llava() -> nn.Module:
+    """Return a tiny model whose checkpoints have other prefixes."""
+    import transformers
+
+    text = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+        num_attention_heads=4,
+    )  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        image_size=32, patch_size=16,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision)
+    return transformers.LlavaForConditionalGeneration(config).bfloat16()
+
+
+def test_names_and_shapes_are_those_of_save_pretrained(tmp_path):
+    model = llava()
+    model.save_pretrained(tmp_path / "plain")
+    fp8pass.export(model, tmp_path / "fp8")
+    want, found = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "fp8"))
+    shapes = {n: x.shape for n, x in found.items() if not n.endswith("weight_scale")}
+    assert shapes == {n: x.shape for n, x in want.items()}
+    scales = {n for n in found if n.endswith("weight_scale")}
+    assert scales
+    assert {n.removesuffix("_scale") for n in scales} <= shapes.keys()
+    assert dict(fp8pass.served_weights(model)).keys() == found.keys()
 
 
 def test_experts_that_checkpoints_stack_stay_in_16_bits(tmp_path):

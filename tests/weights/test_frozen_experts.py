@@ -120,8 +120,13 @@ def test_skip_trained_and_unsuitable_experts(caplog):
     model.odd = Experts()
     model.odd.down = nn.Parameter(torch.zeros(2, 24, 16).bfloat16(), requires_grad=False)
     model.conv = nn.Conv1d(16, 16, 16).bfloat16().requires_grad_(False)
+    model.one_expert = nn.Parameter(torch.zeros(1, 64, 64).bfloat16(), requires_grad=False)
     with caplog.at_level(logging.INFO, logger="fp8pass"):
         fp8pass.quantize_frozen(model, skip="odd.up")
+    other = nn.Module()
+    other.positions = nn.Parameter(torch.zeros(8, 64, 64).bfloat16(), requires_grad=False)
+    with pytest.raises(fp8pass.ConfigError, match="No linear layer of the model is frozen"):
+        fp8pass.quantize_frozen(other)
     quantized = [n for n, p in model.named_parameters() if isinstance(p, QuantizedWeight)]
     assert quantized == ["down"]
     assert "odd.down" in caplog.text
@@ -141,6 +146,26 @@ def test_scales_of_a_checkpoint(kind, rows):
     assert torch.equal(found.dequantize(), data.float() * spread)
     assert torch.equal(found[1] + 0, found.dequantize()[1])
     assert torch.equal(found.checkpoint.collapse(found.scales), scales)
+
+
+def test_experts_are_used_as_a_whole_or_not_at_all(caplog):
+    """Their forward in 16 bits cannot read FP8 data without scales."""
+
+    class FP8Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, width in (("up", 256), ("down", 192)):
+                data = torch.zeros(2, 256, width).to(torch.float8_e4m3fn)
+                setattr(self, name, nn.Parameter(data, requires_grad=False))
+                scales = torch.ones(2, 2, -(-width // 128))
+                setattr(self, f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
+
+    model = nn.Module()
+    model.experts = FP8Experts()
+    with pytest.raises(fp8pass.ConfigError, match="its input size 192 is not a multiple"):
+        fp8pass.quantize_frozen(model)
+    assert model.experts.up.dtype is torch.float8_e4m3fn
+    assert "forward" not in vars(model.experts)
 
 
 def test_a_checkpoint_of_transformers(tmp_path, monkeypatch):
@@ -180,7 +205,11 @@ def test_a_checkpoint_of_transformers(tmp_path, monkeypatch):
     want = plain(input_ids=ids, labels=ids).loss
     assert relative(loss.detach(), want.detach()) < 0.01
     assert sum(layer.experts > 0 for layer in spy.plan.linears if layer.fp8) == 2
-    copy.deepcopy(model)(input_ids=ids)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
     model.save_pretrained(tmp_path / "saved")
     before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("fp8", "saved"))
     assert before.keys() == after.keys()

@@ -100,7 +100,7 @@ def test_frozen_linear_layers_are_quantized(device, caplog):
     assert torch.equal(model.up.base.weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
     (said,) = caplog.messages
     assert said == (
-        "quantize_frozen: 3 of 5 frozen linear layers in FP8, 16.8 KiB instead of 32 KiB; odd in "
+        "quantize_frozen: 3 of 5 frozen layers in FP8, 16.8 KiB instead of 32 KiB; odd in "
         "high precision: weight 24×64: both sizes must be multiples of 16; lm_head in high "
         "precision: it is an output head, or skipped"
     )

@@ -21,7 +21,7 @@ from fp8pass.codegen.kernels.triton_ops import (
     name_pointers,
     write_expression,
 )
-from fp8pass.codegen.program.ir import SQUARE, Load, Program, Step, Store
+from fp8pass.codegen.program.ir import SQUARE_BLOCK, Load, Program, Step, Store
 from fp8pass.dialect.formats import FORMATS
 
 WORD = 4
@@ -102,11 +102,11 @@ class TileWriter:
     def _store_scales(self, k: int, store: Store, pointer: str) -> Iterator[str]:
         """Compute and store the scales of blocks. A tile is as wide as a block."""
         amaxes = [f"tl.reduce({self._magnitude(store, i)}, 1, largest)" for i in range(self.slices)]
-        if store.block == SQUARE:  # a tile is a block
+        if store.block == SQUARE_BLOCK:  # a tile is a block
             amaxes = [f"tl.reduce({reduce(_largest, amaxes)}, 0, largest)"]
         for i, amax in enumerate(amaxes):
             yield f"scale_{k}_{i} = power_of_two({call_quotient_of(amax, store.format)})"
-            if store.block == SQUARE:
+            if store.block == SQUARE_BLOCK:
                 yield f"tl.store({pointer} + index, scale_{k}_{i})"
             else:
                 place = f"column_tile.to(tl.int64) * M + row_{i}"

@@ -26,8 +26,8 @@ from fp8pass.dialect.quantization import Quantization, group
 OPERAND_KINDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the elements that share a scale, by `Store.block`.
 SIDE = 128
-ROW_BLOCK, SQUARE = f"1×{SIDE}", f"{SIDE}×{SIDE}"
-BLOCKS = {ROW_BLOCK: (1, SIDE), SQUARE: (SIDE, SIDE)}
+ROW_BLOCK, SQUARE_BLOCK = f"1×{SIDE}", f"{SIDE}×{SIDE}"
+BLOCKS = {ROW_BLOCK: (1, SIDE), SQUARE_BLOCK: (SIDE, SIDE)}
 # Rows and columns of a tile.
 AMAX_TILE = 64, 128
 # Layouts whose stores reduce tiles of this size.
@@ -176,7 +176,7 @@ class Program:
     @property
     def has_squares(self) -> bool:
         """Whether the kernel computes scales of 128×128 elements."""
-        return any(store.block == SQUARE for store in self.stores)
+        return any(store.block == SQUARE_BLOCK for store in self.stores)
 
     @property
     def input_count(self) -> int:

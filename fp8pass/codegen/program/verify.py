@@ -15,7 +15,7 @@ from fp8pass.codegen.program.ir import (
     BLOCKS,
     OPERAND_KINDS,
     REDUCTION_STEPS,
-    SQUARE,
+    SQUARE_BLOCK,
     TILE_REDUCTIONS,
     Load,
     Program,
@@ -166,7 +166,7 @@ def _verify_fields(store: Store) -> None:
     needed = frozenset[str]().union(*(_FIELDS[x] for x in store.layouts))
     allowed = needed | _OPTIONAL.get(layout, frozenset())
     if store.block:
-        layouts = _QUANTIZED if store.block == SQUARE else {"rows"}
+        layouts = _QUANTIZED if store.block == SQUARE_BLOCK else {"rows"}
         is_known = store.block in BLOCKS and layouts.issuperset(store.layouts)
         _require(is_known, store, f"has blocks {store.block}, which {layout} do not take")
         needed, allowed = frozenset({"format"}), frozenset({"format"})

@@ -32,6 +32,8 @@ A kernel computes the scales of blocks, too, because its tiles are as wide as bl
              c = transpose(quantize(d, s))
     after    b, a, c = tiles([s, d], program)
 
+If `s` is the largest of the scales `a`, two kernels read `d`.
+
 If `joined` concatenates FP8 data, each kernel stores its columns of the result:
 
     before   a = quantize(x, s);  b = quantize(y, t);  c = joined([a, b])
@@ -56,7 +58,7 @@ from fp8pass.codegen.kernels.supported import (
 )
 from fp8pass.codegen.kernels.tile_kernel import FORMATS_BY_LAYOUT, tiles
 from fp8pass.codegen.program.emit import emit_kernel, replace_column_sum
-from fp8pass.codegen.program.ir import SQUARE, NotAMatrix, Store
+from fp8pass.codegen.program.ir import SQUARE_BLOCK, NotAMatrix, Store
 from fp8pass.codegen.program.reader import TRANSPARENT, Reader, is_in_memory
 from fp8pass.dialect.quantization import block_text
 from fp8pass.graph.nodes import aten, tensor
@@ -378,6 +380,6 @@ def _fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -
 def _replace_scale(scale: fx.Node, result: fx.Node, store: Store) -> None:
     """Replace the scales of blocks. The kernel stores the scales of 1×128 elements transposed."""
     with result.graph.inserting_after(result):
-        if store.block != SQUARE:
+        if store.block != SQUARE_BLOCK:
             result = graph.emit(result.graph, aten.permute.default, result, [1, 0], like=scale)
     scale.replace_all_uses_with(result)
