@@ -12,6 +12,7 @@ as in the model's checkpoints in 16 bits. Experts train with row scales in any r
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,12 +138,18 @@ def _rename(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors with the names of a checkpoint.
 
-    A tensor that a checkpoint stores in another shape, or in several tensors, keeps its name.
+    Parameters that a checkpoint splits, or that form one of its tensors, keep their names.
     """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = {name: torch.empty(x.shape, device="meta") for name, x in tensors}
+    found = {name: [*_in_checkpoint(model, {name: x})] for name, x in empty.items()}
+    counts = Counter(name for names in found.values() for name in names)
     for name, value, is_converted in values:
-        found = {} if is_converted else _in_checkpoint(model, {name: value.to("meta")})
-        is_renamed = [x.shape for x in found.values()] == [value.shape]
-        yield (next(iter(found)) if is_renamed else name), value
+        parameter = name if name in found else f"{name.rpartition('weight')[0]}weight"
+        new = [] if is_converted else found.get(parameter, [])
+        if len(new) == 1 and counts[new[0]] == 1:
+            name = name.replace(parameter, new[0], 1)
+        yield name, value
 
 
 def _check_pretrained(model: nn.Module, function: str) -> PreTrainedModel:

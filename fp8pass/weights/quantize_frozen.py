@@ -19,8 +19,8 @@ from fp8pass import graph
 from fp8pass.config import Pattern
 from fp8pass.graph.names import common_reasons, first_reasons
 from fp8pass.option_checks import ConfigError, bytes_text, checked_patterns
-from fp8pass.weights.checkpoint_layout import add_hooks, has_fp8_layers, use_fp8_layers
 from fp8pass.weights.choice import choose_experts, choose_layers
+from fp8pass.weights.fp8_checkpoint import add_hooks, has_fp8_layers, use_fp8_layers
 from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
 log = logging.getLogger("fp8pass")

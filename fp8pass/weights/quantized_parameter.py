@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from fp8pass import compat, hardware
 from fp8pass.dialect import ops as ops  # defines the dialect
 from fp8pass.dialect.quantization import BY_ROW, block_text, parse
-
-if TYPE_CHECKING:
-    from fp8pass.weights.checkpoint_layout import Layout
+from fp8pass.weights.layout import Layout
 
 aten = torch.ops.aten
 fp8 = torch.ops.fp8pass

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fp8pass
 from fp8pass import Config
 from fp8pass.dynamo import Backend
-from fp8pass.weights.checkpoint_layout import from_checkpoint
+from fp8pass.weights.fp8_checkpoint import from_checkpoint
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 EXPERTS, WIDTH, HIDDEN = 4, 64, 96

@@ -22,7 +22,12 @@ from torch import fx
 
 from fp8pass import graph
 from fp8pass.codegen.kernels.row_kernel import ROW_CHUNK, rows
-from fp8pass.codegen.kernels.supported import GROUP_SCALES, LARGEST_INPUTS, why_no_rows
+from fp8pass.codegen.kernels.supported import (
+    GROUP_SCALES,
+    LARGEST_INPUTS,
+    why_no_blocks,
+    why_no_rows,
+)
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Store
@@ -43,7 +48,7 @@ def fuse_rows(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _fuse(quantize: fx.Node) -> bool:
-    if why_no_rows(quantize) or _is_quantized_twice(quantize.args[0]):
+    if why_no_rows(quantize) or _suits_tiles(quantize):
         return False
     kernel = _plan_kernel(quantize, compute=True) or _plan_kernel(quantize, compute=False)
     if kernel is None:
@@ -55,9 +60,11 @@ def _fuse(quantize: fx.Node) -> bool:
     return True
 
 
-def _is_quantized_twice(x: Any) -> bool:
-    """Whether transposed data of `x` are needed, too. The tile kernel then reads `x` once."""
-    return any(is_quantized_operand(user) and transposes(user) for user in x.users)
+def _suits_tiles(quantize: fx.Node) -> bool:
+    """Whether the tile kernel can store the data beside transposed data, and so read `x` once."""
+    x: Any = quantize.args[0]
+    is_turned = any(is_quantized_operand(user) and transposes(user) for user in x.users)
+    return is_turned and not why_no_blocks(quantize)
 
 
 @dataclass

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -28,53 +27,13 @@ from fp8pass.config import Pattern
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import ROW, Block, Quantization
 from fp8pass.graph.names import clean_path, matching_pattern, warn_about_idle_patterns
+from fp8pass.weights.layout import Layout
 from fp8pass.weights.quantized_parameter import WITH_SCALES, QuantizedWeight, save_weights
 
 SCALE_SUFFIXES = "_scale_inv", "_scale"
 # The classes of transformers that only multiply.
 LOADED_CLASSES = "FP8Linear", "FP8Experts"
 OPERAND_DTYPES = torch.bfloat16, torch.float16, torch.float32
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a checkpoint stores the scales of a weight.
-
-    Attributes:
-        name: the tensor with the scales.
-        shape, dtype: of this tensor.
-        rows: number of rows of a matrix that share a scale.
-        quantization: the blocks of the quantized weight.
-        experts: number of matrices.
-    """
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    rows: int
-    quantization: Quantization
-    experts: int = 1
-
-    def expand(self, stored: Tensor, rows: int) -> Tensor:
-        """Return the scales of a quantized weight, fp32. Each matrix has `rows` rows."""
-        columns = stored.shape[-1] if self.quantization.is_in_groups else 1
-        scales = stored.float().reshape(self.experts, -1, columns)
-        count = rows // self.quantization.block[0]
-        return scales.repeat_interleave(self._copies, 1)[:, :count].flatten(0, 1).contiguous()
-
-    def collapse(self, scales: Tensor) -> Tensor:
-        """Return the tensor of the checkpoint."""
-        stored = scales.unflatten(0, (self.experts, -1))[:, :: self._copies]
-        return stored.reshape(self.shape).to(self.dtype)
-
-    def share(self, scales: Tensor) -> Tensor:
-        """Give all rows that share a scale in the checkpoint the largest of their scales."""
-        parts = scales.unflatten(0, (self.experts, -1)).split(self._copies, 1)
-        return torch.cat([x.amax(1, keepdim=True).expand_as(x) for x in parts], 1).flatten(0, 1)
-
-    @property
-    def _copies(self) -> int:
-        return self.rows // self.quantization.block[0]
 
 
 def has_fp8_layers(model: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fp8pass
 from fp8pass import Config, ConfigError
 from fp8pass.dynamo import Backend
-from fp8pass.weights.checkpoint_layout import from_checkpoint
+from fp8pass.weights.fp8_checkpoint import from_checkpoint
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 BLOCK = 128
