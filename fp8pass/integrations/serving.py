@@ -217,7 +217,7 @@ def _why_not_experts(
 
 
 def _conversion() -> Callable[..., dict[str, Tensor]] | None:
-    """Return transformers' conversion to checkpoints. Before version 5 there is none."""
+    """Return transformers' conversion to checkpoints, which versions before 5 do not have."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
@@ -234,7 +234,7 @@ def _in_checkpoint(model: PreTrainedModel, values: dict[str, Tensor]) -> dict[st
 def _quantize_layers(
     model: PreTrainedModel, layout: Layout, chosen: list[str]
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield tensors by name, and whether the name is that of a checkpoint, not of the model."""
+    """Yield name, tensor, and whether a checkpoint uses this name. Others are the model's names."""
     linears = {f"{name}.weight": f"{name}.{layout.scales}" for name in chosen}
     experts = find_experts(model).keys() & set(chosen)
     # A tied weight has one name.

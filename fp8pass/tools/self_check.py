@@ -269,7 +269,7 @@ def _check_generated(device: torch.device) -> Iterator[Comparison]:
     texts = [f"{f.name} 1×{GROUP}" for f in SAVED_FORMATS]
 
     def cast(x: Tensor, factor: float) -> list[Tensor]:
-        """Return data and scales. The scales are those of `x`, the data that of `factor * x`."""
+        """Return data and scales. Scales are computed from `x`, data from `factor * x`."""
         results = []
         for text in texts:
             scale = fp8.scale(fp8.amax(x, f"1×{GROUP}"), text)
