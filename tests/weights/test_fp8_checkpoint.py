@@ -295,6 +295,15 @@ def test_shared_layers_and_weights_stay_shared():
     assert model.c.weight is model.d.weight
 
 
+def test_layers_that_accelerate_moves_are_left(caplog):
+    model = nn.Sequential(loaded(256, 256, "rows"), loaded(256, 256, "rows"))
+    model[1]._hf_hook = object()
+    with caplog.at_level(logging.INFO, logger="fp8pass"):
+        fp8pass.quantize_frozen(model)
+    assert isinstance(model[1], FP8Linear)
+    assert "1 in high precision: accelerate moves it between devices" in caplog.text
+
+
 def test_a_layer_alone_is_refused():
     with pytest.raises(ConfigError, match="pass the module that contains it"):
         fp8pass.quantize_frozen(loaded(256, 256, "blocks"))
