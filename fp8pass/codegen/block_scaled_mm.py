@@ -3,7 +3,7 @@
 cuBLASLt, or a Triton kernel where cuBLASLt does not support the sizes, multiplies blocks of 128.
 GPUs with microscaling tensor cores (`hardware.why_emulated`) multiply groups of 32. Other GPUs
 multiply dequantized operands, in BF16 for BF16 results, else in FP32. In BF16 such operands are
-exact if scales are powers of two, as all scales but those of FP8 checkpoints are.
+exact, because scales are powers of two. Scales of FP8 checkpoints need not be.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Operand = tuple[Tensor, Tensor, Quantization]
 
 # cuBLASLt needs columns of 1×128 scales and rows of 128×128 scales in multiples of this number.
 ALIGNMENT = 4
-# The first version of CUDA whose cuBLASLt multiplies blocks.
+# cuBLASLt multiplies blocks since CUDA 12.9.
+CUDA_VERSION = tuple(int(x) for x in (torch.version.cuda or "13.0").split(".")[:2])
 LIBRARY_VERSION = 12, 9
 # Microscaling tensor cores read the scales of 128 rows × 4 groups from 512 consecutive bytes.
 MX_TILE = 128, 4
@@ -77,9 +78,8 @@ def _is_native(a: Operand, b: Operand) -> bool:
 
 def _has_library(device: torch.device) -> bool:
     """Whether cuBLASLt multiplies blocks: only on Hopper, since CUDA 12.9."""
-    version = tuple(int(x) for x in (torch.version.cuda or "13.0").split(".")[:2])
     is_hopper = hardware.capability_of(device)[0] == hardware.GROUPED_CAPABILITY
-    return is_hopper and version >= LIBRARY_VERSION
+    return is_hopper and CUDA_VERSION >= LIBRARY_VERSION
 
 
 def _lay_out(scale: Tensor, how: Quantization) -> Tensor:

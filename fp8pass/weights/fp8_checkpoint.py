@@ -47,33 +47,13 @@ def use_fp8_layers(model: nn.Module, skip: tuple[Pattern, ...]) -> tuple[int, di
 
     Returns the number of weights, and why other FP8 data, by path, are left.
     """
-    found, dtype = list(_fp8_weights(model)), _find_dtype(model)
-    warn_about_idle_patterns("skip", skip, "FP8 weight", [path for path, *_ in found])
-    reasons: dict[str, str] = {}
-    chosen: dict[nn.Module, dict[str, nn.Parameter]] = {}
-    shared: dict[Tensor, nn.Parameter | str] = {}
-    for path, module, name in found:
-        data = getattr(module, name)
-        why = (
-            "it is skipped" if matching_pattern(path, skip) is not None else _why_not(module, model)
-        )
-        if not why and data not in shared:
-            shared[data] = _quantized_weight(module, name, dtype)
-        if isinstance(weight := why or shared[data], str):
-            reasons[path] = weight
-        else:
-            chosen.setdefault(module, {})[name] = weight
-    for path, module, name in found:  # the forward of experts needs all their weights
-        if not isinstance(module, nn.Linear) and path in reasons and module in chosen:
-            del chosen[module]
-            others = (p for p, m, _ in found if m is module and p not in reasons)
-            reasons |= dict.fromkeys(list(others), f"{name} stays in FP8")
+    chosen, reasons = _choose_weights(model, skip)
+    replaced = {}
     for module, weights in chosen.items():
-        if not isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear):
+            replaced[module] = _make_linear(module, weights["weight"])
+        else:
             _use_experts(module, weights)
-    replaced = {
-        m: _make_linear(m, w["weight"]) for m, w in chosen.items() if isinstance(m, nn.Linear)
-    }
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if module in replaced:
             model.set_submodule(path, replaced[module])
@@ -81,6 +61,33 @@ def use_fp8_layers(model: nn.Module, skip: tuple[Pattern, ...]) -> tuple[int, di
         for module in model.modules():
             compat.remove_forward_pre_hooks(module, "compressed_tensors")
     return sum(map(len, chosen.values())), reasons
+
+
+def _choose_weights(
+    model: nn.Module, skip: tuple[Pattern, ...]
+) -> tuple[dict[nn.Module, dict[str, nn.Parameter]], dict[str, str]]:
+    """Return quantized weights by module and name, and why other data are left, by path."""
+    found, dtype = list(_fp8_weights(model)), _find_dtype(model)
+    warn_about_idle_patterns("skip", skip, "FP8 weight", [path for path, *_ in found])
+    reasons: dict[str, str] = {}
+    chosen: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    made: dict[Tensor, nn.Parameter | str] = {}  # layers may share a weight
+    for path, module, name in found:
+        data = getattr(module, name)
+        is_skipped = matching_pattern(path, skip) is not None
+        why = "it is skipped" if is_skipped else _why_not(module, model)
+        if not why and data not in made:
+            made[data] = _quantized_weight(module, name, dtype)
+        if isinstance(weight := why or made[data], str):
+            reasons[path] = weight
+        else:
+            chosen.setdefault(module, {})[name] = weight
+    broken = {m: name for path, m, name in found if path in reasons and m in chosen}
+    for path, module, _ in found:  # the forward of experts needs all their weights
+        if module in broken:
+            chosen.pop(module, None)
+            reasons.setdefault(path, f"{broken[module]} stays in FP8")
+    return chosen, reasons
 
 
 def _why_not(module: nn.Module, model: nn.Module) -> str:

@@ -223,7 +223,7 @@ def test_experts_are_in_fp8_as_a_whole_or_not_at_all(hidden, skip, tmp_path):
 
 
 def llava() -> nn.Module:
-    """Return a tiny model whose checkpoints have other prefixes."""
+    """Return a tiny model. Its checkpoints have other prefixes than its parameters."""
     import transformers
 
     text = transformers.LlamaConfig(

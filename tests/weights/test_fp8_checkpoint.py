@@ -1,4 +1,4 @@
-"""FP8 checkpoints: weights keep their bytes, train under adapters, and are saved as they were."""
+"""FP8 checkpoints: weights keep their bytes, below adapters and in saved files."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _fuse(quantize: fx.Node) -> bool:
 
 
 def _suits_tiles(quantize: fx.Node) -> bool:
-    """Whether the tile kernel can store the data beside transposed data, and so read `x` once."""
+    """Whether the tile kernel can store these data and transposed data, and read `x` once."""
     x: Any = quantize.args[0]
     is_turned = any(is_quantized_operand(user) and transposes(user) for user in x.users)
     return is_turned and not why_no_blocks(quantize)
