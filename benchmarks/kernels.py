@@ -3,8 +3,8 @@
     python benchmarks/kernels.py                    the cases of layer.py, needs a GPU
     python benchmarks/kernels.py --cases h4096      one of them
 
-The script profiles forward and backward of decoder layers: recipe coat with the kernels of
-`codegen/`, coat with only Inductor's generated code, and torchao. It measures calls and
+The script profiles forward and backward of decoder layers: recipes coat and block with the kernels
+of `codegen/`, coat with only Inductor's generated code, and torchao. It measures calls and
 milliseconds of each kernel per step. The bandwidth of a memory-bound kernel is compared with the
 bandwidth of a large copy in the same run. A kernel's bytes are the bytes of its arguments; in-place
 arguments count twice. GEMMs are compared with the FP8 rate of one large product. The floor
@@ -34,7 +34,7 @@ from tables_kernels import kernels_table
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8pass.passes import LOWERING_PASSES
+from fp8pass.passes import ENTRIES, LOWERING_PASSES
 from fp8pass.passes.lowering.lower_dialect import lower_dialect
 
 STEPS = 5
@@ -47,7 +47,7 @@ KINDS = {
 
 
 BEFORE_LOWERING = LOWERING_PASSES[: LOWERING_PASSES.index(lower_dialect)]
-KERNEL_PASSES = ",".join(p.__name__ for p in BEFORE_LOWERING)
+KERNEL_PASSES = ",".join(p.__name__ for p in BEFORE_LOWERING if not ENTRIES[p].required)
 
 
 @dataclass
@@ -206,10 +206,20 @@ def idle_ms(profiler: torch.profiler.profile) -> float:
     return idle / 1e3
 
 
+GENERATED = "generated code only"
+VARIANTS: dict[str, Variant] = {
+    "coat": with_fp8pass(),
+    GENERATED: with_fp8pass(),
+    "block": with_fp8pass(recipe="block"),
+    "torchao tensorwise": torchao("tensorwise"),
+}
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/kernels.json")
     args = parser.parse_args()
@@ -219,15 +229,12 @@ def main() -> None:
     start_profiler()
     results = []
     for case in (c for c in CASES if c.name in args.cases):
-        results.append(profile(case, with_fp8pass(), args.rounds))
-        with patch.dict(os.environ, FP8PASS_DISABLE_PASSES=KERNEL_PASSES):
-            generated = profile(case, with_fp8pass(), args.rounds)
-        generated.case += ", generated code only"
-        results.append(generated)
-        with suppress(ImportError):
-            peer = profile(case, torchao("tensorwise"), args.rounds)
-            peer.case += ", torchao tensorwise"
-            results.append(peer)
+        for name in args.variants:
+            disabled = KERNEL_PASSES if name == GENERATED else ""
+            with suppress(ImportError), patch.dict(os.environ, FP8PASS_DISABLE_PASSES=disabled):
+                result = profile(case, VARIANTS[name], args.rounds)
+                result.case += f", {name}" if name != "coat" else ""
+                results.append(result)
     record = {
         **environment(),
         "limits": asdict(limits),

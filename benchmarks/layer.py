@@ -309,7 +309,7 @@ def main() -> None:
     cases = [TINY] if args.tiny else [c for c in CASES if c.name in args.cases]
     chosen = {
         name: make
-        for name, make in variants(args.extra).items()
+        for name, make in variants(bool(args.extra or args.variants)).items()
         if not args.variants or name in args.variants
     }
     results: list[Result] = []

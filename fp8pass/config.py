@@ -351,14 +351,13 @@ class Config:
         return found
 
     def accumulates_fast(self, gemm: str, length: Any) -> bool:
-        """Return whether an FP8 GEMM uses fast accumulation.
+        """Return whether an FP8 GEMM with tensor or row scales uses fast accumulation.
 
         Args:
             gemm: `forward`, `dgrad` or `wgrad`.
             length: the length of the GEMM's contraction, which may be symbolic.
         """
         allowed = self.quantizes_linears and gemm in self.fast_accumulation
-        allowed = allowed and self.scales in ("tensorwise", "rowwise")
         return allowed and isinstance(length, int) and length <= self.longest_fast
 
     @property

@@ -14,7 +14,7 @@ from fp8pass.dialect.encoding import is_fp8
 from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.masking import MASKED_DTYPES
 from fp8pass.dialect.ops import OPERATORS
-from fp8pass.dialect.quantization import ROW, TENSOR, Quantization, parse, parse_block
+from fp8pass.dialect.quantization import ROW, Quantization, parse, parse_block
 from fp8pass.graph.classify import VIEWS
 from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
 from fp8pass.graph.linear_layers import is_multiple_of_16
@@ -197,10 +197,10 @@ def _check_scaled_mm(
     columns = tensor(node).shape[1]
     if _is_fp8(a) and not is_multiple_of_16(columns):
         yield f"its result has {columns} columns, but tensor cores need a multiple of 16"
-    if any(graph.is_call(x, fp8.joined.default) for x in (a, b)):
-        yield from _check_joined_parts(a, b)
-        return
     a_how, b_how = (parse(str(text)) for text in rest[-2:])
+    if any(graph.is_call(x, fp8.joined.default) for x in (a, b)):
+        yield from _check_joined_parts((a, a_how), (b, b_how))
+        return
     yield from _check_operand(a, a_scale, a_how)
     yield from _check_operand(b, b_scale, b_how)
     if (a_how.block == ROW) != (b_how.block == ROW):
@@ -208,21 +208,22 @@ def _check_scaled_mm(
     yield from _check_contraction(a, b)
 
 
-def _check_joined_parts(*operands: fx.Node) -> Iterator[str]:
+def _check_joined_parts(*operands: tuple[fx.Node, Quantization]) -> Iterator[str]:
     """Check that both operands are results of `joined`, or of a kernel that stores joined parts."""
-    joined = [x for x in operands if graph.is_call(x, fp8.joined.default)]
-    others = [x for x in operands if x not in joined]
+    joined = [(x, how) for x, how in operands if graph.is_call(x, fp8.joined.default)]
+    others = [x for x, _ in operands if not graph.is_call(x, fp8.joined.default)]
     if any(_is_visible(_skip_transpose(x)) for x in others):
         yield "one operand is joined, the other one is not"
-    sides: list[list[fx.Node]] = [list(x.args[0]) for x in joined]  # type: ignore[arg-type]
-    for part in (part for side in sides for part in side):
-        quantized = _skip_transpose(part)
-        if not _is_visible(quantized):
-            continue
-        if quantized.target is not fp8.quantize.default:
-            yield f"{part} is not quantized"
-        if parse(str(quantized.args[2])).block != TENSOR:
-            yield f"{part} has a scale for each row"
+    sides: list[list[fx.Node]] = [list(x.args[0]) for x, _ in joined]  # type: ignore[arg-type]
+    for (_, how), parts in zip(joined, sides, strict=True):
+        for part in parts:
+            quantized = _skip_transpose(part)
+            if not _is_visible(quantized):
+                continue
+            if quantized.target is not fp8.quantize.default:
+                yield f"{part} is not quantized"
+            elif parse(str(quantized.args[2])) != how:
+                yield f"{part} is {quantized.args[2]}, but the GEMM reads {how}"
     if not others:
         widths = [tuple(_shape(part)[1] for part in side) for side in sides]
         if not _agree(*widths):

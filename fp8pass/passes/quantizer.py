@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.config import Config
+from fp8pass.config import OPERANDS, Config
 from fp8pass.dialect.quantization import (
     ROW,
     SQUARE,
@@ -124,10 +124,14 @@ def gemms_in_order(
 
 
 def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
-    """Whether a GEMM of `layer` uses fast accumulation when it runs in FP8."""
-    if any(stored_blocks(gemm)):
-        return False
+    """Whether a GEMM of `layer` uses fast accumulation when it runs in FP8.
+
+    GEMMs of blocks do not, because they add the product of each block in FP32.
+    """
     role, length = gemm.meta[ROLE], tensor(gemm_operands(gemm)[0]).shape[-1]
+    configured = parse(config.quantizations[role, OPERANDS[role][0]])
+    if any(stored_blocks(gemm)) or (configured.is_in_groups and not layer.experts):
+        return False
     if gemm.target in GROUPED_GEMMS and role == "wgrad":  # contracts over the tokens of each expert
         length = length // layer.experts
     return config.accumulates_fast(role, length)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 import torch
 from helpers import capture_joint
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_helpers import both_devices, run_batch
+from kernel_helpers import both_devices, counts, run_batch
 from torch import nn
 
 import fp8pass
@@ -50,7 +53,7 @@ def dgrads(model, x, config=None) -> list[int]:
 def input_gradient(model, x, config, compiler="eager") -> torch.Tensor:
     torch._dynamo.reset()
     x = x.clone().requires_grad_()
-    program = torch.compile(model, backend=make_backend(config), options={"compiler": compiler})
+    program = torch.compile(model, backend=make_backend(replace(config, compiler=compiler)))
     sum(y.sum() for y in program(x)).backward()
     return x.grad
 
@@ -201,6 +204,52 @@ def test_compiled_as_interpreted():
     assert relative(a.float(), b.float()) < 0.01
 
 
+class Wide(nn.Module):
+    """Layers with the same input, whose gradients differ in size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, width, bias=False) for width in (128, 256, 384))
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        return [10**-i * torch.sin(layer(x)) for i, layer in enumerate(self.layers)]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_blocks_keep_their_data_and_scales(compiler, graphs):
+    """The merged GEMM differs from three GEMMs by the rounding of their results to BF16.
+
+    Kernels store the merged operands in place.
+    """
+    torch.manual_seed(0)
+    model, x = Wide().bfloat16(), torch.randn(256, 128, dtype=torch.bfloat16)
+    config = Config.recipe("block", save_format="none")
+    assert dgrads(model, x.clone().requires_grad_(), config) == [768]
+    with patch.dict(os.environ, FP8PASS_DISABLE_PASSES="merge_dgrads"):
+        apart = input_gradient(model, x, config, compiler).float()
+    merged = input_gradient(model, x, config, compiler).float()
+    assert 0 < relative(merged, apart) < 2**-8
+    if compiler == "inductor":
+        *_, backward = graphs
+        assert not [n for n in backward.nodes if n.target is fp8.joined.default]
+        assert counts([backward])["quantize"] == 0
+
+
+def check_concatenation(device, programs, operands, shape) -> None:
+    batch = Batch(tuple(programs))
+    operands = [x.to(device) for x in operands]
+    got = run_batch(tile_kernel, batch, operands)
+    want = batch.reference(operands)
+    assert got[0].shape == shape
+    for a, b in zip(got, want, strict=True):
+        assert (a.float() - b.float()).abs().amax() <= 2.0**-3 * b.float().abs().amax()
+        assert (a.float() != b.float()).float().mean() < 0.01
+    if device == "cuda":
+        for a, b in zip(tile_kernel.tiles(operands, batch.dumps()), got, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 @both_devices
 @pytest.mark.parametrize(("rows", "widths"), [(32, (128, 256)), (48, (64, 16, 208))])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
@@ -214,15 +263,23 @@ def test_kernels_that_write_a_concatenation(device, layout, rows, widths):
         joined = Store("x", (layout,), "s", "e4m3", width=sum(widths), offset=offset)
         other = "columns" if layout == "rows" else "rows"
         programs.append(Program(loads, (), (Store("x", (other,), "s", "e4m3"), joined)))
-        operands += [torch.rand(()).add(0.1).to(device), torch.randn(size, device=device)]
+        operands += [torch.rand(()).add(0.1), torch.randn(size)]
         offset += width
-    batch = Batch(tuple(programs))
-    got = run_batch(tile_kernel, batch, operands)
-    want = batch.reference(operands)
-    assert got[0].shape == (rows, sum(widths))
-    for a, b in zip(got, want, strict=True):
-        assert (a.float() - b.float()).abs().amax() <= 2.0**-3 * b.float().abs().amax()
-        assert (a.float() != b.float()).float().mean() < 0.01
-    if device == "cuda":
-        for a, b in zip(tile_kernel.tiles(operands, batch.dumps()), got, strict=True):
-            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    check_concatenation(device, programs, operands, (rows, sum(widths)))
+
+
+@both_devices
+@pytest.mark.parametrize(
+    ("block", "layout", "rows"),
+    [("1×128", "rows", 40), ("128×128", "rows", 256), ("128×128", "columns", 256)],
+)
+def test_kernels_that_write_a_concatenation_of_blocks(device, block, layout, rows):
+    torch.manual_seed(0)
+    programs, operands, offset, widths = [], [], 0, (128, 384)
+    for width in widths:
+        size = (rows, width) if layout == "rows" else (width, rows)
+        joined = Store("x", (layout,), "", "e4m3", block=block, width=sum(widths), offset=offset)
+        programs.append(Program((Load("x", "full"),), (), (joined,)))
+        operands.append(torch.randn(size) * torch.logspace(-2, 2, size[1]))
+        offset += width
+    check_concatenation(device, programs, operands, (rows, sum(widths)))

@@ -125,6 +125,12 @@ class Store:
     def result_count(self) -> int:
         return sum(map(self.tensor_count, self.layouts)) + bool(self.block)
 
+    @property
+    def are_parts(self) -> list[bool]:
+        """For each result, whether it is a part of a wider matrix. Scales of blocks are not."""
+        data = self.result_count - bool(self.block)
+        return [bool(self.width)] * data + [False] * bool(self.block)
+
     def scale_shape(self, rows: Any, columns: int) -> tuple[Any, Any]:
         """Return the shape of the scales of blocks."""
         if self.block == ROW_BLOCK:

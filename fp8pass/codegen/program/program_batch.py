@@ -44,10 +44,9 @@ class Batch:
         first, number = 0, int(self.joins)
         for program in self.programs:
             numbers = []
-            for store in program.stores:
-                for _ in range(store.result_count):
-                    numbers.append(0 if store.width else number)
-                    number += not store.width
+            for is_part in (x for store in program.stores for x in store.are_parts):
+                numbers.append(0 if is_part else number)
+                number += not is_part
             yield program, list(inputs[first : first + program.input_count]), numbers
             first += program.input_count
 
@@ -61,10 +60,10 @@ class Batch:
     def reference(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         results = self.empty_outputs(inputs)
         for program, operands, numbers in self.split(inputs):
-            stores = [store for store in program.stores for _ in range(store.result_count)]
+            stores = [(store, part) for store in program.stores for part in store.are_parts]
             found = compute_program(program, operands)
-            for store, number, x in zip(stores, numbers, found, strict=True):
-                if store.width:
+            for (store, is_part), number, x in zip(stores, numbers, found, strict=True):
+                if is_part:
                     place = results[number].view(torch.uint8)
                     place[:, store.offset : store.offset + x.shape[1]] = x.view(torch.uint8)
                 else:

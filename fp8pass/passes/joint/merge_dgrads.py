@@ -8,6 +8,7 @@
 
 The merged GEMM adds the terms in FP32, and has one scale `c`. Weights are requantized rather than
 gradients, because gradients have a wide range. The error is small relative to the largest entries.
+Operands in blocks keep their data and scales, because scales vary along the contraction.
 
 The pass runs after `materialize_plan`, because `diagnose` needs single layers.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.dialect.quantization import TENSOR, parse
+from fp8pass.dialect.quantization import TENSOR, Quantization, parse
 from fp8pass.graph.collectives import WAIT_TENSOR
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.nodes import aten, emit, tensor
@@ -46,6 +47,16 @@ class Term:
     gemm: fx.Node
     top: fx.Node  # the operand of the sum, which is the GEMM or a view of its result
     total: fx.Node  # the node that computes the sum of all terms
+
+    @property
+    def quantizations(self) -> tuple[Quantization, Quantization]:
+        """The quantizations of the gradient and of the weight."""
+        a, b = (parse(str(text)) for text in self.gemm.args[7:])
+        return a, b
+
+    @property
+    def is_in_blocks(self) -> bool:
+        return all(how.scales == "fp32" and how.is_in_groups for how in self.quantizations)
 
     @property
     def length(self) -> int:
@@ -83,10 +94,13 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
     for terms in sums.values():
         for group in _group_terms(terms):
             modules = tuple(graph.module_path(term.gemm) for term in group)
+            ctx.plan.merged.append(modules)
+            if group[0].is_in_blocks:
+                _merge_blocks(gm.graph, group)
+                continue
             fast = ctx.config.accumulates_fast("dgrad", sum(term.length for term in group))
             if not fast:
                 ctx.plan.make_dgrads_precise(modules)
-            ctx.plan.merged.append(modules)
             _merge(gm.graph, group, fast_accumulation=fast)
     if ctx.plan.merged:
         gm.graph.eliminate_dead_code()
@@ -103,12 +117,12 @@ def _find_term(gemm: fx.Node) -> Term | None:
         return None
     if gemm.meta.get(ROLE) != "dgrad" or gemm.args[4] is not None:
         return None
-    if any(parse(str(text)).block != TENSOR for text in gemm.args[7:]):
-        return None
     top = gemm
     while (user := _only_user(top)) is not None and user.target in RESHAPES:
         top = user
     term = Term(gemm, top, top)
+    if not term.is_in_blocks and any(how.block != TENSOR for how in term.quantizations):
+        return None
     if not graph.is_call(term.weight, fp8.quantize.default):
         return None
     if _only_user(term.operand) is None or _only_user(term.weight) is None:
@@ -158,13 +172,12 @@ def _fits(group: list[Term], term: Term) -> bool:
     return (
         sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
         and _same_shape_and_dtype(first, other)
-        and all(tensor(first.args[i]).dtype == tensor(other.args[i]).dtype for i in (0, 2))  # type: ignore[arg-type]
+        and first.args[7:] == other.args[7:]
     )
 
 
 def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
-    *others, last = terms
-    gemm = last.gemm
+    gemm = terms[-1].gemm
     with g.inserting_before(gemm):
         add = partial(emit, g, like=gemm)
         scale = reduce(
@@ -178,9 +191,37 @@ def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
             *(add(fp8.joined.default, weights), add(aten.pow.Tensor_Scalar, scale, 0)),
             *(None, gemm.args[5], fast_accumulation, *gemm.args[7:]),
         )
+    _replace(terms, merged)
+
+
+def _merge_blocks(g: fx.Graph, terms: list[Term]) -> None:
+    gemm = terms[-1].gemm
+    with g.inserting_before(gemm):
+        add = partial(emit, g, like=gemm)
+        gradients, scales, weights, weight_scales = (
+            [term.gemm.args[i] for term in terms] for i in range(4)
+        )
+        merged = add(
+            fp8.scaled_mm.default,
+            *(add(fp8.joined.default, gradients), _join_scales(add, scales)),
+            *(add(fp8.joined.default, weights), _join_scales(add, weight_scales)),
+            *gemm.args[4:],
+        )
+    _replace(terms, merged)
+
+
+def _join_scales(add: Any, scales: list[Any]) -> fx.Node:
+    """Concatenate the columns of scales. GEMMs read columns that are contiguous in memory."""
+    columns = [add(aten.permute.default, scale, [1, 0]) for scale in scales]
+    return add(aten.permute.default, add(aten.cat.default, columns, 0), [1, 0])
+
+
+def _replace(terms: list[Term], merged: fx.Node) -> None:
+    """Replace the sum of `terms` by a GEMM."""
+    *others, last = terms
     merged.meta[ROLE] = "dgrad"
-    merged.meta[graph.ORIGINAL_OPERATOR] = gemm.meta[graph.ORIGINAL_OPERATOR]
-    gemm.replace_all_uses_with(merged)
+    merged.meta[graph.ORIGINAL_OPERATOR] = last.gemm.meta[graph.ORIGINAL_OPERATOR]
+    last.gemm.replace_all_uses_with(merged)
     for term in others:
         term.remove()
 

@@ -73,6 +73,8 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
+MOVES = (fp8.transpose.default, fp8.joined.default, aten.cat.default)
+
 
 @dataclass(eq=False)
 class TiledMatrix:
@@ -180,11 +182,16 @@ def _find_blocks(quantize: fx.Node) -> TiledMatrix | None:
 
 def _is_only_reader(quantize: fx.Node, scale: fx.Node) -> bool:
     """Whether `scale` belongs to no other data, so that new scales can replace it."""
-    data = {quantize, *transposes(quantize)}
-    views = {user for user in scale.users if graph.skip_transposes(user)[1]}
-    readers = {user for node in (scale, *views) for user in node.users} - views - {quantize}
-    is_gemm = (reader.target is fp8.scaled_mm.default for reader in readers)
-    return all(is_gemm) and all(not data.isdisjoint(r.all_input_nodes) for r in readers)
+    readers = {reader for reader in _find_readers(scale) if reader is not quantize}
+    is_gemm = all(reader.target is fp8.scaled_mm.default for reader in readers)
+    return is_gemm and readers.issubset(_find_readers(quantize))
+
+
+def _find_readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that read `node` in any layout, alone or concatenated with others."""
+    for user in node.users:
+        moved = graph.skip_transposes(user)[0] is not user or user.target in MOVES
+        yield from _find_readers(user) if moved else [user]
 
 
 def _read(x: fx.Node, matrix: fx.Node) -> Reader:
