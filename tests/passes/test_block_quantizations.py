@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from expert_helpers import only_layer, rewritten, tokens
 from helpers import FFN, capture_joint, relative, step
 from kernel_helpers import counts
 from torch import nn
@@ -59,6 +60,18 @@ def test_each_operand_has_the_quantization_of_the_recipe(recipe, wanted):
         assert sorted(gemm.args[7:]) == sorted(texts)
     # Three weights, and in wgrad two inputs and three gradients.
     assert len(joint.calls(fp8.transpose.default)) == (8 if recipe == "block" else 0)
+
+
+def test_gemms_of_experts_accumulate_like_those_of_coat():
+    """Experts have row scales in recipe `block`, too. GEMMs of blocks always add in FP32."""
+    everywhere = ("forward", "dgrad", "wgrad")
+    x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
+    for recipe, of_linear in (("coat", everywhere), ("block", ("wgrad",))):
+        config = Config.recipe(recipe, compiler="eager")
+        joint = rewritten(nn.Linear(128, 128).bfloat16(), x, config=config)
+        assert joint.ctx.plan.linears[0].fast == of_linear
+        args = (lambda w, x: torch.bmm(x, w)), (4, 32, 48), tokens(4, 24, 32)
+        assert only_layer(*args, config=config).fast == everywhere
 
 
 @pytest.mark.parametrize(
