@@ -205,7 +205,7 @@ def test_compiled_as_interpreted():
 
 
 class Wide(nn.Module):
-    """Layers with the same input, whose gradients differ in size."""
+    """Layers with the same input. The gradient of each is ten times smaller than the last one."""
 
     def __init__(self) -> None:
         super().__init__()

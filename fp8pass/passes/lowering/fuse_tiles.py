@@ -188,7 +188,7 @@ def _is_only_reader(quantize: fx.Node, scale: fx.Node) -> bool:
 
 
 def _find_readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read `node` in any layout, alone or concatenated with others."""
+    """Yield the nodes that read `node`, its transposes or its concatenations."""
     for user in node.users:
         moved = graph.skip_transposes(user)[0] is not user or user.target in MOVES
         yield from _find_readers(user) if moved else [user]
