@@ -21,6 +21,7 @@ from fp8pass.codegen.kernels import tile_kernel
 from fp8pass.codegen.program.ir import Load, Program, Store
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.config import Config
+from fp8pass.graph.nodes import aten
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.joint.merge_dgrads import merge_dgrads
 
@@ -234,6 +235,22 @@ def test_blocks_keep_their_data_and_scales(compiler, graphs):
         *_, backward = graphs
         assert not [n for n in backward.nodes if n.target is fp8.joined.default]
         assert counts([backward])["quantize"] == 0
+
+
+def test_blocks_with_dynamic_shapes(graphs):
+    """The number of tokens is symbolic, also in the scales that are concatenated."""
+    torch.manual_seed(0)
+    model, config = Wide().bfloat16(), Config.recipe("block", save_format="none")
+    torch._dynamo.reset()
+    program = torch.compile(model, backend=make_backend(config), dynamic=True)
+    for tokens in (256, 144, 80):
+        x = torch.randn(tokens, 128, dtype=torch.bfloat16, requires_grad=True)
+        (got,) = torch.autograd.grad(sum(y.sum() for y in program(x)), x)
+        (want,) = torch.autograd.grad(sum(y.sum() for y in model(x)), x)
+        assert relative(got.float(), want.float()) < 0.06
+    assert len(graphs) == 2
+    joined = [n for n in graphs[-1].nodes if n.target is aten.cat.default]
+    assert len(joined) == 2
 
 
 def check_concatenation(device, programs, operands, shape) -> None:
