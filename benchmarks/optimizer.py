@@ -3,6 +3,7 @@
     python benchmarks/optimizer.py errors            any device
     python benchmarks/optimizer.py sums              any device
     python benchmarks/optimizer.py speed             needs an NVIDIA GPU; torchao to compare with
+    python benchmarks/optimizer.py muon              needs an NVIDIA GPU, or several
 
 `errors` trains the demo's model with states in FP32, and then rounds the states to every pair of
 formats, in two ways: stochastically (the optimizer's default), and to nearest (as in the paper
@@ -15,33 +16,49 @@ sum's projection on the exact sum.
 
 `speed` runs optimizer steps on the parameters of Llama models, with weights and gradients in BF16.
 A step reads and writes weights and states, and reads gradients. `limit` is the time of these bytes
-at the bandwidth of a large copy in the same run. Muon trains the matrices of hidden layers only.
+at the bandwidth of a large copy in the same run.
+
+`muon` runs steps of Muon on the matrices of hidden layers of the same models: on one GPU, and
+sharded over all GPUs as by FSDP2. There, `torch.optim.Muon` multiplies DTensors, and the variant
+"gathered" gathers and orthogonalizes all matrices on every rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from kernels import busiest_ms
 from report import environment, print_rows, use_expandable_segments, write_json
-from tables_kernels import optimizer_errors_table, optimizer_speed_table, optimizer_sums_table
+from tables_kernels import (
+    optimizer_errors_table,
+    optimizer_muon_table,
+    optimizer_speed_table,
+    optimizer_sums_table,
+)
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from workers import run_jobs
 
 from fp8pass.demo.data import Data, read_text
 from fp8pass.demo.model import new_model
 from fp8pass.demo.sizes import SIZES
-from fp8pass.demo.train import learning_rate
-from fp8pass.optim import AdamW, Muon
+from fp8pass.demo.train import free_memory, learning_rate
+from fp8pass.optim import AdamW, Muon, muon
 from fp8pass.optim.group_options import STATE_ROUNDINGS
 from fp8pass.optim.rounding import ROTATIONS, keys, random_bits, rotate
+from fp8pass.optim.shards import shard_of
 from fp8pass.optim.slots import from_rows, to_rows
 from fp8pass.optim.state_formats import dequantize, moment_format, quantize
 
@@ -251,9 +268,6 @@ def contenders() -> dict[str, Make]:
         "fp8pass e4m3": lambda p: AdamW(p, first_moment="e4m3", second_moment="e4m3"),
         "fp8pass bf16": lambda p: AdamW(p, first_moment="bf16", second_moment="bf16"),
         "fp8pass fp8-lm": lambda p: AdamW(p, preset="fp8-lm"),
-        "torch Muon": lambda p: torch.optim.Muon(p),
-        "fp8pass Muon": lambda p: Muon(p),
-        "fp8pass Muon fp32": lambda p: Muon(p, momentum_format="fp32"),
     }
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
@@ -278,11 +292,9 @@ def measure_step(shape: str, name: str, make: Make, bandwidth: float) -> Result:
     """Measure time and memory of one optimizer's step."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    found = SHAPES[shape].parameters()
-    if "Muon" in name:
-        found = (s for s in found if len(s) == 2 and SHAPES[shape].vocabulary not in s)
     with torch.device("cuda"):
-        params = [nn.Parameter(torch.randn(s, dtype=torch.bfloat16) * 0.02) for s in found]
+        found = (torch.randn(s, dtype=torch.bfloat16) for s in SHAPES[shape].parameters())
+        params = [nn.Parameter(x * 0.02) for x in found]
     for p in params:
         p.grad = torch.randn_like(p) * 1e-3
     weights = sum(p.numel() * p.itemsize for p in params)
@@ -319,6 +331,85 @@ def measure_speed(path: Path, shapes: list[str]) -> dict[str, Any]:
     return record
 
 
+# --- muon ---------------------------------------------------------------------------------------
+
+MUON_STEPS = 9
+TORCH, GATHERED = "torch.optim.Muon", "fp8pass e4m3+expand, gathered"
+MUONS: dict[str, Make] = {
+    TORCH: lambda p: torch.optim.Muon(p),
+    "fp8pass e4m3+expand": lambda p: Muon(p),
+    "fp8pass e4m3": lambda p: Muon(p, momentum_format="e4m3"),
+    "fp8pass fp32": lambda p: Muon(p, momentum_format="fp32"),
+    GATHERED: lambda p: Muon(p),
+}
+
+
+@dataclass
+class MuonResult:
+    """A step of Muon. Bytes are bytes of each rank; `state_bytes` are per element."""
+
+    shape: str
+    ranks: int
+    optimizer: str
+    ms: float
+    state_bytes: float
+    peak_bytes: int
+
+
+def gather_all(matrices: Sequence[Tensor], _: int, function: Any) -> list[Tensor]:
+    """Replace `orthogonalize`: every rank gathers and orthogonalizes every matrix."""
+    return [shard_of(function(x.full_tensor()), x) for x in matrices]  # type: ignore[attr-defined]
+
+
+def measure_muon(ranks: int, job: tuple[str, str], device: torch.device) -> Iterator[MuonResult]:
+    """Measure the steps of one variant of Muon on `ranks` GPUs, for one shape."""
+    shape, name = job
+    use_expandable_segments()
+    vocabulary = SHAPES[shape].vocabulary
+    sizes = [s for s in SHAPES[shape].parameters() if len(s) == 2 and vocabulary not in s]
+    mesh = init_device_mesh(device.type, (ranks,)) if ranks > 1 else None
+
+    def new(rows: int, columns: int) -> Tensor:
+        local = torch.randn(rows // ranks, columns, dtype=torch.bfloat16, device=device) * 0.02
+        return local if mesh is None else DTensor.from_local(local, mesh, [Shard(0)])
+
+    params = [nn.Parameter(new(*size)) for size in sizes]
+    for p in params:
+        p.grad = new(*p.shape)
+    before = torch.cuda.memory_allocated()
+    optimizer = MUONS[name](params)
+    with patch.object(
+        muon, "orthogonalize", gather_all if name == GATHERED else muon.orthogonalize
+    ):
+        optimizer.step()
+        state = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(MUON_STEPS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            optimizer.step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    elements = sum(math.prod(size) for size in sizes) / ranks
+    peak = torch.cuda.max_memory_allocated()
+    ms = statistics.median(times) * 1e3
+    yield MuonResult(shape, ranks, name, ms, state / elements, peak)
+    del optimizer, params
+    free_memory()
+
+
+def measure_muons(path: Path, shapes: list[str]) -> dict[str, Any]:
+    """Measure Muon on one GPU and on all GPUs. Write each result immediately."""
+    record: dict[str, Any] = {**environment(), "results": []}
+    for ranks in sorted({1, torch.cuda.device_count()}):
+        jobs = [(s, name) for s in shapes for name in MUONS if ranks > 1 or name != GATHERED]
+        for result in run_jobs(partial(measure_muon, ranks), jobs, ranks=ranks):
+            record["results"].append(asdict(result))
+            write_json(path, record)
+    return record
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -329,7 +420,9 @@ def main() -> None:
     sums = commands.add_parser("sums", help="errors of sums of gradients")
     speed = commands.add_parser("speed", help="time and memory of a step")
     speed.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    for command in (errors, sums, speed):
+    muons = commands.add_parser("muon", help="time and memory of a step of Muon")
+    muons.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    for command in (errors, sums, speed, muons):
         command.add_argument("--out", type=Path, help="default: benchmarks/results/")
     args = parser.parse_args()
     out = args.out or RESULTS / f"optimizer_{args.command}.json"
@@ -342,12 +435,15 @@ def main() -> None:
     elif args.command == "sums":
         data = {**environment(), **measure_sums()}
         print_rows("errors of sums of gradients", optimizer_sums_table(data))
-    else:
-        if not torch.cuda.is_available():
-            sys.exit("speed needs an NVIDIA GPU.")
+    elif not torch.cuda.is_available():
+        sys.exit(f"{args.command} needs an NVIDIA GPU.")
+    elif args.command == "speed":
         use_expandable_segments()
         data = measure_speed(out, args.shapes)
         print_rows("a step", optimizer_speed_table(data))
+    else:
+        data = measure_muons(out, args.shapes)
+        print_rows("a step of Muon", optimizer_muon_table(data))
     write_json(out, data)
 
 

@@ -26,6 +26,7 @@ from tables_kernels import (
     accumulation_table,
     kernels_table,
     optimizer_errors_table,
+    optimizer_muon_table,
     optimizer_speed_table,
     optimizer_sums_table,
 )
@@ -107,6 +108,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "optimizer_errors": optimizer_errors_table,
     "optimizer_sums": optimizer_sums_table,
     "optimizer_speed": optimizer_speed_table,
+    "optimizer_muon": optimizer_muon_table,
 }
 
 

@@ -147,3 +147,24 @@ def optimizer_speed_table(data: dict[str, Any]) -> list[list[str]]:
                 ]
             )
     return rows
+
+
+def optimizer_muon_table(data: dict[str, Any]) -> list[list[str]]:
+    """Return time and memory of steps of Muon."""
+    rows = [["", "ms", "× torch.optim.Muon", "state bytes", "peak GiB a GPU"]]
+    cases = dict.fromkeys((r["shape"], r["ranks"]) for r in data["results"])
+    for shape, ranks in sorted(cases):
+        results = [r for r in data["results"] if (r["shape"], r["ranks"]) == (shape, ranks)]
+        base = next(r["ms"] for r in results if r["optimizer"] == "torch.optim.Muon")
+        rows.append([f"**{shape}, {ranks} GPU{'s' if ranks > 1 else ''}**", *[""] * 4])
+        for r in sorted(results, key=lambda r: r["optimizer"] != "torch.optim.Muon"):
+            rows.append(
+                [
+                    r["optimizer"],
+                    f"{r['ms']:.1f}",
+                    f"{r['ms'] / base:.3f}",
+                    f"{r['state_bytes']:.2f}",
+                    f"{r['peak_bytes'] / 2**30:.1f}",
+                ]
+            )
+    return rows

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8pass.optim.group_options import Storage
 from fp8pass.optim.slots import state_key, to_rows
-from fp8pass.optim.state_formats import Quantized, dequantize, moment_format
+from fp8pass.optim.state_formats import Quantized, dequantize
 
 EXACT_STATES = {"first_moment": "fp32", "second_moment": "fp32"}
 SHAPES = ((), (1,), (127,), (128,), (3, 5), (129,), (2, 64, 3))
@@ -56,12 +57,11 @@ def assert_same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> Non
             assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
-def moment_values(optimizer, number: int, name: str, signed: bool) -> Tensor:
+def moment_values(optimizer, number: int, name: str) -> Tensor:
     """Return the values of a moment of the parameter with index `number`, flat."""
     p = all_parameters(optimizer)[number]
     (group,) = optimizer.param_groups
-    option = "first_moment" if signed else "second_moment"
-    format, size = moment_format(group[option], signed=signed), group["group_size"]
+    format, size = Storage.of(group).moments[name], group["group_size"]
     state = optimizer.state[p]
     parts = [state[state_key(name, format, part)] for part in format.parts]
     rows_ = to_rows(state[state_key(name, format)], size, format.storage_dtype)

@@ -1,4 +1,8 @@
-"""`AdamW`: the options of AdamW, and its fused and eager updates."""
+"""`AdamW`: its options, and its update, eager and as the arithmetic of a kernel.
+
+w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
+w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,59 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8pass.optim.fused import FusedUpdate, StreamedUpdate
-from fp8pass.optim.group_options import PRESET_OPTIONS, preset_options, warn_about_ignored
+from fp8pass.optim.group_options import (
+    PARAMETER,
+    PRESET_OPTIONS,
+    preset_options,
+    warn_about_ignored,
+)
+from fp8pass.optim.kernel import FusedRule, UpdateWriter
 from fp8pass.optim.optimizer import How, Optimizer
 from fp8pass.optim.slots import Slot
-from fp8pass.optim.update import Group, PreparedUpdate, Tensors, update_adamw, update_eagerly
+from fp8pass.optim.update import Batch, Group, PreparedUpdate, Tensors, update_eagerly
+
+# Prevents a division by zero for elements whose gradients were all zero.
+SMALLEST_EPS = 2.0**-100
+# A smaller rate counts as 0. Otherwise the divisor, which contains 1 / rate, could exceed 2^126
+# although the second moment is finite. A group with an infinite moment is NaN in the next step.
+SMALLEST_RATE = 2.0**-61
+# `of_one` is the approximation of 1 / 1 before the iteration.
+QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
+
+_NUMBERS = """
+beta1 = 1.0 - complement1
+of_first = tl.load(control) * complement1
+of_second = tl.load(control) * root(complement2)
+decay = tl.load(factors + number)
+rate = tl.load(factors + count + number)
+# The inverse correction of the second moment scales the other terms, instead of the root itself.
+uncorrected = 1.0 / tl.load(factors + 2 * count + number)
+rate = rate * uncorrected
+least = tl.maximum(eps, {least!r}) * uncorrected
+"""
+# With a rate of zero the divisor is 1, and the quotient of finite numbers is zero.
+_INVERSE_RATE = """
+moves = tl.abs(rate) > {smallest_rate!r}
+inverse_rate = tl.where(moves, 1.0 / rate, 0.0)
+least = tl.where(moves, least * inverse_rate, 1.0)
+linear = tl.where(moves, {linear!r}, {of_one!r})
+constant = tl.where(moves, {constant!r}, 0.0)
+"""
+_UPDATE = """
+exp_avg = exp_avg + of_first * gradient
+scaled = of_second * gradient
+exp_avg_sq = exp_avg_sq + scaled * scaled
+"""
+# The error of `quotient` is smaller than quantization errors. The divisor includes the rate.
+_STEP = """
+divisor = root(exp_avg_sq) * inverse_rate + least
+{weights} = {weights} * decay - quotient(exp_avg, divisor, linear, constant)
+"""
+_EXACT_STEP = "{weights} = {weights} * decay - rate * (exp_avg / (root(exp_avg_sq) + least))"
 
 
 class AdamW(Optimizer):
@@ -110,8 +160,60 @@ class AdamW(Optimizer):
     ) -> PreparedUpdate:
         if how.streams:
             staging = self._staging_of(parameters[0].device)
-            rule = None if how.fuses else update_adamw
+            rule = FUSED if how.fuses else update_adamw
             return StreamedUpdate(slots, gradients, how.storage, staging, rule).step
         if how.fuses:
-            return FusedUpdate(slots, gradients, how.storage).step
+            return FusedUpdate(FUSED, slots, gradients, how.storage).step
         return partial(update_eagerly, slots, how.storage, update_adamw)
+
+
+def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 1 - lr·λ, lr / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) at `steps` [n], in fp32 [n].
+
+    They are computed in fp64, without synchronizing the device.
+    """
+    steps = steps.double()
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.to(steps).reshape(())
+    decay = torch.ones_like(steps) - lr * group["weight_decay"]
+    rate = lr / (1 - beta1**steps)
+    correction = (1 - beta2**steps).rsqrt()
+    return decay.float(), rate.float(), correction.float()
+
+
+def update_adamw(batch: Batch, gradient: Tensor) -> None:
+    """Update a batch by the formulas in the module's docstring."""
+    batch.count_step()
+    group = batch.group
+    decay, rate, correction = (batch.rows.repeat(x) for x in factors(group, batch.steps))
+    (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)
+    m = batch.read("exp_avg").lerp(gradient, 1 - beta1)
+    v = batch.read("exp_avg_sq") * beta2
+    v = v.addcmul(gradient, gradient, value=1 - beta2)
+    weights = batch.read_weights() * decay - rate * (m / (v.sqrt() * correction + eps))
+    batch.write({"exp_avg": m, "exp_avg_sq": v, PARAMETER: weights})
+
+
+def _write_kernel(writer: UpdateWriter) -> None:
+    writer.add_before(_NUMBERS, least=SMALLEST_EPS)
+    writer.add(_UPDATE)
+    if writer.states["exp_avg_sq"].grouped:
+        writer.add_before(_INVERSE_RATE, smallest_rate=SMALLEST_RATE, **QUOTIENT)
+    writer.add(
+        _STEP if writer.states["exp_avg_sq"].grouped else _EXACT_STEP, weights=writer.weights
+    )
+
+
+FUSED = FusedRule(
+    "adamw",
+    {
+        "complement1": lambda group: 1 - float(group["betas"][0]),
+        "beta2": lambda group: float(group["betas"][1]),
+        "complement2": lambda group: 1 - float(group["betas"][1]),
+        "eps": lambda group: float(group["eps"]),
+    },
+    lambda group, steps, shapes: torch.stack(factors(group, steps)),
+    _write_kernel,
+    decays={"exp_avg": " * beta1", "exp_avg_sq": " * beta2"},
+)

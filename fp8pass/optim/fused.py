@@ -1,8 +1,8 @@
-"""Prepared updates: with the fused kernel (`FusedUpdate`), and of offloaded states.
+"""Prepared updates: with a fused kernel (`FusedUpdate`), and of offloaded states.
 
 `FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device have the
-addresses of parameters and states. A step rewrites only changed addresses of gradients, so the CPU
-never waits for the GPU.
+addresses of parameters and states. A step rewrites the addresses of gradients only if they have
+changed, so the CPU never waits for the GPU.
 
 `StreamedUpdate` copies offloaded states through staging buffers in pieces. Tables have the address
 that element 0 of the parameter would have, so positions select the same random bits, and results
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from fp8pass.optim import rounding, state_formats
 from fp8pass.optim.group_options import PARAMETER, Storage
-from fp8pass.optim.kernel import CHUNK, LAUNCH, kernel, table_columns
+from fp8pass.optim.kernel import CHUNK, LAUNCH, FusedRule, kernel, table_columns
 from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.state_formats import Quantized
-from fp8pass.optim.update import Group, Rule, Tensors, factors, update_eagerly
+from fp8pass.optim.update import Group, Rule, Tensors, update_eagerly
 
 Launches = Sequence[Callable[[], object]]
 # For vectors, addresses (bytes) and sizes (elements) are multiples of this.
@@ -35,31 +35,43 @@ VECTOR_ALIGNMENT = 16
 
 
 class FusedUpdate:
-    """Updates `slots` with the Triton kernel. Each program of the kernel updates a chunk of a slot.
+    """Updates `slots` with a Triton kernel. Each program of the kernel updates a chunk of a slot.
 
     The step counts in `optimizer.state` become views of one tensor. Slots have contiguous
     parameters of one dtype on one device. Gradients of every step have the dtypes of `gradients`.
-    With `separate`, each slot has its own launch.
+    With `separate`, each slot has its own launch. An update of the same slots that runs later in a
+    step gets `after`, and does not count the step again.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], gradients: Tensors, storage: Storage, *, separate: bool = False
+        self,
+        rule: FusedRule,
+        slots: Sequence[Slot],
+        gradients: Tensors,
+        storage: Storage,
+        *,
+        separate: bool = False,
+        after: FusedUpdate | None = None,
     ) -> None:
         first = slots[0].parameter
-        self.device, self.storage = first.device, storage
-        self.steps = torch.stack([slot.step for slot in slots])
+        self.rule, self.device, self.storage = rule, first.device, storage
+        self.counts_steps = after is None
+        self.steps: Tensor = after.steps if after else torch.stack([slot.step for slot in slots])
         for slot, step in zip(slots, self.steps, strict=True):
             slot.entries["step"] = step
+        shapes = [(s.shape[0], math.prod(s.shape[1:])) if s.shape else (1, 1) for s in slots]
+        self.shapes = self._tensor(shapes, torch.float64)
         self.firsts = [s.first for s in slots]
         self.sizes = self._tensor([s.first + s.parameter.numel() for s in slots], torch.int64)
         self.numbers = self._tensor([s.number for s in slots], torch.int32)
         self.tables = self._tensor(self._addresses(slots), torch.int64).t().contiguous()
-        self.gradients = torch.zeros_like(self.sizes)
+        count = len(slots) * (2 if rule.result else 1)
+        self.addresses = self._tensor([0] * count, torch.int64)
         # Replays of a CUDA graph read this buffer.
         pin = self.device.type == "cuda"
-        self.captured = torch.empty(len(slots), dtype=torch.int64, pin_memory=pin)
+        self.captured = torch.empty(count, dtype=torch.int64, pin_memory=pin)
         self.pointers: list[int] = []
-        self.gradients_aligned = False
+        self.are_aligned = False  # the tensors at `addresses`
         self.first_chunk = self._tensor([0] * len(slots), torch.int32)
         self.launches = self._make_launches(slots, gradients, separate=separate)
         # Otherwise the kernel does not read the tensor.
@@ -68,25 +80,31 @@ class FusedUpdate:
             for format in storage.moments.values()
         ]
 
-    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        for launch in self.prepare(gradients, group, control):
+    def step(
+        self, gradients: Tensors, group: Group, control: Tensor, results: Tensors = ()
+    ) -> None:
+        """Update all slots, and write `results` if the rule has a result."""
+        for launch in self.prepare(gradients, group, control, results):
             launch()
 
-    def prepare(self, gradients: Tensors, group: Group, control: Tensor) -> Launches:
+    def prepare(
+        self, gradients: Tensors, group: Group, control: Tensor, results: Tensors = ()
+    ) -> Launches:
         """Increment step counts, and return the launches of this step."""
-        self._set_gradients(gradients)
-        self.steps.add_(1 - control[1])
-        table = torch.stack(factors(group, self.steps))
-        beta1, beta2 = map(float, group["betas"])  # Triton would recompile for an int
+        self._set_addresses([*gradients, *results])
+        if self.counts_steps:
+            self.steps.add_(1 - control[1])
+        factors = self.rule.factors(group, self.steps, self.shapes)
         seed = rounding.wrap_to_int32(group["seed"])
-        numbers = (len(self.steps), seed, 1 - beta1, beta2, 1 - beta2, float(group["eps"]))
+        numbers = [find(group) for find in self.rule.numbers.values()]
 
         def launch(function: Any, parameter_of: Tensor, aligned: bool) -> None:
-            of_parameters = (self.tables, self.gradients, self.sizes, self.numbers, self.steps)
-            of_step = (table, control, parameter_of, self.first_chunk, *self.values, *numbers)
-            options = {"ALIGNED": aligned and self.gradients_aligned, **LAUNCH}
+            of_parameters = (self.tables, self.addresses, self.sizes, self.numbers, self.steps)
+            of_step = (factors, control, parameter_of, self.first_chunk, *self.values)
+            options = {"ALIGNED": aligned and self.are_aligned, **LAUNCH}
+            arguments = (*of_parameters, *of_step, len(self.steps), seed, *numbers)
             with torch.cuda.device_of(self.steps):
-                function[(len(parameter_of),)](*of_parameters, *of_step, **options)
+                function[(len(parameter_of),)](*arguments, **options)
 
         return [partial(launch, *each) for each in self.launches]
 
@@ -123,23 +141,23 @@ class FusedUpdate:
             if begun:
                 columns = self._tensor(members, torch.int32)
                 parameter_of = columns.repeat_interleave(self._tensor(counts, torch.int64))
-                function = kernel(self.storage, slots[0].parameter.dtype, dtype)
+                function = kernel(self.rule, self.storage, slots[0].parameter.dtype, dtype)
                 launches.append((function, parameter_of, aligned))
         self.first_chunk.copy_(self._tensor(first_chunk, torch.int32))
         return launches
 
-    def _set_gradients(self, gradients: Tensors) -> None:
-        """Write only changed addresses."""
-        pairs = zip(gradients, self.firsts, strict=True)
-        pointers = [_address_of_element_0(g, first) for g, first in pairs]
+    def _set_addresses(self, tensors: Tensors) -> None:
+        """Write the addresses of element 0 of the whole parameters, if they have changed."""
+        firsts = self.firsts * (len(tensors) // len(self.firsts))
+        pointers = [_address_of_element_0(x, n) for x, n in zip(tensors, firsts, strict=True)]
         if pointers == self.pointers:
             return
         self.pointers = pointers
-        self.gradients_aligned = all(pointer % VECTOR_ALIGNMENT == 0 for pointer in pointers)
+        self.are_aligned = all(pointer % VECTOR_ALIGNMENT == 0 for pointer in pointers)
         addresses = torch.tensor(pointers, dtype=torch.int64)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             addresses = self.captured.copy_(addresses)
-        self.gradients.copy_(addresses, non_blocking=True)
+        self.addresses.copy_(addresses, non_blocking=True)
 
 
 def _address_of_element_0(part: Tensor, first: int) -> int:
@@ -166,10 +184,7 @@ class Piece:
 
 
 class StreamedUpdate:
-    """Updates `slots` with states in host memory.
-
-    `rule` is for `update_eagerly`. Without `rule`, the Triton kernel runs.
-    """
+    """Updates `slots` with states in host memory, eagerly or with a Triton kernel."""
 
     def __init__(
         self,
@@ -177,13 +192,13 @@ class StreamedUpdate:
         gradients: Tensors,
         storage: Storage,
         staging: Staging,
-        rule: Rule | None,
+        rule: Rule | FusedRule,
     ) -> None:
         self.slots, self.storage, self.staging, self.rule = slots, storage, staging, rule
         self.pieces = [piece for i, slot in enumerate(slots) for piece in self._divide(i, slot)]
-        if rule is None:
+        if isinstance(rule, FusedRule):
             staged, parts = [piece.slot for piece in self.pieces], self._divide_gradients(gradients)
-            self.fused = FusedUpdate(staged, parts, storage, separate=True)
+            self.fused = FusedUpdate(rule, staged, parts, storage, separate=True)
 
     def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
         """Divide a slot into pieces that fit into a buffer, of whole chunks, groups and rows."""
@@ -223,7 +238,7 @@ class StreamedUpdate:
                 slot.offloaded.mark_quantized()
 
     def _prepare(self, parts: Tensors, group: Group, control: Tensor) -> Launches:
-        if self.rule is None:
+        if isinstance(self.rule, FusedRule):
             return self.fused.prepare(parts, group, control)
         return [
             partial(update_eagerly, [x.slot], self.storage, self.rule, [part], group, control)

@@ -1,18 +1,22 @@
-"""The fused update as Triton source: one kernel updates all parameters of a group.
+"""Fused updates as Triton source: one kernel updates all parameters of a group.
 
-A program updates a chunk of one parameter, tile by tile, as `update.py` does in fp32. It has one
-warp, because several would have to synchronize. Tiles are prefetched. Numbers that change between
-steps are read from memory, so that the kernel is compiled once, and CUDA graphs can replay it.
+A program updates a chunk of one parameter, tile by tile, as the eager update does in fp32. It has
+one warp, because several would have to synchronize. Tiles are prefetched. Numbers that change
+between steps are read from memory, so that the kernel is compiled once, and CUDA graphs can replay
+it. A `FusedRule` contains the arithmetic of one optimizer.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fp8pass import compat
 from fp8pass.codegen.kernels.device_functions import Instructions, shared_source, write_functions
@@ -20,7 +24,7 @@ from fp8pass.dialect.scaling import SMALLEST_SCALE
 from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, ROTATIONS, SECOND_FACTOR
 from fp8pass.optim.state_formats import DIGITS, MAX_POWER, MIN_POWER, SPARE, StateFormat
-from fp8pass.optim.update import SMALLEST_EPS
+from fp8pass.optim.update import Group
 
 CHUNK = 16384  # elements of a program
 TILE = 1024  # elements at once; whole groups
@@ -29,9 +33,6 @@ MAX_PARTS = 4  # of a group; each thread has elements of all parts
 # Fastest on an H200. Longer chunks are 1% faster for a 7B model, but a small model then has too few
 # programs (benchmarks/results/optimizer_sweep.json).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
-# A smaller rate counts as 0. Otherwise the divisor, which contains 1 / rate, could exceed 2^126
-# although the second moment is finite. A group with an infinite moment is NaN in the next step.
-SMALLEST_RATE = 2.0**-61
 GRADIENT = "gradient"
 
 _PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
@@ -60,9 +61,6 @@ def axes() -> Axes:
     until_3_6 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     return Axes(first, second, 1) if until_3_6 else Axes(second, first, 0)
 
-
-# `of_one` is the approximation of 1 / 1 before the iteration.
-QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
 
 _INSTRUCTIONS = {
     "log2_magnitude": Instructions(
@@ -200,10 +198,9 @@ def address(table, ALIGNED: tl.constexpr, ELEMENT: tl.constexpr):
 
 _KERNEL = """
 @triton.jit(do_not_specialize=["count", "seed"])
-def adamw(
-    tables, gradients, sizes, numbers, steps, factors, control, parameter_of, first_chunk,
-    exp_avg_values, exp_avg_sq_values,
-    count, seed, complement1, beta2, complement2, eps, ALIGNED: tl.constexpr,
+def {name}(
+    tables, addresses, sizes, numbers, steps, factors, control, parameter_of, first_chunk,
+    {arguments}, ALIGNED: tl.constexpr,
 ):
     if tl.load(control + 1) != 0.0:
         return
@@ -219,7 +216,6 @@ def adamw(
     of_part = part * {length}
     in_tile = row{each_row} * {group} + tl.arange(0, {length})[None, None, :]
     table = tables + number * {columns}
-    beta1 = 1.0 - complement1
     left = tl.minimum(size - begin, {chunk}).to(tl.int32)
     if ALIGNED:
         left = tl.multiple_of(left, 16)
@@ -236,24 +232,6 @@ def adamw(
 {body}
 """
 
-_NUMBERS = """
-of_first = tl.load(control) * complement1
-of_second = tl.load(control) * root(complement2)
-decay = tl.load(factors + number)
-rate = tl.load(factors + count + number)
-# The inverse correction of the second moment scales the other terms, instead of the root itself.
-uncorrected = 1.0 / tl.load(factors + 2 * count + number)
-rate = rate * uncorrected
-least = tl.maximum(eps, {least!r}) * uncorrected
-"""
-# With a rate of zero the divisor is 1, and the quotient of finite numbers is zero.
-_INVERSE_RATE = """
-moves = tl.abs(rate) > {smallest_rate!r}
-inverse_rate = tl.where(moves, 1.0 / rate, 0.0)
-least = tl.where(moves, least * inverse_rate, 1.0)
-linear = tl.where(moves, {linear!r}, {of_one!r})
-constant = tl.where(moves, {constant!r}, 0.0)
-"""
 _KEY = """
 key = mix(mix(seed) + tl.load(numbers + number))
 key = mix(key + tl.load(steps + number).to(tl.int32)) + (begin // 2).to(tl.int32)
@@ -263,18 +241,6 @@ pair_in_tile += tl.arange(0, {pairs})[None, None, :]
 # The hash returns bits rotated by 0 and by 16; `_ROTATE` makes the other rotations.
 _DRAW = "bits, rotated_16 = random_bits(key, (first // 2) + pair_in_tile)"
 _ROTATE = "rotated_{by} = bits << {by} | bits >> {rest} & {mask}"
-
-_UPDATE = """
-exp_avg = exp_avg + of_first * gradient
-scaled = of_second * gradient
-exp_avg_sq = exp_avg_sq + scaled * scaled
-"""
-# The error of `quotient` is smaller than quantization errors. The divisor includes the rate.
-_STEP = """
-divisor = root(exp_avg_sq) * inverse_rate + least
-{weights} = {weights} * decay - quotient(exp_avg, divisor, linear, constant)
-"""
-_EXACT_STEP = "{weights} = {weights} * decay - rate * (exp_avg / (root(exp_avg_sq) + least))"
 
 # Triton prefetches tiles, but not loads of less than four bytes, such as scales and powers.
 _ASK = "{x}_next = tl.load({x}_first + row, row * {group} < left, other=1.0)"
@@ -347,13 +313,37 @@ as_parameter = master.to({dtype}).to(tl.float32)
 master = tl.where(as_parameter == parameter, master, parameter)
 """
 
-_DECAYS = {"exp_avg": " * beta1", "exp_avg_sq": " * beta2", "master": ""}
+
+@dataclass(frozen=True, eq=False)
+class FusedRule:
+    """The arithmetic of a kernel.
+
+    Attributes:
+        name: of the kernel.
+        numbers: arguments of the kernel that are equal for all parameters, fp32.
+        factors: numbers of each parameter, fp32 [k, n], given the group, step counts fp32 [n], and
+            rows and columns of whole parameters, fp64 [n, 2].
+        write: adds the lines that compute new states and `result`, or the writer's `weights`.
+        decays: factors that multiply states when they are read, by state.
+        result: name of a BF16 tensor that the kernel computes. If it is empty, the kernel updates
+            the parameters.
+    """
+
+    name: str
+    numbers: Mapping[str, Callable[[Group], float]]
+    factors: Callable[[Group, Tensor, Tensor], Tensor]
+    write: Callable[[UpdateWriter], None]
+    decays: Mapping[str, str] = field(default_factory=dict)
+    result: str = ""
 
 
 class UpdateWriter:
     """Writes the kernel for one dtype of parameters, one dtype of gradients, and one `Storage`."""
 
-    def __init__(self, storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> None:
+    def __init__(
+        self, rule: FusedRule, storage: Storage, parameter: torch.dtype, gradient: torch.dtype
+    ) -> None:
+        self.rule, self.storage = rule, storage
         self.states = storage.states(parameter)
         self.columns = table_columns(storage, parameter)
         self.dtypes = {PARAMETER: parameter, GRADIENT: gradient}
@@ -364,39 +354,37 @@ class UpdateWriter:
         self.before: list[str] = []
         self.lines: list[str] = []
 
+    @property
+    def weights(self) -> str:
+        """The exact weights: the master copy or the parameter."""
+        return "master" if "master" in self.states else PARAMETER
+
     def write(self) -> str:
-        weights = "master" if "master" in self.states else PARAMETER
-        self._locate(PARAMETER, self.dtypes[PARAMETER])
+        rule = self.rule
+        if not rule.result:
+            self._locate(PARAMETER, self.dtypes[PARAMETER])
         self._locate(GRADIENT, self.dtypes[GRADIENT])
         self._load(GRADIENT)
         for name, format in self.states.items():
             self._read_state(name, format)
-        self._load(PARAMETER)
-        if weights == "master":
-            self._add(_TAKE_WRITTEN, dtype=_TYPES[self.dtypes[PARAMETER]])
-        self._add_before(_NUMBERS, least=SMALLEST_EPS)
-        self._add(_UPDATE)
-        if self.states["exp_avg_sq"].grouped:
-            self._add_before(_INVERSE_RATE, smallest_rate=SMALLEST_RATE, **QUOTIENT)
-            self._add(_STEP, weights=weights)
-        else:
-            self._add(_EXACT_STEP, weights=weights)
+        if not rule.result:
+            self._load(PARAMETER)
+        if self.weights == "master":
+            self.add(_TAKE_WRITTEN, dtype=_TYPES[self.dtypes[PARAMETER]])
+        rule.write(self)
         if self.rounded:
             pairs = self.group_size // self.parts // 2
-            self._add_before(_KEY, parts=self.parts, pairs=pairs)
+            self.add_before(_KEY, parts=self.parts, pairs=pairs)
             self.lines.append(_DRAW)
-        if weights == "master":  # before the parameter, which is the stored master copy, rounded
-            self._write_state("master", self.states["master"])
-        # Takes the fewest registers.
-        value = weights
-        if PARAMETER in self.rounded:
-            value = f"round_stochastically({weights}, {self._bits(PARAMETER)})"
-        self._store(PARAMETER, value, self.dtypes[PARAMETER])
-        for name in ("exp_avg_sq", "exp_avg"):
+        self._write_result()
+        for name in reversed([*self.storage.moments]):
             self._write_state(name, self.states[name])
         # Addresses in tables of values depend on loaded codes.
         looks_up = any(format.values for format in self.states.values())
+        values = [f"{name}_values" for name in self.storage.moments]
         kernel = _KERNEL.format(
+            name=rule.name,
+            arguments=", ".join([*values, "count", "seed", *rule.numbers]),
             chunk=CHUNK,
             tile=self.rows * self.group_size,
             stages=1 if looks_up else STAGES,
@@ -413,14 +401,29 @@ class UpdateWriter:
         functions = _FUNCTIONS.format(**mixing, uniform_step=2.0**-DIGITS, part=axes().part)
         return shared_source() + write_functions(_INSTRUCTIONS) + functions + kernel
 
-    def _add(self, template: str, **names: Any) -> None:
+    def _write_result(self) -> None:
+        if self.rule.result:
+            self._locate(self.rule.result, torch.bfloat16)
+            self._store(self.rule.result, self.rule.result, torch.bfloat16)
+            return
+        if self.weights == "master":  # before the parameter, which is the stored copy, rounded
+            self._write_state("master", self.states["master"])
+        # Takes the fewest registers.
+        value = self.weights
+        if PARAMETER in self.rounded:
+            value = f"round_stochastically({value}, {self._bits(PARAMETER)})"
+        self._store(PARAMETER, value, self.dtypes[PARAMETER])
+
+    def add(self, template: str, **names: Any) -> None:
         self.lines += template.format(each_row=axes().each_row, **names).strip().splitlines()
 
-    def _add_before(self, template: str, **names: Any) -> None:
+    def add_before(self, template: str, **names: Any) -> None:
         self.before += template.format(each_row=axes().each_row, **names).strip().splitlines()
 
     def _locate(self, name: str, dtype: torch.dtype) -> None:
-        where = "gradients + number" if name == GRADIENT else f"table + {self.columns[name]}"
+        where = f"table + {self.columns[name]}" if name in self.columns else "addresses + number"
+        if name == self.rule.result:
+            where = "addresses + count + number"
         self.before.append(f"{name}_first = address({where}, ALIGNED, {_TYPES[dtype]}) + begin")
 
     def _load(self, name: str) -> None:
@@ -430,9 +433,9 @@ class UpdateWriter:
         self.lines.append(f"{name} = {value}")
 
     def _read_state(self, x: str, format: StateFormat) -> None:
-        """Read a state, and multiply a moment by its beta."""
+        """Read a state, and multiply it by its decay."""
         self._locate(x, format.storage_dtype)
-        decay = _DECAYS[x]
+        decay = self.rule.decays.get(x, "")
         if not format.grouped:
             self._load(x)
             self.lines.append(f"{x} = {x}{decay}")
@@ -441,8 +444,8 @@ class UpdateWriter:
             where = f"table + {self.columns[f'{x}_{part}']}"
             first = f"address({where}, False, tl.bfloat16) + begin // {self.group_size}"
             self.before.append(f"{x}_{part}_first = {first}")
-            self._add_before(_ASK, x=f"{x}_{part}", group=self.group_size)
-            self._add(_READ, x=f"{x}_{part}", rows=self.rows)
+            self.add_before(_ASK, x=f"{x}_{part}", group=self.group_size)
+            self.add(_READ, x=f"{x}_{part}", rows=self.rows)
         if decay:
             self.lines.append(f"{x}_scale = {x}_scale{decay}")
         codes = f"tl.load({x}_first + place + of_part, there, other={format.zero_code})"
@@ -451,9 +454,9 @@ class UpdateWriter:
             value = f"tl.load({x}_values + {codes}.to(tl.int32))"
         self.lines.append(f"{x} = {value}")
         if not format.expands:
-            self._add("{x} = {x} * {x}_scale{each_row}", x=x)
+            self.add("{x} = {x} * {x}_scale{each_row}", x=x)
             return
-        self._add(_ROOT, x=x, log2_middle=math.log2(format.middle))
+        self.add(_ROOT, x=x, log2_middle=math.log2(format.middle))
         root = f"copy_sign({x}_root, to_bits({x}))" if format.signed else f"{x}_root"
         self.lines.append(f"{x} = {root}")
 
@@ -473,10 +476,10 @@ class UpdateWriter:
             "max_power": MAX_POWER,
         }
         if format.expands:
-            self._add(_EXPANSION, x=x, **numbers)
-            self._add(_SIGNED_CODES if format.signed else _UNSIGNED_CODES, x=x, **numbers)
+            self.add(_EXPANSION, x=x, **numbers)
+            self.add(_SIGNED_CODES if format.signed else _UNSIGNED_CODES, x=x, **numbers)
         else:
-            self._add(_AMAX + _PLAIN_SCALE, x=x, **numbers)
+            self.add(_AMAX + _PLAIN_SCALE, x=x, **numbers)
             if not format.signed:
                 least = f"largest({x}_scaled, {format.min!r})"
                 self.lines.append(f"{x}_scaled = tl.where({x}_scaled > 0, {least}, {x}_scaled)")
@@ -485,10 +488,10 @@ class UpdateWriter:
             self._write_float(x, format)
             return
         if format.signed and format.expands:
-            self._add(_SIGN, x=x)
+            self.add(_SIGN, x=x)
         # Round up above this share of the distance between the neighboring codes.
         share = f"uniform({self._bits(x)})" if x in self.rounded else "0.5"
-        self._add(_SEARCH, x=x, share=share)
+        self.add(_SEARCH, x=x, share=share)
         self._store(x, f"{x}_code", format.storage_dtype)
 
     def _write_float(self, x: str, format: StateFormat) -> None:
@@ -505,19 +508,19 @@ class UpdateWriter:
         self.lines.append(f"{x}_code = {rounding}, {factor!r}, {shift})")
         if format.signed:
             sign = shift + 8 * format.dtype.itemsize - 1
-            self._add(_SIGNED, x=x, down=31 - sign, sign=1 << sign)
+            self.add(_SIGNED, x=x, down=31 - sign, sign=1 << sign)
         code = f"({x}_code >> {shift}).to(tl.uint16)"
         if format.dtype.itemsize == 1:
             code = f"extract_bytes({x}_code, {shift - 16})"
         self._store(x, code, format.storage_dtype, bitcast=True)
         if x == "master":
-            self._add(_DECODE, x=x, code=code, dtype=_TYPES[format.dtype])
+            self.add(_DECODE, x=x, code=code, dtype=_TYPES[format.dtype])
 
     def _bits(self, name: str) -> str:
         by = ROTATIONS[name]
         if by in (0, 16):
             return "rotated_16" if by else "bits"
-        self._add(_ROTATE, by=by, rest=32 - by, mask=(1 << by) - 1)
+        self.add(_ROTATE, by=by, rest=32 - by, mask=(1 << by) - 1)
         return f"rotated_{by}"
 
     def _store(self, name: str, value: str, dtype: torch.dtype, *, bitcast: bool = False) -> None:
@@ -533,5 +536,6 @@ def table_columns(storage: Storage, parameter: torch.dtype) -> dict[str, int]:
 
 
 @cache
-def kernel(storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> Any:
-    return compat.load_source(UpdateWriter(storage, parameter, gradient).write()).adamw
+def kernel(rule: FusedRule, storage: Storage, parameter: torch.dtype, gradient: torch.dtype) -> Any:
+    source = UpdateWriter(rule, storage, parameter, gradient).write()
+    return getattr(compat.load_source(source), rule.name)

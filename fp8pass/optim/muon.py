@@ -4,15 +4,16 @@
     w ← w (1 - lr·λ) - lr · r · NS(u)
 
 `r` adjusts the learning rate to the shape of the matrix. The first line and the last line are
-elementwise, and use the parts of `update.py`. `newton_schulz.py` computes NS(u) of whole matrices.
+elementwise: a kernel each, or parts of `update.py`. `newton_schulz.py` computes NS(u) of whole
+matrices.
 """
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 
 from fp8pass.graph.names import clean_path, matching_pattern, warn_about_idle_patterns
 from fp8pass.graph.output_heads import has_head_name, largest_embedding_size
-from fp8pass.optim.fused import StreamedUpdate
+from fp8pass.optim.fused import FusedUpdate, StreamedUpdate
 from fp8pass.optim.group_options import PARAMETER, Storage
+from fp8pass.optim.kernel import FusedRule
 from fp8pass.optim.newton_schulz import newton_schulz, orthogonalize, ranks_of
 from fp8pass.optim.offload import Staging, is_offloaded
 from fp8pass.optim.optimizer import How, Optimizer
@@ -35,6 +37,16 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight
 # memory for the directions.
 ROUND = 1 << 26
 MOMENTUM = "momentum_buffer"
+_MOMENTUM = """
+gradient = gradient * tl.load(control)
+momentum_buffer = momentum_buffer + complement * (gradient - momentum_buffer)
+direction = momentum_buffer + share * (gradient - momentum_buffer)
+"""
+_WEIGHTS = """
+decay = tl.load(factors + number)
+rate = tl.load(factors + count + number)
+{weights} = {weights} * decay - rate * gradient
+"""
 # Output heads that are layers of the model itself.
 CLASSIFIERS = ("head", "classifier", "score", "fc")
 
@@ -111,8 +123,8 @@ class Muon(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def _fuses(self, parameter: Tensor) -> bool:
-        return False
+    def _fuses(self, group: Group, parameter: Tensor) -> bool:
+        return not self._streams(group, parameter) and super()._fuses(group, parameter)
 
     def _streams(self, group: Group, parameter: Tensor) -> bool:
         # All ranks must update the same matrices together, also if some shards are too small to be
@@ -122,13 +134,90 @@ class Muon(Optimizer):
     def _make_update(
         self, group: Group, parameters: Tensors, slots: Sequence[Slot], gradients: Tensors, how: How
     ) -> PreparedUpdate:
+        if how.fuses:
+            return FusedMuonUpdate(parameters, slots, how.storage, gradients).step
         offloaded = [is_offloaded(group, "states", p) for p in parameters]
         staging = self._staging_of(parameters[0].device) if how.streams else None
-        return MuonUpdate(parameters, slots, how.storage, staging, offloaded).step
+        return EagerMuonUpdate(parameters, slots, how.storage, staging, offloaded).step
 
 
-class MuonUpdate:
+class MuonUpdate(ABC):
     """Updates matrices of one dtype and device in rounds, so that few directions are in memory."""
+
+    def __init__(self, parameters: Tensors, slots: Sequence[Slot], storage: Storage) -> None:
+        self.parameters, self.slots, self.storage = parameters, slots, storage
+        self.rounds = list(_rounds(parameters))
+
+    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
+        for number, members in enumerate(self.rounds):
+            found = [gradients[i] for i in members]
+            directions = [
+                torch.empty(g.shape, dtype=torch.bfloat16, device=g.device) for g in found
+            ]
+            self._update_momentum(number, found, directions, group, control)
+            directions = self._orthogonalize(members, directions, group)
+            self._update_weights(number, directions, group, control)
+
+    @abstractmethod
+    def _update_momentum(
+        self, number: int, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
+    ) -> None:
+        """Update the momentum of a round, and write the directions."""
+
+    @abstractmethod
+    def _update_weights(
+        self, number: int, directions: Tensors, group: Group, control: Tensor
+    ) -> None:
+        """Update the weights of a round with orthogonal directions."""
+
+    def _orthogonalize(
+        self, members: Sequence[int], directions: Tensors, group: Group
+    ) -> list[Tensor]:
+        function = partial(
+            newton_schulz,
+            coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"],
+            eps=group["eps"],
+        )
+        whole = [
+            like_parameter(u, self.parameters[i]) for i, u in zip(members, directions, strict=True)
+        ]
+        return orthogonalize(whole, self.slots[members[0]].number, function)
+
+
+class FusedMuonUpdate(MuonUpdate):
+    """Launches two Triton kernels in a round: one for momentum, and one for weights."""
+
+    def __init__(
+        self, parameters: Tensors, slots: Sequence[Slot], storage: Storage, gradients: Tensors
+    ) -> None:
+        super().__init__(parameters, slots, storage)
+        self.kernels = [
+            self._prepare([slots[i] for i in members], [gradients[i] for i in members])
+            for members in self.rounds
+        ]
+
+    def _prepare(
+        self, slots: Sequence[Slot], gradients: Tensors
+    ) -> tuple[FusedUpdate, FusedUpdate]:
+        of_momentum, of_weights = _divide_storage(self.storage)
+        momentum = FusedUpdate(FUSED_MOMENTUM, slots, gradients, of_momentum)
+        directions = [g.new_empty(0, dtype=torch.bfloat16) for g in gradients]
+        return momentum, FusedUpdate(FUSED_WEIGHTS, slots, directions, of_weights, after=momentum)
+
+    def _update_momentum(
+        self, number: int, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
+    ) -> None:
+        self.kernels[number][0].step(gradients, group, control, directions)
+
+    def _update_weights(
+        self, number: int, directions: Tensors, group: Group, control: Tensor
+    ) -> None:
+        self.kernels[number][1].step([u.contiguous() for u in directions], group, control)
+
+
+class EagerMuonUpdate(MuonUpdate):
+    """Updates momentum and weights with PyTorch's operators, also states in host memory."""
 
     def __init__(
         self,
@@ -138,29 +227,30 @@ class MuonUpdate:
         staging: Staging | None,
         offloaded: Sequence[bool],
     ) -> None:
-        self.parameters, self.slots = parameters, slots
-        self.storage, self.staging, self.offloaded = storage, staging, offloaded
-        self.rounds = list(_rounds(parameters))
+        super().__init__(parameters, slots, storage)
+        self.staging, self.offloaded = staging, offloaded
         # The directions already contain the factor of the gradients.
         self.unscaled = torch.tensor([1.0, 0.0], device=parameters[0].device)
 
-    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        for members in self.rounds:
-            found = [gradients[i] for i in members]
-            directions = [
-                torch.empty(g.shape, dtype=torch.bfloat16, device=g.device) for g in found
-            ]
-            slots = [
-                replace(slot, parameter=u, states={MOMENTUM: slot.states[MOMENTUM]}, offloaded=None)
-                for slot, u in zip([self.slots[i] for i in members], directions, strict=True)
-            ]
-            self._run(members, slots, update_momentum, found, group, control)
-            found = self._orthogonalize(members, directions, group)
-            slots = [
-                replace(slot, states={k: x for k, x in slot.states.items() if k != MOMENTUM})
-                for slot in (self.slots[i] for i in members)
-            ]
-            self._run(members, slots, update_weights, found, group, self.unscaled)
+    def _update_momentum(
+        self, number: int, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
+    ) -> None:
+        members = self.rounds[number]
+        slots = [
+            replace(slot, parameter=u, states={MOMENTUM: slot.states[MOMENTUM]}, offloaded=None)
+            for slot, u in zip([self.slots[i] for i in members], directions, strict=True)
+        ]
+        self._run(members, slots, update_momentum, gradients, group, control)
+
+    def _update_weights(
+        self, number: int, directions: Tensors, group: Group, control: Tensor
+    ) -> None:
+        members = self.rounds[number]
+        slots = [
+            replace(slot, states={k: x for k, x in slot.states.items() if k != MOMENTUM})
+            for slot in (self.slots[i] for i in members)
+        ]
+        self._run(members, slots, update_weights, directions, group, self.unscaled)
 
     def _run(
         self,
@@ -185,20 +275,6 @@ class MuonUpdate:
             update = StreamedUpdate(some, found, self.storage, self.staging, rule)
             update.step(found, group, control)
             self.staging.join()
-
-    def _orthogonalize(
-        self, members: Sequence[int], directions: Tensors, group: Group
-    ) -> list[Tensor]:
-        function = partial(
-            newton_schulz,
-            coefficients=group["ns_coefficients"],
-            steps=group["ns_steps"],
-            eps=group["eps"],
-        )
-        whole = [
-            like_parameter(u, self.parameters[i]) for i, u in zip(members, directions, strict=True)
-        ]
-        return orthogonalize(whole, self.slots[members[0]].number, function)
 
 
 def _rounds(parameters: Tensors) -> Iterator[list[int]]:
@@ -226,21 +302,48 @@ def update_momentum(batch: Batch, gradient: Tensor) -> None:
 
 
 def update_weights(batch: Batch, direction: Tensor) -> None:
-    group, device = batch.group, direction.device
-    lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=device).reshape(())
-    ratios = [adjust_lr(group["adjust_lr_fn"], slot.shape) for slot in batch.slots]
-    rates = lr * torch.tensor(ratios, dtype=torch.float64, device=device)
-    decay = (1 - lr * group["weight_decay"]).float()
-    rates = batch.rows.repeat(rates.float())
-    batch.write({PARAMETER: batch.read_weights() * decay - rates * direction})
+    shapes = torch.tensor([slot.shape for slot in batch.slots], dtype=torch.float64)
+    found = factors(batch.group, batch.steps, shapes.to(direction.device))
+    decay, rate = (batch.rows.repeat(x) for x in found)
+    batch.write({PARAMETER: batch.read_weights() * decay - rate * direction})
 
 
-def adjust_lr(how: str | None, shape: Sequence[int]) -> float:
-    """Return the factor for `adjust_lr_fn` of `Muon`."""
-    rows, columns = shape
-    if how == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
+def factors(group: Group, steps: Tensor, shapes: Tensor) -> Tensor:
+    """Return 1 - lr·λ and lr·r of matrices with `shapes`, fp64 [n, 2], in fp32 [2, n]."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.to(shapes).reshape(())
+    rows, columns = shapes.unbind(1)
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        ratios = 0.2 * torch.maximum(rows, columns).sqrt()
+    else:
+        ratios = (rows / columns).clamp_min(1).sqrt()
+    return torch.stack([torch.ones_like(ratios) - lr * group["weight_decay"], lr * ratios]).float()
+
+
+@cache
+def _divide_storage(storage: Storage) -> tuple[Storage, Storage]:
+    """Return the storage of momentum alone, and the storage of weights alone."""
+    return replace(storage, weights="nearest"), replace(storage, moments={})
+
+
+# The same arithmetic as in `update_momentum` and `update_weights`, in fp32.
+FUSED_MOMENTUM = FusedRule(
+    "muon_momentum",
+    {
+        "complement": lambda group: 1 - float(group["momentum"]),
+        "share": lambda group: 1 - float(group["momentum"]) if group["nesterov"] else 0.0,
+    },
+    lambda group, steps, shapes: steps,
+    lambda writer: writer.add(_MOMENTUM),
+    result="direction",
+)
+FUSED_WEIGHTS = FusedRule(
+    "muon_weights",
+    {},
+    factors,
+    lambda writer: writer.add(_WEIGHTS, weights=writer.weights),
+)
 
 
 def split_parameters(

@@ -121,7 +121,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         batches: dict[Any, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             _check_can_be_updated(parameter)
-            fuses, streams = self._fuses(parameter), self._streams(group, parameter)
+            fuses, streams = self._fuses(group, parameter), self._streams(group, parameter)
             how = How(storage_of(group, parameter), fuses, streams)
             batches[parameter.dtype, parameter.device, how].append(parameter)
         for (_, device, how), batch in batches.items():
@@ -216,7 +216,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._prepared[key] = signature, tensors, prepared
         return prepared
 
-    def _fuses(self, parameter: Tensor) -> bool:
+    def _fuses(self, group: Group, parameter: Tensor) -> bool:
         device = parameter.device
         return hardware.why_no_triton_kernels(device) is None and local(parameter).is_contiguous()
 

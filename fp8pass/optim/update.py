@@ -1,13 +1,9 @@
-"""Updates of many parameters in vectorized PyTorch: the AdamW update, and parts of other updates.
+"""Elementwise updates of many parameters in vectorized PyTorch.
 
-Tests compare the Triton kernel with this reference.
-
-    w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
-    w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
-
-The arithmetic is in fp32 (paper COAT, appendix A). Where a parameter differs from its rounded
-master copy, the user has changed the parameter, and the update uses it. Parameters are concatenated
-to one matrix with one row for each group, so that small parameters share launches.
+Tests compare the Triton kernels with this reference. The arithmetic is in fp32 (paper COAT,
+appendix A). Where a parameter differs from its rounded master copy, the user has changed the
+parameter, and the update uses it. Parameters are concatenated to one matrix with one row for each
+group, so that small parameters share launches.
 """
 
 from __future__ import annotations
@@ -34,27 +30,10 @@ Tensors = Sequence[Tensor]
 # Gradients are multiplied by `control[0]`. A fused update does nothing if `control[1]` is not 0.
 # Callers of other updates must check it.
 PreparedUpdate = Callable[[Tensors, Group, Tensor], None]
-# Prevents a division by zero for elements whose gradients were all zero.
-SMALLEST_EPS = 2.0**-100
 
 
 def batch_size(device: torch.device) -> int:
     return CPU_BATCH if device.type == "cpu" else DEVICE_BATCH
-
-
-def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 1 - lr·λ, lr / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) at `steps` [n], in fp32 [n].
-
-    They are computed in fp64, without synchronizing the device.
-    """
-    steps = steps.double()
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    if isinstance(lr, Tensor):
-        lr = lr.to(steps).reshape(())
-    decay = torch.ones_like(steps) - lr * group["weight_decay"]
-    rate = lr / (1 - beta1**steps)
-    correction = (1 - beta2**steps).rsqrt()
-    return decay.float(), rate.float(), correction.float()
 
 
 @dataclass(frozen=True)
@@ -224,16 +203,3 @@ class Batch:
 
 # Updates a batch in place, given fp32 [R, G].
 Rule = Callable[[Batch, Tensor], None]
-
-
-def update_adamw(batch: Batch, gradient: Tensor) -> None:
-    """Update a batch by the formulas in the module's docstring."""
-    batch.count_step()
-    group = batch.group
-    decay, rate, correction = (batch.rows.repeat(x) for x in factors(group, batch.steps))
-    (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)
-    m = batch.read("exp_avg").lerp(gradient, 1 - beta1)
-    v = batch.read("exp_avg_sq") * beta2
-    v = v.addcmul(gradient, gradient, value=1 - beta2)
-    weights = batch.read_weights() * decay - rate * (m / (v.sqrt() * correction + eps))
-    batch.write({"exp_avg": m, "exp_avg_sq": v, PARAMETER: weights})

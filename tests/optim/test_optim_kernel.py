@@ -83,8 +83,8 @@ def assert_alike(got: AdamW, want: AdamW, dtype) -> None:
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
         torch.testing.assert_close(p, q, rtol=tolerance, atol=1e-5)
         assert got.state[p]["step"] == want.state[q]["step"]
-        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            a, b = (moment_values(o, number, name, signed) for o in (got, want))
+        for name in ("exp_avg", "exp_avg_sq"):
+            a, b = (moment_values(o, number, name) for o in (got, want))
             off = (a - b).abs() > 1e-4 * b.abs() + 1e-30
             # E5M2 has the coarsest step.
             assert ((a - b).abs() <= 0.3 * b.abs() + 0.01 * b.abs().amax()).all()
@@ -327,7 +327,9 @@ def test_nothing_is_prepared_twice(device, monkeypatch):
     made = []
     original = fused.FusedUpdate.__init__
     monkeypatch.setattr(
-        fused.FusedUpdate, "__init__", lambda *args: made.append(1) or original(*args)
+        fused.FusedUpdate,
+        "__init__",
+        lambda *args: made.append(1) or original(*args),
     )
     params = on(device, parameters(((40,), (50,))))
     rate = torch.tensor(0.1)
@@ -456,13 +458,27 @@ COMPILATION = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from fp8pass.optim.adamw import FUSED
 from fp8pass.optim.kernel import LAUNCH, kernel
 from fp8pass.optim.group_options import Storage
+from fp8pass.optim.muon import FUSED_MOMENTUM, FUSED_WEIGHTS, _divide_storage
 
-POINTERS = {"tables": "i64", "gradients": "i64", "sizes": "i64", "numbers": "i32",
+POINTERS = {"tables": "i64", "addresses": "i64", "sizes": "i64", "numbers": "i32",
             "parameter_of": "i32", "first_chunk": "i32"}
-NUMBERS = {"count": "i32", "seed": "i32", "complement1": "fp32", "beta2": "fp32",
-           "complement2": "fp32", "eps": "fp32", "ALIGNED": "constexpr"}
+NUMBERS = {"count": "i32", "seed": "i32", "ALIGNED": "constexpr"}
+
+def compile_kernel(rule, storage, aligned):
+    function = kernel(rule, storage, torch.bfloat16, torch.bfloat16)
+    numbers = NUMBERS | {name: "fp32" for name in rule.numbers}
+    signature = {
+        name: numbers.get(name) or "*" + POINTERS.get(name, "fp32") for name in function.arg_names
+    }
+    source = ASTSource(function, signature, {"ALIGNED": aligned})
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), dict(LAUNCH))
+    # Registers allow 12 programs on a multiprocessor; each uses 1 KiB of the shared 228 KiB.
+    assert compiled.metadata.shared <= 18432, (rule.name, storage, compiled.metadata.shared)
+    return compiled.asm["ptx"]
+
 for first, second, weights, state_rounding, group_size, aligned in [
     ("e4m3+expand", "e4m3+expand", "stochastic", "stochastic", 128, True),
     ("e5m2", "fp16", "fp16", "stochastic", 16, True),
@@ -473,19 +489,16 @@ for first, second, weights, state_rounding, group_size, aligned in [
 ]:
     storage = Storage.of({"first_moment": first, "second_moment": second, "weights": weights,
                           "group_size": group_size, "state_rounding": state_rounding})
-    function = kernel(storage, torch.bfloat16, torch.bfloat16)
-    signature = {
-        name: NUMBERS.get(name) or "*" + POINTERS.get(name, "fp32") for name in function.arg_names
-    }
-    source = ASTSource(function, signature, {"ALIGNED": aligned})
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), dict(LAUNCH))
-    # Registers allow 12 programs on a multiprocessor; each uses 1 KiB of the shared 228 KiB.
-    assert compiled.metadata.shared <= 18432, (first, compiled.metadata.shared)
-    ptx = compiled.asm["ptx"]
+    ptx = compile_kernel(FUSED, storage, aligned)
     # Two exchanges within four threads for each extreme of a group: the largest and the smallest
     # magnitude of an expanded moment, and the largest magnitude of an FP16 master copy.
     exchanges = ptx.count("shfl.sync.bfly") if aligned and group_size == 128 else None
     print(first, "cp.async.cg" in ptx, "lg2.approx.ftz" in ptx, exchanges)
+for weights in ("stochastic", "fp16"):
+    storage = Storage.of({"momentum_format": "e4m3+expand", "weights": weights, "group_size": 128})
+    for rule, part in zip((FUSED_MOMENTUM, FUSED_WEIGHTS), _divide_storage(storage)):
+        ptx = compile_kernel(rule, part, True)
+        print(rule.name, weights, "cp.async.cg" in ptx, ptx.count("shfl.sync.bfly"))
 """
 
 
@@ -509,5 +522,9 @@ def test_compiles_for_a_gpu(device, tmp_path):
         "de8+expand False True 4",
         "e4m3+expand True True 8",
         "de8+expand False True 6",
+        "muon_momentum stochastic True 4",
+        "muon_weights stochastic True 0",
+        "muon_momentum fp16 True 4",
+        "muon_weights fp16 True 2",
     ]
     assert found.stdout.splitlines() == lines
