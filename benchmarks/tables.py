@@ -74,7 +74,9 @@ RESULTS = {
 }
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "layer": layer_table,
+    "layer_block": layer_table,
     "moe": moe_table,
+    "moe_block": moe_table,
     "model": model_table,
     "distributed": distributed_table,
     "distributed_1b": distributed_table,
@@ -89,6 +91,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "stability_ranks": stability_ranks,
     "formats": formats_table,
     "kernels": kernels_table,
+    "kernels_block": kernels_table,
     "ablation": ablation_table,
     "gpt2": gpt2_table,
     "never_slower": never_slower_table,

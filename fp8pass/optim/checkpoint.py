@@ -29,7 +29,7 @@ from fp8pass.optim.group_options import (
     SMALLEST_GROUP,
     Storage,
     check_group,
-    is_signed,
+    format_of_state,
 )
 from fp8pass.optim.shards import DTensor, like_groups, like_parameter, local, shard_of
 from fp8pass.optim.slots import (
@@ -42,7 +42,7 @@ from fp8pass.optim.slots import (
     state_key,
     to_rows,
 )
-from fp8pass.optim.state_formats import PLAIN, Quantized, StateFormat, dequantize, moment_format
+from fp8pass.optim.state_formats import PLAIN, Quantized, StateFormat, dequantize
 from fp8pass.option_checks import ConfigError
 
 STATES = ("step", *MOMENTS, "master")
@@ -218,7 +218,7 @@ def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
             )
         return SavedState(data)
     try:
-        format = moment_format(key.removeprefix(f"{name}:"), signed=is_signed(name))
+        format = format_of_state(name, key.removeprefix(f"{name}:"))
     except ConfigError as error:
         raise ConfigError(f"The checkpoint cannot be loaded. {name}: {error}") from None
     parts = [state_key(name, format, part) for part in format.parts]

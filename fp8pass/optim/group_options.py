@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from fp8pass import graph
-from fp8pass.optim.state_formats import PLAIN, StateFormat, moment_format
+from fp8pass.optim.state_formats import (
+    ALL_FORMATS,
+    MOMENT_FORMATS,
+    PLAIN,
+    StateFormat,
+    moment_format,
+)
 from fp8pass.option_checks import ConfigError, check_choice, is_number, is_whole
 
 WEIGHTS = ("stochastic", "nearest", "fp32", "fp16")
@@ -118,14 +124,16 @@ def _make_storage(
     moments = {}
     for (option, state), name in zip(method.moments.items(), formats, strict=True):
         try:
-            moments[state] = moment_format(name, signed=is_signed(state))
+            moments[state] = format_of_state(state, name)
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from None
     return Storage(method, moments, weights, group_size, state_rounding)
 
 
-def is_signed(state: str) -> bool:
-    return state != "exp_avg_sq"
+def format_of_state(state: str, name: str) -> StateFormat:
+    """Raises ConfigError if states of this name cannot have the format `name`."""
+    choices = ALL_FORMATS if state == "momentum_buffer" else MOMENT_FORMATS
+    return moment_format(name, signed=state != "exp_avg_sq", choices=choices)
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:

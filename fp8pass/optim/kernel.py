@@ -38,6 +38,7 @@ GRADIENT = "gradient"
 _PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _TYPES = {x: f"tl.{x}".replace("torch.", "") for x in _PLAIN_TYPES}
 _TYPES |= {torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5"}
+_TYPES |= {torch.int8: "tl.int8"}
 
 
 class Axes(NamedTuple):
@@ -305,6 +306,11 @@ for bit in tl.static_range(8):
 # Adds the sign bit of a float code to the bits of its magnitude.
 _SIGNED = "{x}_code = {x}_code | to_bits({x}) >> {down} & {sign}"
 
+_INTEGER = """
+{x}_code = {x}_code >> {shift}
+{x}_code = tl.where({x} < 0, -{x}_code, {x}_code)
+"""
+
 _DECODE = "{x} = {code}.to({dtype}, bitcast=True).to(tl.float32) * {x}_scale{each_row}"
 
 # Where the parameter differs from the rounded master copy, the user has changed the parameter.
@@ -506,6 +512,10 @@ class UpdateWriter:
         rounding = f"add_noise({magnitude}, {self._bits(x)}" if x in self.rounded else ""
         rounding = rounding or f"add_half({magnitude}"
         self.lines.append(f"{x}_code = {rounding}, {factor!r}, {shift})")
+        if format.dtype == torch.int8:
+            self.add(_INTEGER, x=x, shift=shift)
+            self._store(x, f"{x}_code.to(tl.int8)", format.storage_dtype, bitcast=True)
+            return
         if format.signed:
             sign = shift + 8 * format.dtype.itemsize - 1
             self.add(_SIGNED, x=x, down=31 - sign, sign=1 << sign)

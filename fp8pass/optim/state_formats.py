@@ -58,7 +58,7 @@ class StateFormat:
     max: float = math.inf  # largest code; infinite if values are stored directly
     min: float = 0.0  # smallest positive code
     signed: bool = True  # whether the state has negative values
-    mantissa: int = 0  # stored mantissa bits; 0 if codes are not floats
+    mantissa: int = 0  # bits of the magnitude below the exponent; 0 if codes are indices
     expands: bool = False  # whether Dynamic Range Expansion is used
     values: tuple[float, ...] = ()  # values of all codes, ascending; () if PyTorch has a dtype
 
@@ -129,18 +129,24 @@ _GROUPED = {
     "e5m2": _make_float_format(E5M2),
     "fp16": StateFormat("fp16", torch.float16, 65504.0, 2.0**-24, mantissa=10),
     "de8": StateFormat("de8", torch.uint8, 1.0),
+    "int8": StateFormat("int8", torch.int8, 127.0, 1.0, mantissa=7),
 }
 # FP16's range is wide enough for any group.
 EXPANDABLE = ("e4m3", "e5m2", "de8")
-MOMENT_FORMATS = (*_GROUPED, *(f"{name}{EXPAND}" for name in EXPANDABLE), *PLAIN)
+ALL_FORMATS = (*_GROUPED, *(f"{name}{EXPAND}" for name in EXPANDABLE), *PLAIN)
+# AdamW divides moments elementwise, so small elements need small errors. The errors of `int8` are
+# equal for all elements of a group.
+MOMENT_FORMATS = tuple(name for name in ALL_FORMATS if name != "int8")
 
 
 @cache
-def moment_format(name: str, *, signed: bool) -> StateFormat:
-    """Raises ConfigError if the format is unknown."""
-    if name not in MOMENT_FORMATS:
-        listed = ", ".join(map(repr, MOMENT_FORMATS))
-        raise ConfigError(f"{unknown('format', name, MOMENT_FORMATS)} Formats: {listed}.")
+def moment_format(
+    name: str, *, signed: bool, choices: tuple[str, ...] = MOMENT_FORMATS
+) -> StateFormat:
+    """Raises ConfigError if the format is not among `choices`."""
+    if name not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ConfigError(f"{unknown('format', name, choices)} Formats: {listed}.")
     if name in PLAIN:
         return PLAIN[name]
     base = _GROUPED[name.removesuffix(EXPAND)]
@@ -255,4 +261,6 @@ def _round_to_codes(x: Tensor, format: StateFormat, bits: Tensor | None) -> Tens
         # The noise has as many bits as rounding removes from fp32's mantissa, so the sum is exact.
         noise = uniform(bits, 23 - format.mantissa)
         x = ((magnitude / step + noise).floor() * step).copysign(x)
+    elif format.dtype == torch.int8:
+        x = x.round()
     return x.clamp(-format.max, format.max).to(format.dtype).view(format.storage_dtype)

@@ -16,7 +16,7 @@ import fp8pass
 from fp8pass.optim import AdamW, Muon, muon, offload
 from fp8pass.optim.group_options import STATE_ROUNDINGS, WEIGHTS
 from fp8pass.optim.newton_schulz import newton_schulz
-from fp8pass.optim.state_formats import MOMENT_FORMATS
+from fp8pass.optim.state_formats import ALL_FORMATS
 
 MATRICES = ((3, 5), (16, 8), (8, 16), (33, 128), (2, 129))
 EXACT = {"momentum_format": "fp32"}
@@ -62,7 +62,7 @@ def test_singular_values_become_about_one(shape):
     assert (values > 0.6).double().mean() > 0.9
 
 
-@pytest.mark.parametrize("name", MOMENT_FORMATS)
+@pytest.mark.parametrize("name", ALL_FORMATS)
 @pytest.mark.parametrize("rounding", STATE_ROUNDINGS)
 def test_momentum_in_any_format_is_near_fp32(name, rounding):
     ours, theirs = parameters(MATRICES), parameters(MATRICES)

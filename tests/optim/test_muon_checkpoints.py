@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.state_dict import (
 import fp8pass
 from fp8pass.optim import AdamW, Muon
 from fp8pass.optim.group_options import WEIGHTS
-from fp8pass.optim.state_formats import MOMENT_FORMATS
+from fp8pass.optim.state_formats import ALL_FORMATS
 
 MATRICES = ((3, 5), (16, 8), (33, 128))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("name", MOMENT_FORMATS)
+@pytest.mark.parametrize("name", ALL_FORMATS)
 def test_resuming_is_bit_exact(name, weights):
     options = {"momentum_format": name, "weights": weights}
     straight, params = (parameters(MATRICES, torch.bfloat16) for _ in range(2))

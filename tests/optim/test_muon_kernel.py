@@ -12,7 +12,7 @@ from torch import nn
 from fp8pass import hardware
 from fp8pass.optim import Muon, fused, kernel, muon
 from fp8pass.optim.group_options import WEIGHTS
-from fp8pass.optim.state_formats import MOMENT_FORMATS
+from fp8pass.optim.state_formats import ALL_FORMATS
 
 pytest.importorskip("triton")
 
@@ -86,7 +86,7 @@ def assert_alike(got: Muon, want: Muon, dtype: torch.dtype) -> None:
 
 @pytest.mark.long
 @pytest.mark.drawn(4)
-@pytest.mark.parametrize("name", MOMENT_FORMATS)
+@pytest.mark.parametrize("name", ALL_FORMATS)
 def test_every_format(device, monkeypatch, name):
     options = {"momentum_format": name, "lr": 0.01}
     assert_alike(*train_both(device, monkeypatch, torch.bfloat16, **options), torch.bfloat16)

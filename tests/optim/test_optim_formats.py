@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fp8pass.optim import PRESETS, AdamW
 from fp8pass.optim.group_options import STATE_ROUNDINGS
 from fp8pass.optim.state_formats import (
+    ALL_FORMATS,
     MAX_POWER,
     MIN_POWER,
     MOMENT_FORMATS,
@@ -78,6 +79,23 @@ def test_errors_are_bounded_by_the_format(name, signed, data):
     assert (error <= bound.reshape(-1, 1) + 1e-4)[upper].all()
     # The error of other values is at most the smallest value in the upper half.
     assert ((y - x).abs() <= middle.unsqueeze(-1) * 1.1)[~upper].all()
+
+
+@given(rows(signed=True), st.integers(0, 2**31 - 1))
+def test_errors_of_int8_are_equal_for_all_elements_of_a_group(x, seed):
+    """At most half a step to nearest, and less than a step stochastically, without a bias."""
+    format = moment_format("int8", signed=True, choices=ALL_FORMATS)
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(1 << 31), 1 << 31, (64, *x.shape), generator=generator).int()
+    nearest, stochastic = quantize(x, format), quantize(x, format, bits[0])
+    step = nearest.scale.float().unsqueeze(-1)
+    assert torch.equal(nearest.scale, stochastic.scale)
+    assert (nearest.data.view(torch.int8) > -128).all()
+    error = (dequantize(nearest, format) - x).abs()
+    assert (error <= 0.5001 * step).all()
+    found = torch.stack([dequantize(quantize(x, format, each), format) for each in bits])
+    assert ((found - x).abs() <= 1.0001 * step).all()
+    assert ((found.mean(0) - x).abs() <= 5 * 0.5 * step / 64**0.5 + 1e-4 * step).all()
 
 
 @pytest.mark.parametrize("signed", [True, False])

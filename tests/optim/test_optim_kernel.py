@@ -494,11 +494,11 @@ for first, second, weights, state_rounding, group_size, aligned in [
     # magnitude of an expanded moment, and the largest magnitude of an FP16 master copy.
     exchanges = ptx.count("shfl.sync.bfly") if aligned and group_size == 128 else None
     print(first, "cp.async.cg" in ptx, "lg2.approx.ftz" in ptx, exchanges)
-for weights in ("stochastic", "fp16"):
-    storage = Storage.of({"momentum_format": "e4m3+expand", "weights": weights, "group_size": 128})
+for name, weights in [("e4m3+expand", "stochastic"), ("int8", "fp16")]:
+    storage = Storage.of({"momentum_format": name, "weights": weights, "group_size": 128})
     for rule, part in zip((FUSED_MOMENTUM, FUSED_WEIGHTS), _divide_storage(storage)):
         ptx = compile_kernel(rule, part, True)
-        print(rule.name, weights, "cp.async.cg" in ptx, ptx.count("shfl.sync.bfly"))
+        print(rule.name, name, weights, "cp.async.cg" in ptx, ptx.count("shfl.sync.bfly"))
 """
 
 
@@ -522,9 +522,9 @@ def test_compiles_for_a_gpu(device, tmp_path):
         "de8+expand False True 4",
         "e4m3+expand True True 8",
         "de8+expand False True 6",
-        "muon_momentum stochastic True 4",
-        "muon_weights stochastic True 0",
-        "muon_momentum fp16 True 4",
-        "muon_weights fp16 True 2",
+        "muon_momentum e4m3+expand stochastic True 4",
+        "muon_weights e4m3+expand stochastic True 0",
+        "muon_momentum int8 fp16 True 2",
+        "muon_weights int8 fp16 True 2",
     ]
     assert found.stdout.splitlines() == lines
