@@ -5,7 +5,7 @@
     python benchmarks/quality.py lengths               fast accumulation over 8,192 tokens
     python benchmarks/quality.py rates                 recipes at rising learning rates
     python benchmarks/quality.py mantissa              simulated formats at high learning rates
-    python benchmarks/quality.py muon                  Muon with momentum in FP32 and in FP8
+    python benchmarks/quality.py muon                  Muon with momentum in FP32 and in 8 bits
     python benchmarks/quality.py large                 352M parameters, 300M tokens, on four GPUs
     python benchmarks/quality.py convergence           a Llama of 51M, on the standard library
     python benchmarks/quality.py experts               a mixture of experts of 97M, likewise
@@ -79,7 +79,8 @@ class Variant:
         options: options of fp8pass; None does not use fp8pass.
         torchao: float8 recipe of torchao; '' does not use torchao.
         optimizer: options of fp8pass's optimizers; None uses PyTorch's, with FP32 states.
-        muon: whether Muon trains the matrices of hidden layers.
+        muon: Muon trains the matrices of hidden layers: `torch.optim.Muon` if this is `torch`, else
+            fp8pass's with this format of the momentum. If it is empty, AdamW trains them.
         ranks: number of GPUs that share a batch under FSDP2. fp8pass sends 8 bits (`compress`).
     """
 
@@ -87,7 +88,7 @@ class Variant:
     torchao: str = ""
     optimizer: dict[str, Any] | None = None
     ranks: int = 1
-    muon: bool = False
+    muon: str = ""
 
 
 BASELINE = "BF16"
@@ -128,9 +129,12 @@ SIMULATED = {name.upper(): Variant({"simulate": name}) for name in ("e8m5", "e8m
 FOUR_RANKS = "BF16, 4 ranks"
 # The first one is the baseline.
 MUON = {
-    "BF16, torch Muon": Variant(muon=True),
-    "BF16, Muon, FP8 momentum": Variant(optimizer=FP8_STATES, muon=True),
-    "coat, Muon, FP8 momentum": Variant({"recipe": "coat"}, optimizer=FP8_STATES, muon=True),
+    "BF16, torch Muon": Variant(muon="torch"),
+    **{
+        f"BF16, Muon, {name}": Variant(optimizer=FP8_STATES, muon=name)
+        for name in ("e4m3", "e4m3+expand", "int8")
+    },
+    "coat, Muon, int8": Variant({"recipe": "coat"}, optimizer=FP8_STATES, muon="int8"),
 }
 VARIANTS |= MUON | ACCUMULATION | SIMULATED | {FOUR_RANKS: Variant(ranks=4)}
 VARIANTS[FAST_UP_TO_8192] = Variant({"longest_fast": 8192})
@@ -329,6 +333,8 @@ class Trainer:
         fused = {"fused": True} if module is torch.optim and self.device.type == "cuda" else {}
         found = [module.AdamW(groups, rate, (0.9, 0.95), **fused, **options)]
         if hidden:  # with this option, learning rates of AdamW fit
+            if self.variant.muon != "torch":
+                options = {**options, "momentum_format": self.variant.muon}
             found.append(module.Muon(hidden, rate, adjust_lr_fn="match_rms_adamw", **options))
         return found
 

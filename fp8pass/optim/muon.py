@@ -73,8 +73,8 @@ class Muon(Optimizer):
         adjust_lr_fn: factor of the learning rate for a matrix [M, N]. `original` (also None) is
             max(1, M / N)^½. `match_rms_adamw` is 0.2 max(M, N)^½ ("Muon is Scalable for LLM
             Training", section 2.2), for learning rates that were tuned for AdamW.
-        momentum_format: `e4m3`, `e5m2` or `de8` (8-bit dynamic exponent), each also with `+expand`;
-            `fp16`, `bf16`, `fp32`.
+        momentum_format: `int8`, or `e4m3`, `e5m2` or `de8` (8-bit dynamic exponent), each also with
+            `+expand`; `fp16`, `bf16`, `fp32`.
         weights: how 16-bit parameters receive small updates, as in `AdamW`.
         state_rounding: rounding of momentum and FP16 master copies, `stochastic` or `nearest`.
         group_size: number of consecutive elements that share a scale, a power of two.
