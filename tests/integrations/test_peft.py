@@ -85,3 +85,97 @@ def test_gradient_checkpointing():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     got = gradients(model, torch.compile(model, backend=fp8pass.backend(COAT_EAGER)))
     assert all(relative(a, b) < 0.25 for a, b in zip(got, want, strict=True))
+
+
+def adapted_experts(*, rank: int = 8, quantize: bool = True, **options) -> nn.Module:
+    """Return a Qwen3-MoE with adapters on attention and on the stacked weights of experts."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=128,
+        moe_intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_cache=False,
+    )
+    base = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    base.set_experts_implementation("grouped_mm")
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = peft.LoraConfig(
+        r=rank, target_modules=["q_proj"], target_parameters=parameters, **options
+    )
+    model = peft.get_peft_model(base, lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return fp8pass.quantize_frozen(model) if quantize else model
+
+
+def prepared(**options) -> nn.Module:
+    from fp8pass.integrations.peft import prepare_experts
+
+    return prepare_experts(adapted_experts(**options))
+
+
+def test_prepared_experts_compute_the_same_without_compilation():
+    model = adapted_experts(quantize=False)
+    want = gradients(model, model)
+    model = prepared(quantize=False)
+    got = gradients(model, model)
+    assert len(got) == len(want) == 6
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_gradients_of_adapters_of_experts(quantize):
+    """In one graph, compared with PEFT's own forward in FP32."""
+    model = adapted_experts(quantize=False).float()
+    want = gradients(model, model)
+    model = prepared(quantize=quantize)
+    torch._dynamo.reset()
+    backend = fp8pass.backend(COAT_EAGER)
+    got = gradients(model, torch.compile(model, backend=backend, fullgraph=True))
+    for a, b in zip(got, want, strict=True):
+        assert relative(a, b) < 0.35
+
+
+def test_experts_with_several_adapters_saved_and_switched(tmp_path):
+    model = prepared()
+    model.add_adapter("other", model.peft_config["default"])
+    from fp8pass.integrations.peft import prepare_experts
+
+    prepare_experts(model)
+    model.compile(backend=fp8pass.backend(COAT_EAGER))
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    first = model(**inputs).loss
+    first.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad / parameter.grad.norm()
+    trained = model(**inputs).loss
+    assert trained < first
+    model.set_adapter("other")
+    assert model(**inputs).loss != trained
+    with model.disable_adapter():
+        alone = model(**inputs).loss
+    assert alone != trained
+    model.save_pretrained(tmp_path, selected_adapters=["default"])
+    copy = prepared()
+    copy.load_adapter(tmp_path, "saved")
+    copy.set_adapter("saved")
+    copy.compile(backend=fp8pass.backend(COAT_EAGER))
+    torch.testing.assert_close(copy(**inputs).loss, trained, rtol=1e-3, atol=0.0)
+
+
+def test_models_without_adapters_of_experts_are_refused():
+    from fp8pass.integrations.peft import prepare_experts
+
+    with pytest.raises(fp8pass.ConfigError, match="target_parameters"):
+        prepare_experts(adapted())
