@@ -3,6 +3,7 @@
     python benchmarks/lora.py speed                        all that is not in the results yet
     python benchmarks/lora.py speed --variants "fp8pass, frozen in codes"
     python benchmarks/lora.py losses                       a small model, 1,500 steps
+    python benchmarks/lora.py experts                      a mixture of experts of 30B
     python benchmarks/lora.py speed --tiny --out x.json    small models, on the CPU too
 
 Adapters have rank 16 and compute the same values as PEFT's adapters without dropout. The model has
@@ -13,6 +14,9 @@ With fp8pass, the head and the loss are compiled as one module, in chunks of tok
 runs in a separate process. Measured: tokens per second, by the median of the steps after the first
 few; the memory peak of these steps, which is unknown with CUDA graphs; bytes of all weights; the
 last loss.
+
+`experts` does the same with a Qwen3-30B-A3B, whose stacked experts have adapters, too. In BF16 the
+model needs more memory than a GPU of 80 GB has, so 8 of its 48 layers are compared.
 
 `losses` trains the model of 51M parameters of `quality.py convergence` on the source of Python's
 standard library, in BF16. Every variant then adapts the model to PyTorch's source, under autocast.
@@ -46,7 +50,7 @@ from model import (
     train,
 )
 from report import add_result, print_rows, record_parser, resume
-from tables_models import lora_table
+from tables_models import lora_experts_table, lora_table
 from tables_runs import lora_losses_table
 from torch import Tensor, nn
 
@@ -149,6 +153,120 @@ def speed(args: argparse.Namespace) -> None:
     print_rows("LoRA, 7B", lora_table(record))
 
 
+# --- experts ------------------------------------------------------------------------------------
+
+QWEN3_MOE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+TINY_MOE = QWEN3_MOE | {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+FEW_LAYERS, ALL_LAYERS = 8, 48
+# Layers of each variant.
+EXPERT_VARIANTS = {
+    f"{BASELINE}, {FEW_LAYERS} layers": FEW_LAYERS,
+    f"{FROZEN}, {FEW_LAYERS} layers": FEW_LAYERS,
+    f"{FROZEN}, {ALL_LAYERS} layers": ALL_LAYERS,
+}
+
+
+class ExpertLoRA(nn.Module):
+    """Stacked experts with adapters, which compute the same as PEFT's `target_parameters`."""
+
+    NAMES = ("gate_up_proj", "down_proj")
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+        for name in self.NAMES:
+            weight = base.get_parameter(name)
+            nn.init.normal_(weight, std=0.02)
+            experts, rows, columns = weight.shape
+            a = weight.new_empty(experts, RANK, columns).normal_(std=columns**-0.5)
+            self.a[name] = nn.Parameter(a)
+            self.b[name] = nn.Parameter(weight.new_zeros(experts, rows, RANK))
+
+    def forward(self, *args: Any) -> Tensor:
+        adapted = {
+            name: torch.baddbmm(
+                getattr(self.base, name), self.b[name], self.a[name], alpha=ALPHA / RANK
+            )
+            for name in self.NAMES
+        }
+        return torch.func.functional_call(self.base, adapted, args)
+
+
+def new_moe(layers: int, shape: dict[str, Any], device: torch.device, *, quantize: bool) -> Any:
+    """Return a Qwen3-MoE with adapters. Each layer is quantized before the next one is created."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
+
+    config = qwen3.Qwen3MoeConfig(**shape, num_hidden_layers=0, use_cache=False)
+    config._experts_implementation = "grouped_mm"
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        model = qwen3.Qwen3MoeForCausalLM(config)
+        model.requires_grad_(False)
+        for i in range(layers):
+            layer: Any = qwen3.Qwen3MoeDecoderLayer(config, i)
+            layer.requires_grad_(False)
+            add_lora(layer, layer.self_attn)
+            with torch.no_grad():
+                layer.mlp.experts = ExpertLoRA(layer.mlp.experts)
+            model.model.layers.append(fp8pass.quantize_frozen(layer) if quantize else layer)
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def measure_experts(
+    variant: str, shape: dict[str, Any], tokens: int, device: torch.device
+) -> dict[str, Any]:
+    """Train adapters of a mixture of experts. Return the fields of a result."""
+    torch.manual_seed(0)
+    layers = EXPERT_VARIANTS[variant]
+    moe = new_moe(layers, shape, device, quantize=variant.startswith(FROZEN))
+    trained = [p for p in moe.parameters() if p.requires_grad]
+    moe.model.embed_tokens.register_forward_hook(lambda *args: args[-1].requires_grad_())
+    weight_bytes = sum(map(bytes_of, moe.parameters()))
+    model: Any
+    if variant.startswith(BASELINE):
+        model = compile_blocks(moe, torch.compile)  # type: ignore[arg-type]
+    else:
+        model = LossOnly(moe, with_fp8pass(), with_fp8pass(head_chunks=HEAD_CHUNKS))
+    optimizer = torch.optim.AdamW(trained, LEARNING_RATE, fused=True)
+    ids = torch.randint(shape["vocab_size"], (1, tokens), device=device)
+    return {**train(model, optimizer, ids), "weight_bytes": weight_bytes, "layers": layers}
+
+
+def experts(args: argparse.Namespace) -> None:
+    """Measure time and memory of adapters of experts."""
+    shape, tokens = (TINY_MOE, 128) if args.tiny else (QWEN3_MOE, LLAMA.seq)
+    if args.child:
+        print_result(partial(measure_experts, args.child, shape, tokens))
+        return
+    settings = {"model": shape, "tokens": tokens, "rank": RANK, "warm_up": WARM_UP, "timed": TIMED}
+    path = args.out or Path(__file__).parent / "results/lora_experts.json"
+    record = resume(path, settings, again=args.again)
+    command = [__file__, "experts", *(["--tiny"] if args.tiny else [])]
+    measure_each(record, path, args.variants or EXPERT_VARIANTS, command)
+    print_rows("LoRA, experts", lora_experts_table(record))
+
+
 # --- losses -------------------------------------------------------------------------------------
 
 
@@ -195,12 +313,13 @@ def losses(args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the command line."""
     parser = record_parser(__doc__)
-    parser.add_argument("what", choices=("speed", "losses"))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS)
+    parser.add_argument("what", choices=("speed", "losses", "experts"))
+    names = {*VARIANTS, *EXPERT_VARIANTS}
+    parser.add_argument("--variants", nargs="+", choices=names)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="seeds of `losses`")
-    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    {"speed": speed, "losses": losses}[args.what](args)
+    {"speed": speed, "losses": losses, "experts": experts}[args.what](args)
 
 
 if __name__ == "__main__":

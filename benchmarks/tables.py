@@ -44,6 +44,7 @@ from tables_models import (
     depths_table,
     distributed_table,
     formats_table,
+    lora_experts_table,
     lora_table,
     model_table,
 )
@@ -97,6 +98,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "never_slower": never_slower_table,
     "model_8b": model_table,
     "lora": lora_table,
+    "lora_experts": lora_experts_table,
     "lora_losses": lora_losses_table,
     "accumulation": accumulation_table,
     "quality": quality_table,

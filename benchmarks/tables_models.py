@@ -121,6 +121,19 @@ def lora_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def lora_experts_table(data: dict[str, Any]) -> list[list[str]]:
+    """Return speed and memory of training adapters of experts."""
+    rows = [["", "tokens/s", "peak GiB", "weights GiB", "loss"]]
+    for r in data["results"]:
+        if r["error"]:
+            rows.append([r["variant"], r["error"].split(".")[0], *[""] * 3])
+            continue
+        peak, weights = (f"{(r[x] or 0) / 2**30:.1f}" for x in ("peak_bytes", "weight_bytes"))
+        speed = f"{r['tokens_per_second']:,.0f}"
+        rows.append([r["variant"], speed, peak, weights, f"{r['loss']:.4f}"])
+    return rows
+
+
 def formats_table(data: dict[str, Any]) -> list[list[str]]:
     """Return errors of all formats in groups of 128, E2M1 of 4.25 bits, and E4M3 in all groups."""
     names = list(data["results"][0]["errors"])

@@ -132,17 +132,44 @@ def test_prepared_experts_compute_the_same_without_compilation():
         assert torch.equal(a, b)
 
 
+BESIDE = [
+    {},
+    {"recipe": "agoq"},
+    {"recipe": "block"},
+    {"memory_budget": 0.5},
+    {"return_logits": False},
+    {"fp8_gemms": "where_faster"},
+]
+
+
+@pytest.mark.long
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("quantize", [False, True])
-def test_gradients_of_adapters_of_experts(quantize):
-    """In one graph, compared with PEFT's own forward in FP32."""
+@pytest.mark.parametrize("options", BESIDE, ids=str)
+@pytest.mark.parametrize("way", ["plain", "autocast", "checkpointing"])
+def test_gradients_of_adapters_of_experts(options, quantize, way):
+    """Compared with PEFT's own forward in FP32."""
+    if way == "checkpointing" and "memory_budget" in options:
+        pytest.skip("checkpointing leaves too little for a budget to divide")
     model = adapted_experts(quantize=False).float()
     want = gradients(model, model)
     model = prepared(quantize=quantize)
+    if way == "checkpointing":
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     torch._dynamo.reset()
-    backend = fp8pass.backend(COAT_EAGER)
-    got = gradients(model, torch.compile(model, backend=backend, fullgraph=True))
+    options = {"compiler": "eager", "fp8_gemms": "all", **options}
+    program = torch.compile(model, backend="fp8pass", options=options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        got = gradients(model, program)
     for a, b in zip(got, want, strict=True):
         assert relative(a, b) < 0.35
+
+
+def test_models_with_adapters_of_experts_are_one_graph():
+    program = torch.compile(prepared(), backend=fp8pass.backend(COAT_EAGER), fullgraph=True)
+    torch._dynamo.reset()
+    assert program(input_ids=tokens(), labels=tokens()).loss.isfinite()
 
 
 def test_experts_with_several_adapters_saved_and_switched(tmp_path):
