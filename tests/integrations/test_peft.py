@@ -73,6 +73,32 @@ def test_training_saving_and_resuming(tmp_path):
     assert ids.shape == (1, 8)
 
 
+@pytest.mark.parametrize("recipe", ["coat", "block"])
+def test_packed_sequences_are_trained_like_separate_ones(recipe):
+    """Positions start again with each sequence, and there is no attention mask (padding-free)."""
+    model = adapted()
+    sequences = [tokens(1, length) for length in (24, 40)]
+    predicted = sum(x.shape[1] - 1 for x in sequences)
+    for x in sequences:
+        loss = model(input_ids=x, labels=x).loss * (x.shape[1] - 1) / predicted
+        loss.backward()
+    want = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    batch = {
+        "input_ids": torch.cat(sequences, 1),
+        "position_ids": torch.cat([torch.arange(x.shape[1]) for x in sequences])[None],
+        "labels": torch.cat([x.index_fill(1, torch.tensor([0]), -100) for x in sequences], 1),
+    }
+    options = {"recipe": recipe, "compiler": "eager", "fp8_gemms": "all"}
+    torch._dynamo.reset()
+    torch.compile(model, backend="fp8pass", options=options, fullgraph=True)(
+        **batch
+    ).loss.backward()
+    got = [p.grad for p in model.parameters() if p.grad is not None]
+    for a, b in zip(got, want, strict=True):
+        assert relative(a, b) < 0.25
+
+
 def test_merging_is_refused():
     with pytest.raises(RuntimeError, match="adapters"):
         adapted().merge_and_unload()
