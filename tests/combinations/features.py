@@ -6,12 +6,13 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from training import CHANGE, Feature, Training
+from training import CHANGE, SIZE, Feature, Training
 from ways import FSDP, WAYS
 
 import fp8pass
@@ -33,6 +34,12 @@ class Option(Feature):
 
     def configure(self, t: Training) -> None:
         t.options |= self.options
+
+
+class Blocks(Option):
+    """Blocks of 128 elements, also in layers that two ranks share."""
+
+    size = replace(SIZE, dim=256, ffn=512, peak_lr=2e-3)
 
 
 class OnGpu(Feature):
@@ -394,6 +401,7 @@ FEATURES: tuple[Feature, ...] = (
     Option("recipe agoq", "recipe", recipe="agoq"),
     Option("recipe exact", "recipe", recipe="exact"),
     Option("recipe mxfp8", "recipe", recipe="mxfp8"),
+    Blocks("recipe block", "recipe", recipe="block", fp8_gemms="all"),
     Option("memory budget", "budget", memory_budget=0.5),
     OffloadedActivations("activations in host memory"),
     Option("head in chunks", head_chunks=2),

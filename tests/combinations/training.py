@@ -38,11 +38,13 @@ class Feature:
         one_of: a choice that a training makes once. Features of the same choice are alternatives
             and not a pair.
         ranks: how many ranks the feature needs.
+        size: the size of the decoder, if the feature needs a larger one.
     """
 
     ours = False
     one_of = ""
     ranks = 1
+    size = SIZE
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -154,6 +156,7 @@ class Training:
 
     Attributes:
         options: the options of fp8pass.
+        size: the size of the decoder.
         dtype: the dtype of the weights.
         autocast: the dtype of autocast, or None without autocast.
         param_dtype: the dtype that FSDP2 gathers weights in, or None for the dtype of the weights.
@@ -174,6 +177,7 @@ class Training:
     features: tuple[Feature, ...]
     plain: bool
     options: dict[str, Any] = field(default_factory=dict)
+    size: Size = SIZE
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     param_dtype: torch.dtype | None = None
@@ -192,6 +196,7 @@ class Training:
 
     def run(self) -> Training:
         """Train."""
+        self.size = max((f.size for f in self.features), key=lambda size: size.dim)
         if self.plain:
             self.features = tuple(f for f in self.features if not f.ours)
         with self.patches:
@@ -216,7 +221,7 @@ class Training:
         rank = dist.get_rank() if self.way.ranks > 1 else 0
         self.batches = batches_of(self.accumulate, rank // self.way.ranks_per_batch)
         torch.manual_seed(0)
-        self.model: nn.Module = Decoder(SIZE).to(self.dtype)
+        self.model: nn.Module = Decoder(self.size).to(self.dtype)
         self.outer: nn.Module = self.model
         self._each("change_model")
         self.initial = weights_of(self.model)
@@ -268,7 +273,7 @@ class Training:
         matrices, others = self._split(p for p in self.model.parameters() if p.requires_grad)
         theirs = self.plain or self.optimizer_options is None
         module, ours = (torch.optim, {}) if theirs else (fp8pass.optim, self.optimizer_options)
-        adamw = module.AdamW(others, SIZE.peak_lr, (0.9, 0.95), **ours)
+        adamw = module.AdamW(others, self.size.peak_lr, (0.9, 0.95), **ours)
         if not matrices:
             return [adamw]
         if theirs and self.way.shards:  # PyTorch's Muon takes minutes for DTensors
@@ -415,7 +420,7 @@ def _check_gradients(t: Training, outcome: Outcome) -> None:
 
 def _exact_gradients(t: Training, step: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of a step on all ranks, in eager PyTorch and FP32."""
-    model = Decoder(SIZE)
+    model = Decoder(t.size)
     model.load_state_dict(weights)
     shares = range(t.way.ranks // t.way.ranks_per_batch)
     batch = torch.cat([x for share in shares for x in batches_of(t.accumulate, share)[step]])
@@ -430,7 +435,7 @@ def _relative(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
 
 def _check_saved(t: Training, weights: dict[str, Tensor], outcome: Outcome) -> None:
     """Check that a new model with the saved weights has the loss of the trained model."""
-    fresh = Decoder(SIZE).to(t.dtype)
+    fresh = Decoder(t.size).to(t.dtype)
     fresh.load_state_dict(weights)
     (batch,) = batches_of(1)[0]
     mine = t.way.evaluate(t, batch)

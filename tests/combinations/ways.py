@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from training import SIZE, Training, Way
+from training import Training, Way
 
 import fp8pass
 
@@ -201,7 +201,7 @@ class Pipeline(Distributed):
         batch = t.batches[0][0][:, :-1].contiguous()
         if self._index == 0:
             return batch
-        return torch.randn(*batch.shape, SIZE.dim, dtype=t.dtype, requires_grad=True)
+        return torch.randn(*batch.shape, t.size.dim, dtype=t.dtype, requires_grad=True)
 
     def use_tool(self, t: Training, tool: Any) -> None:
         tool(t.model, lambda model, x: model(x).float().square().mean(), self._input(t))

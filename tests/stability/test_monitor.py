@@ -29,6 +29,8 @@ from torch._dynamo.utils import counters
 
 import fp8pass
 from fp8pass import Config, Monitor, compat
+from fp8pass.dialect import ops
+from fp8pass.dialect.quantization import parse
 from fp8pass.dynamo import Backend
 from fp8pass.stability.monitor import sampler
 from fp8pass.stability.monitor.sampler import Versions, dispatch
@@ -66,6 +68,26 @@ def test_every_tensor_of_a_llama_is_named(config):
         (s.module, s.saved_as) for s in low_bit
     )
     assert len({(r.module, r.tensor, r.scales) for r in monitor.latest}) == len(monitor.latest)
+
+
+def test_noise_of_blocks_is_that_of_their_quantization():
+    """Weights have a scale for 128×128 elements, and inputs a scale for 1×128 elements."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 384, bias=False).bfloat16()
+    x = torch.randn(128, 256).bfloat16() * torch.logspace(-3, 3, 256).bfloat16()
+    with torch.no_grad():
+        layer.weight *= torch.logspace(-3, 3, 256).bfloat16()
+    monitor, config = Monitor(), Config.recipe("block", fp8_gemms="all", compiler="eager")
+    torch.compile(layer, backend=fp8pass.backend(config, monitor=monitor))(x).sum().backward()
+    monitor.step()
+    rows = {(r.tensor, r.scales): r for r in monitor.latest}
+    for name, tensor, block in (("weight", layer.weight, "128×128"), ("input", x, "1×128")):
+        how = parse(f"e4m3 {block} fp32")
+        scale = how.scale(how.amax(tensor.detach()))
+        found = ops.quantize(tensor.detach(), scale, str(how))
+        back = ops.dequantize([found], scale, str(how), torch.float32).double()
+        noise = (tensor.double() - back).square().sum() / tensor.double().square().sum()
+        assert rows[name, block].sqnr_db == pytest.approx(-10 * noise.log10().item(), abs=0.01)
 
 
 @pytest.mark.long

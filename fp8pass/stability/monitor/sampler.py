@@ -19,7 +19,7 @@ from fp8pass import compat, graph
 from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
 from fp8pass.dialect.ops import OPERATORS
-from fp8pass.dialect.quantization import block_text
+from fp8pass.dialect.quantization import Quantization, block_text
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.patterns import is_quantized_operand, is_quantized_saved_value, quantization_of
 from fp8pass.graph.tags import OPERAND_OF
@@ -132,7 +132,9 @@ class MeasuringInterpreter(fx.Interpreter):
         names = self.names.get(n, ())
         if names:
             x, scale = (self.env[operand] for operand in n.all_input_nodes)
-            totals = measure(x, scale, quantization_of(n).format, _group_size(n, x))
+            how = quantization_of(n)
+            scales = _scales_of_groups(how, scale)
+            totals = measure(x, scales, how.format, how.block[1] or x.shape[-1])
             for name in names:
                 self.monitor.record(self.prefix, name, totals)
         return super().run_node(n)
@@ -175,8 +177,10 @@ def _operand(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
 
 
-def _group_size(node: fx.Node, x: Tensor) -> int:
-    return quantization_of(node).block[1] or x.shape[-1]
+def _scales_of_groups(how: Quantization, scale: Tensor) -> Tensor:
+    """Repeat the scales of blocks for each row of a block."""
+    rows = how.block[0]
+    return scale.repeat_interleave(rows, -2) if rows > 1 else scale
 
 
 def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
