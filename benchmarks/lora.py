@@ -228,7 +228,11 @@ def new_moe(layers: int, shape: dict[str, Any], device: torch.device, *, quantiz
             add_lora(layer, layer.self_attn)
             with torch.no_grad():
                 layer.mlp.experts = ExpertLoRA(layer.mlp.experts)
+            nn.init.normal_(
+                layer.mlp.gate.weight, std=0.02
+            )  # else all tokens have the same experts
             model.model.layers.append(fp8pass.quantize_frozen(layer) if quantize else layer)
+    config.num_hidden_layers = layers  # the model runs as many layers
     torch.set_default_dtype(torch.float32)
     return model
 
@@ -250,6 +254,9 @@ def measure_experts(
         model = LossOnly(moe, with_fp8pass(), with_fp8pass(head_chunks=HEAD_CHUNKS))
     optimizer = torch.optim.AdamW(trained, LEARNING_RATE, fused=True)
     ids = torch.randint(shape["vocab_size"], (1, tokens), device=device)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert all(p.grad is not None for p in trained)
     return {**train(model, optimizer, ids), "weight_bytes": weight_bytes, "layers": layers}
 
 

@@ -13,7 +13,7 @@ inlined_regions.py inline the regions of nested_compile_region into Dynamo's gra
 collectives.py     collectives; all-gathers and the tensors that they gather
 origins.py         values that depend on the data, on parameters or on constants
 dropped_logits.py  replace logits that a model returns beside its loss
-split_adapters.py  multiply tokens with adapters of experts, which no longer change the weights
+split_adapters.py  multiply tokens with adapters, instead of adding adapters to weights of experts
 output_heads.py    layers that compute logits; MoE routers
 linear_layers.py   the GEMMs of linear layers, forward and backward
 chunks.py          subgraphs that run on chunks of rows

@@ -18,6 +18,7 @@ from torch import fx
 
 # PyTorch's grouped GEMMs need rows of a multiple of 16 bytes.
 ALIGNMENT = 16
+IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
 GROUPED: set[Any] = {torch.nn.functional.grouped_mm, torch._grouped_mm}
 
 
@@ -30,17 +31,20 @@ class Use:
 
 
 def split_adapters(gm: fx.GraphModule) -> None:
-    """Rewrite a Dynamo graph in place. Adapted weights with other uses stay."""
-    # With several adapters, a sum is the first operand of the next sum.
-    adapted = reversed(gm.graph.find_nodes(op="call_function", target=torch.baddbmm))
-    split = [_split(gm.graph, node) for node in adapted]
-    if any(split):
-        gm.recompile()
+    """Rewrite a Dynamo graph and its subgraphs in place. Adapted weights with other uses stay."""
+    for part in gm.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        # With several adapters, a sum is the first operand of the next sum.
+        adapted = reversed(part.graph.find_nodes(op="call_function", target=torch.baddbmm))
+        split = [_split(part.graph, node) for node in adapted]
+        if any(split):
+            part.recompile()
 
 
 def _split(g: fx.Graph, adapted: fx.Node) -> bool:
     uses = list(_find_uses(adapted))
-    if None in uses or not uses or not _is_aligned(adapted):
+    if None in uses or not uses or not _can_split(adapted):
         return False
     weight, left, right = adapted.args
     for use in uses:
@@ -56,7 +60,7 @@ def _multiply_separately(
     g: fx.Graph, use: Use, weight: Any, left: Any, right: Any, alpha: Any
 ) -> None:
     gemm = use.gemm
-    # Grouped GEMMs do not support all strides, such as those of PEFT's factors.
+    # Grouped GEMMs do not support all strides, such as the strides of PEFT's factors.
     left, right = (g.call_method("contiguous", (x,)) for x in (left, right))
     if use.is_transposed:
         weight, left, right = (_transpose(g, x) for x in (weight, right, left))
@@ -79,7 +83,7 @@ def _transpose(g: fx.Graph, x: Any) -> fx.Node:
 
 
 def _find_uses(adapted: fx.Node) -> Iterator[Use | None]:
-    """Yield the uses of an adapted weight; None for a use that is no grouped GEMM."""
+    """Yield the uses of an adapted weight; None for a use that is not a grouped GEMM."""
     for user in adapted.users:
         if _is_gemm_of(user, adapted):
             yield Use(user, is_transposed=False)
@@ -103,9 +107,28 @@ def _transposes(node: fx.Node) -> bool:
     return node.target in ("transpose", torch.transpose) and dimensions == {1, 2}
 
 
-def _is_aligned(adapted: fx.Node) -> bool:
-    """Whether the rank allows grouped GEMMs, and the sum is `W + alpha left @ right`."""
-    left = adapted.args[1].meta.get("example_value") if len(adapted.args) == 3 else None  # type: ignore[union-attr]
-    if left is None or adapted.kwargs.get("beta", 1) != 1:
+def _can_split(adapted: fx.Node) -> bool:
+    """Whether the sum is `W + alpha left @ right`, and the GEMMs may be computed later than it."""
+    if len(adapted.args) != 3 or not adapted.kwargs.keys() <= {"alpha", "beta"}:
         return False
-    return left.shape[-1] * left.itemsize % ALIGNMENT == 0
+    nodes = *adapted.all_input_nodes, adapted
+    values = [x.meta["example_value"] for x in nodes if "example_value" in x.meta]
+    if len(values) != 4:
+        return False
+    weight, left, right, result = values
+    is_trained = any(x.requires_grad for x in (weight, left, right))
+    return bool(
+        adapted.kwargs.get("beta", 1) == 1
+        and left.shape[-1] * left.itemsize % ALIGNMENT == 0
+        and weight.shape == result.shape
+        and {x.dtype for x in values} == {result.dtype}  # autocast would cast the operands
+        and is_trained == result.requires_grad  # false under no_grad
+        and not any(_writes(user) for x in adapted.all_input_nodes for user in x.users)
+    )
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether an operator writes to its operands."""
+    name = str(getattr(node.target, "__name__", node.target))
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in IN_PLACE or "out" in node.kwargs

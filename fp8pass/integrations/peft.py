@@ -30,6 +30,7 @@ class PreparedParamWrapper(ParamWrapper):
         if self.disable_adapters or self.merged or not adapters or kwargs.get("adapter_names"):
             return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args, **kwargs)
+        kwargs.pop("adapter_names", None)
         parameter = self.get_param()
         for name in adapters:
             parameter = self._add_adapter(parameter, name)
@@ -52,14 +53,14 @@ PreparedParamWrapper.__name__ = ParamWrapper.__name__  # PEFT compares names of 
 def prepare_experts(model: nn.Module) -> nn.Module:
     """Make a model with PEFT's adapters of parameters compilable, in place.
 
-    Results stay equal. Call it after the last adapter has been added. Saving, loading and switching
-    adapters work as before.
+    Results stay equal, up to rounding with several active adapters. Call it after the last adapter
+    has been added, and before `fully_shard`. Saving, loading and switching adapters work as before.
 
     Args:
         model: a model with adapters from `LoraConfig(target_parameters=...)`.
 
     Raises:
-        ConfigError: the model has no such adapter, or PEFT is too old.
+        ConfigError: the model has no such adapter or is already sharded, or PEFT is too old.
     """
     if not hasattr(ParamWrapper, "get_delta_factors"):
         raise ConfigError(f"peft {__version__} is too old: pip install -U peft.")
@@ -69,6 +70,8 @@ def prepare_experts(model: nn.Module) -> nn.Module:
             "The model has no adapter of a parameter. Pass "
             'LoraConfig(target_parameters=["experts.gate_up_proj"]) to get_peft_model first.'
         )
+    if any(type(module) not in (ParamWrapper, PreparedParamWrapper) for module in found):
+        raise ConfigError("The model is already sharded: call prepare_experts before fully_shard.")
     for module in found:
         module.__class__ = PreparedParamWrapper
     return model

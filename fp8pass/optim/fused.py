@@ -1,8 +1,8 @@
 """Prepared updates: with a fused kernel (`FusedUpdate`), and of offloaded states.
 
 `FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device have the
-addresses of parameters and states. A step rewrites the addresses of gradients only if they have
-changed, so the CPU never waits for the GPU.
+addresses of parameters and states. A step rewrites the addresses of gradients and of Muon's
+directions only if they have changed, so the CPU never waits for the GPU.
 
 `StreamedUpdate` copies offloaded states through staging buffers in pieces. Tables have the address
 that element 0 of the parameter would have, so positions select the same random bits, and results
@@ -32,6 +32,8 @@ from fp8pass.optim.update import Group, Rule, Tensors, update_eagerly
 Launches = Sequence[Callable[[], object]]
 # For vectors, addresses (bytes) and sizes (elements) are multiples of this.
 VECTOR_ALIGNMENT = 16
+# Captures of a step in CUDA graphs without another step between them.
+CAPTURES = 8
 
 
 class FusedUpdate:
@@ -67,9 +69,10 @@ class FusedUpdate:
         self.tables = self._tensor(self._addresses(slots), torch.int64).t().contiguous()
         count = len(slots) * (2 if rule.result else 1)
         self.addresses = self._tensor([0] * count, torch.int64)
-        # Replays of a CUDA graph read this buffer.
-        pin = self.device.type == "cuda"
-        self.captured = torch.empty(count, dtype=torch.int64, pin_memory=pin)
+        # Replays of a CUDA graph read the addresses of the captured step from pinned memory, which
+        # cannot be allocated during a capture: one row for each capture.
+        self.pinned = [self._pin_memory()]
+        self.captures = 0
         self.pointers: list[int] = []
         self.are_aligned = False  # the tensors at `addresses`
         self.first_chunk = self._tensor([0] * len(slots), torch.int32)
@@ -150,14 +153,29 @@ class FusedUpdate:
         """Write the addresses of element 0 of the whole parameters, if they have changed."""
         firsts = self.firsts * (len(tensors) // len(self.firsts))
         pointers = [_address_of_element_0(x, n) for x, n in zip(tensors, firsts, strict=True)]
-        if pointers == self.pointers:
+        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # Replays write the addresses of the captured step, which an eager step must replace.
+        if pointers == self.pointers and not is_capturing and not self.captures:
             return
         self.pointers = pointers
         self.are_aligned = all(pointer % VECTOR_ALIGNMENT == 0 for pointer in pointers)
         addresses = torch.tensor(pointers, dtype=torch.int64)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            addresses = self.captured.copy_(addresses)
+        if is_capturing:
+            row = self.captures % CAPTURES
+            if self.captures == CAPTURES * len(self.pinned):
+                raise RuntimeError(
+                    f"optimizer.step() was captured in {CAPTURES} CUDA graphs in a row. Run a step "
+                    "without capturing it before the next capture."
+                )
+            addresses = self.pinned[-1][row].copy_(addresses)
+            self.captures += 1
+        elif self.captures == CAPTURES * len(self.pinned):
+            self.pinned.append(self._pin_memory())
         self.addresses.copy_(addresses, non_blocking=True)
+
+    def _pin_memory(self) -> Tensor:
+        pin = self.device.type == "cuda"
+        return torch.empty(CAPTURES, len(self.addresses), dtype=torch.int64, pin_memory=pin)
 
 
 def _address_of_element_0(part: Tensor, first: int) -> int:

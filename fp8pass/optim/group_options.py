@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8pass import graph
 from fp8pass.optim.state_formats import (
     ALL_FORMATS,
+    MOMENT_FORMATS,
     PLAIN,
     StateFormat,
     moment_format,
@@ -46,10 +47,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
 # `torch.optim.Muon` refuses more Newton–Schulz iterations, too.
 ADJUSTMENTS, MOST_NS_STEPS = ("original", "match_rms_adamw"), 100
-# Replaces `MIN_POWER`. Muon amplifies the errors of small singular values, so the error of the
-# whole matrix matters. Of all powers in steps of 1/2, this one has the smallest error: large
-# elements get finer codes, and small elements coarser codes.
-MOMENTUM_MIN_POWER = 3.0
 # The key of the parameter in dicts and tables that also contain states.
 PARAMETER = "parameter"
 
@@ -135,10 +132,8 @@ def _make_storage(
 
 def format_of_state(state: str, name: str) -> StateFormat:
     """Raises ConfigError if states of this name cannot have the format `name`."""
-    if state != "momentum_buffer":
-        return moment_format(name, signed=state != "exp_avg_sq")
-    format = moment_format(name, signed=True, choices=ALL_FORMATS)
-    return replace(format, min_power=MOMENTUM_MIN_POWER) if format.expands else format
+    choices = ALL_FORMATS if state == "momentum_buffer" else MOMENT_FORMATS
+    return moment_format(name, signed=state != "exp_avg_sq", choices=choices)
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:

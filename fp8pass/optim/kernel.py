@@ -23,7 +23,7 @@ from fp8pass.codegen.kernels.device_functions import Instructions, shared_source
 from fp8pass.dialect.scaling import SMALLEST_SCALE
 from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, ROTATIONS, SECOND_FACTOR
-from fp8pass.optim.state_formats import DIGITS, MAX_POWER, SPARE, StateFormat
+from fp8pass.optim.state_formats import DIGITS, MAX_POWER, MIN_POWER, SPARE, StateFormat
 from fp8pass.optim.update import Group
 
 CHUNK = 16384  # elements of a program
@@ -306,6 +306,7 @@ for bit in tl.static_range(8):
 # Adds the sign bit of a float code to the bits of its magnitude.
 _SIGNED = "{x}_code = {x}_code | to_bits({x}) >> {down} & {sign}"
 
+# Two's complement.
 _INTEGER = """
 {x}_code = {x}_code >> {shift}
 {x}_code = tl.where({x} < 0, -{x}_code, {x}_code)
@@ -478,7 +479,7 @@ class UpdateWriter:
             "log2_min": math.log2(format.min),
             "log2_lost": math.log2(1 + format.mean_loss) if x in self.rounded else 0.0,
             "half_span": format.span / 2 - SPARE,
-            "longest": format.span / format.min_power,
+            "longest": format.span / MIN_POWER,
             "max_power": MAX_POWER,
         }
         if format.expands:

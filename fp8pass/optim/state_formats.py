@@ -61,7 +61,6 @@ class StateFormat:
     mantissa: int = 0  # bits of the magnitude below the exponent; 0 if codes are indices
     expands: bool = False  # whether Dynamic Range Expansion is used
     values: tuple[float, ...] = ()  # values of all codes, ascending; () if PyTorch has a dtype
-    min_power: float = MIN_POWER  # of the expansion
 
     @property
     def grouped(self) -> bool:
@@ -231,7 +230,7 @@ def _compute_expansion(
     """Return scale and power, bf16 [R]."""
     high = amax.log2()
     low = torch.where(magnitude < SMALLEST_SCALE, torch.inf, magnitude).amin(-1).log2()
-    low = torch.maximum(low, high - format.span / format.min_power)
+    low = torch.maximum(low, high - format.span / MIN_POWER)
     scale = _select_by_group(((high + low) * 0.5).exp2(), amax, not_finite=torch.nan)
     center = scale.float().log2()
     reach = torch.maximum(high - center, center - low)

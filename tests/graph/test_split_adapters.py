@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass.graph.split_adapters import split_adapters
@@ -64,7 +65,9 @@ def compile_split(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor
     def backend(gm: fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., object]:
         split_adapters(gm)
         gm.graph.lint()
-        names.extend(str(n.target) for n in gm.graph.nodes if n.op == "call_function")
+        for part in gm.modules():
+            nodes = part.graph.nodes if isinstance(part, fx.GraphModule) else ()
+            names.extend(str(n.target) for n in nodes if n.op == "call_function")
         return gm.forward
 
     torch._dynamo.reset()
@@ -105,15 +108,58 @@ def scales_the_weight(x, ends, weight, left, right):
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
-@pytest.mark.parametrize(
-    ("function", "rank"), [(returns_the_weight, 8), (scales_the_weight, 8), (multiply, 4)]
-)
+def broadcasts_the_weight(x, ends, weight, left, right):
+    weight = torch.baddbmm(weight[:1], left, right)
+    return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def sums_without_gradients(x, ends, weight, left, right):
+    with torch.no_grad():
+        weight = torch.baddbmm(weight, left, right)
+    return (
+        torch._grouped_mm(x, weight.transpose(1, 2), offs=ends) + 0 * left.sum() + 0 * right.sum()
+    )
+
+
+def sums_in_fp32_weights(x, ends, weight, left, right):
+    with torch.autocast("cpu", torch.bfloat16):
+        weight = torch.baddbmm(weight.float(), left, right)
+    return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def writes_to_the_weight(x, ends, weight, left, right):
+    weight = weight * 1
+    adapted = torch.baddbmm(weight, left, right)
+    weight.mul_(0)
+    return torch._grouped_mm(x, adapted.transpose(1, 2), offs=ends)
+
+
+OTHERS = [
+    *(returns_the_weight, scales_the_weight, broadcasts_the_weight, sums_without_gradients),
+    *(sums_in_fp32_weights, writes_to_the_weight),
+]
+
+
+@pytest.mark.parametrize(("function", "rank"), [(multiply, 4), *((f, 8) for f in OTHERS)])
 def test_other_sums_stay(function, rank):
     tensors = inputs(2, 16, 24, [rank])
     compiled, names = compile_split(function)
     for got, want in zip(gradients(compiled, tensors), gradients(function, tensors), strict=True):
         assert torch.equal(got, want)
     assert sum("baddbmm" in name for name in names) == 1
+
+
+def test_sums_in_checkpointed_regions_are_split():
+    """Dynamo's graph has such a region as a subgraph."""
+
+    def function(*tensors: Tensor) -> Tensor:
+        return checkpoint(multiply, *tensors, use_reentrant=False)
+
+    tensors = inputs(2, 16, 24, [8])
+    compiled, names = compile_split(function)
+    for got, want in zip(gradients(compiled, tensors), gradients(exact, tensors), strict=True):
+        assert relative(got, want) < 0.02
+    assert sum("grouped_mm" in name for name in names) == 3
 
 
 def test_recipe_exact_keeps_the_order_of_sums():

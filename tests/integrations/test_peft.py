@@ -8,6 +8,7 @@ from helpers import COAT_EAGER, llama, relative, tokens
 from torch import nn
 
 import fp8pass
+from fp8pass.graph.split_adapters import split_adapters
 
 peft = pytest.importorskip("peft")
 VARIANTS = {
@@ -192,10 +193,27 @@ def test_gradients_of_adapters_of_experts(options, quantize, way):
         assert relative(a, b) < 0.35
 
 
-def test_models_with_adapters_of_experts_are_one_graph():
-    program = torch.compile(prepared(), backend=fp8pass.backend(COAT_EAGER), fullgraph=True)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_models_with_adapters_of_experts_add_none_to_weights(checkpointing):
+    """There are three grouped GEMMs for each of two weights."""
+    counts = {"baddbmm": 0, "grouped_mm": 0}
+
+    def backend(gm, _inputs):
+        split_adapters(gm)
+        parts = [m for m in gm.modules() if isinstance(m, torch.fx.GraphModule)]
+        targets = [str(n.target) for part in parts for n in part.graph.nodes]
+        for name in counts:
+            counts[name] += sum(name in target for target in targets)
+        return gm.forward
+
+    model = prepared()
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     torch._dynamo.reset()
-    assert program(input_ids=tokens(), labels=tokens()).loss.isfinite()
+    program = torch.compile(model, backend=backend, fullgraph=not checkpointing)
+    program(input_ids=tokens(), labels=tokens())
+    assert counts == {"baddbmm": 0, "grouped_mm": 6}
 
 
 def test_experts_with_several_adapters_saved_and_switched(tmp_path):

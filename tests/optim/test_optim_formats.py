@@ -98,6 +98,22 @@ def test_errors_of_int8_are_equal_for_all_elements_of_a_group(x, seed):
     assert ((found.mean(0) - x).abs() <= 5 * 0.5 * step / 64**0.5 + 1e-4 * step).all()
 
 
+def test_int8_has_smaller_errors_unless_one_element_is_much_larger():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 128, generator=generator)
+    bits = torch.randint(-(1 << 31), 1 << 31, x.shape, generator=generator).int()
+
+    def error(x: Tensor, name: str, where: slice) -> float:
+        format = moment_format(name, signed=True, choices=ALL_FORMATS)
+        found = dequantize(quantize(x, format, bits), format)
+        return float((found - x)[:, where].norm() / x[:, where].norm())
+
+    assert error(x, "int8", slice(None)) < 0.8 * error(x, "e4m3+expand", slice(None))
+    x[:, 0] = 100.0
+    small = slice(1, None)
+    assert error(x, "int8", small) > 2 * error(x, "e4m3+expand", small)
+
+
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("name", EXPANDED)
 @given(st.data())
