@@ -80,7 +80,8 @@ class Variant:
         torchao: float8 recipe of torchao; '' does not use torchao.
         optimizer: options of fp8pass's optimizers; None uses PyTorch's, with FP32 states.
         muon: Muon trains the matrices of hidden layers: `torch.optim.Muon` if this is `torch`, else
-            fp8pass's with this format of the momentum. If it is empty, AdamW trains them.
+            fp8pass's with this format and rounding of the momentum. If it is empty, AdamW trains
+            them.
         ranks: number of GPUs that share a batch under FSDP2. fp8pass sends 8 bits (`compress`).
     """
 
@@ -131,10 +132,13 @@ FOUR_RANKS = "BF16, 4 ranks"
 MUON = {
     "BF16, torch Muon": Variant(muon="torch"),
     **{
-        f"BF16, Muon, {name}": Variant(optimizer=FP8_STATES, muon=name)
-        for name in ("e4m3", "e4m3+expand", "int8")
+        f"BF16, Muon, {how.removesuffix(' stochastic')}": Variant(optimizer=FP8_STATES, muon=how)
+        for how in (
+            *("e4m3+expand stochastic", "e4m3+expand nearest", "de8 stochastic"),
+            *("int8 stochastic", "int8 nearest"),
+        )
     },
-    "coat, Muon, int8": Variant({"recipe": "coat"}, optimizer=FP8_STATES, muon="int8"),
+    "coat, Muon, int8": Variant({"recipe": "coat"}, optimizer=FP8_STATES, muon="int8 stochastic"),
 }
 VARIANTS |= MUON | ACCUMULATION | SIMULATED | {FOUR_RANKS: Variant(ranks=4)}
 VARIANTS[FAST_UP_TO_8192] = Variant({"longest_fast": 8192})
@@ -334,7 +338,8 @@ class Trainer:
         found = [module.AdamW(groups, rate, (0.9, 0.95), **fused, **options)]
         if hidden:  # with this option, learning rates of AdamW fit
             if self.variant.muon != "torch":
-                options = {**options, "momentum_format": self.variant.muon}
+                format, rounding = self.variant.muon.split()
+                options = {**options, "momentum_format": format, "state_rounding": rounding}
             found.append(module.Muon(hidden, rate, adjust_lr_fn="match_rms_adamw", **options))
         return found
 
