@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass import compat
+
 # PyTorch's grouped GEMMs need rows of a multiple of 16 bytes.
 ALIGNMENT = 16
 IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
-GROUPED: set[Any] = {torch.nn.functional.grouped_mm, torch._grouped_mm}
+GROUPED: set[Any] = {torch.nn.functional.grouped_mm, compat.grouped_mm}
 
 
 @dataclass(frozen=True)
