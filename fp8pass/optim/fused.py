@@ -153,7 +153,7 @@ class FusedUpdate:
         """Write the addresses of element 0 of the whole parameters, if they have changed."""
         firsts = self.firsts * (len(tensors) // len(self.firsts))
         pointers = [_address_of_element_0(x, n) for x, n in zip(tensors, firsts, strict=True)]
-        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_capturing = _is_capturing(self.device)
         # Replays write the addresses of the captured step, which an eager step must replace.
         if pointers == self.pointers and not is_capturing and not self.captures:
             return
@@ -176,6 +176,10 @@ class FusedUpdate:
     def _pin_memory(self) -> Tensor:
         pin = self.device.type == "cuda"
         return torch.empty(CAPTURES, len(self.addresses), dtype=torch.int64, pin_memory=pin)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _address_of_element_0(part: Tensor, first: int) -> int:

@@ -163,6 +163,39 @@ def test_offloaded_states_give_the_same_momentum(device):
     assert_alike(streamed, present, torch.bfloat16)
 
 
+def test_eager_steps_replace_the_addresses_of_replays(device, monkeypatch):
+    """Two graphs are captured, and replayed between eager steps."""
+    update = fused.FusedUpdate.__new__(fused.FusedUpdate)
+    update.device, update.firsts = torch.device(device), [0]
+    update.addresses = torch.zeros(1, dtype=torch.int64, device=device)
+    update.captures, update.pointers = 0, []
+    update.pinned = [update._pin_memory()]
+    first, second, eager = (torch.empty(8, device=device) for _ in range(3))
+
+    def set_addresses(x: torch.Tensor, *, captures: bool) -> None:
+        monkeypatch.setattr(fused, "_is_capturing", lambda device: captures)
+        update._set_addresses([x])
+
+    def replay(number: int) -> int:
+        update.addresses.copy_(update.pinned[0][number])
+        return update.addresses.item()
+
+    set_addresses(eager, captures=False)
+    for x in (first, second):
+        set_addresses(x, captures=True)
+    for number, x in enumerate((first, second)):
+        assert replay(number) == x.data_ptr()
+        set_addresses(eager, captures=False)
+        assert update.addresses.item() == eager.data_ptr()
+    for _ in range(fused.CAPTURES - 2):
+        set_addresses(first, captures=True)
+    with pytest.raises(RuntimeError, match="Run a step"):
+        set_addresses(first, captures=True)
+    set_addresses(eager, captures=False)
+    set_addresses(first, captures=True)
+    assert replay(0) == first.data_ptr()
+
+
 def test_nonfinite_gradients_are_not_hidden(device):
     optimizer = train(make(device, torch.float32, shapes=((64, 16), (16, 32))), range(1))
     first, second = weights_of(optimizer)
