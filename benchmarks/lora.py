@@ -15,8 +15,9 @@ runs in a separate process. Measured: tokens per second, by the median of the st
 few; the memory peak of these steps, which is unknown with CUDA graphs; bytes of all weights; the
 last loss.
 
-`experts` does the same with a Qwen3-30B-A3B, whose stacked experts have adapters, too. In BF16 the
-model needs more memory than a GPU of 80 GB has, so 8 of its 48 layers are compared.
+`experts` does the same with adapters of the attention and of the stacked experts of a
+Qwen3-30B-A3B. In BF16 the model needs more memory than a GPU of 80 GB has, so 8 of its 48 layers
+are compared.
 
 `losses` trains the model of 51M parameters of `quality.py convergence` on the source of Python's
 standard library, in BF16. Every variant then adapts the model to PyTorch's source, under autocast.

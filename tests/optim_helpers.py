@@ -8,13 +8,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8pass.optim import kernel
 from fp8pass.optim.group_options import Storage
 from fp8pass.optim.slots import state_key, to_rows
 from fp8pass.optim.state_formats import Quantized, dequantize
 
+# Devices on which kernels are compared with PyTorch: a GPU, or Triton's interpreter.
+KERNEL_DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+]
+# Two tiles for the interpreter, which is slow.
+KERNEL_CHUNK = kernel.CHUNK if torch.cuda.is_available() else 2 * kernel.TILE
 EXACT_STATES = {"first_moment": "fp32", "second_moment": "fp32"}
 SHAPES = ((), (1,), (127,), (128,), (3, 5), (129,), (2, 64, 3))
 

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fp8pass.optim import Muon, muon, offload
+from fp8pass import hardware
+from fp8pass.optim import Muon, fused, kernel, muon, offload
 from fp8pass.optim.newton_schulz import newton_schulz
 
 # The first dimension is odd, shorter than four, and long; columns of 48 can be divided.
@@ -96,6 +97,17 @@ def equals_one_rank(device: str, dtype: torch.dtype, weights: str) -> None:
                 state = optimizer.state[p]["momentum_buffer"]
                 assert state.placements == p.placements
         assert isinstance(state, DTensor)
+
+
+def equals_one_rank_in_kernels(device: str) -> None:
+    """The same in Triton's interpreter. Some ranks have empty shards."""
+    with (
+        mock.patch.object(hardware, "why_no_triton_kernels", return_value=None),
+        mock.patch.object(muon, "EagerMuonUpdate", None),
+        mock.patch.object(fused, "CHUNK", kernel.TILE),
+        mock.patch.object(kernel, "CHUNK", kernel.TILE),
+    ):
+        equals_one_rank(device, torch.bfloat16, "nearest")
 
 
 def spreads_the_work(device: str, alone: bool) -> list[int]:
@@ -234,6 +246,12 @@ def checkpoints_move(device: str, folder: Path, options: dict[str, Any]) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_do_not_depend_on_placements(some, dtype, weights):
     some(equals_one_rank, dtype, weights)
+
+
+@pytest.mark.long
+def test_results_in_kernels_do_not_depend_on_the_ranks(some):
+    pytest.importorskip("triton")
+    some(equals_one_rank_in_kernels)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from optim_helpers import KERNEL_CHUNK
 
 from fp8pass import hardware
 from fp8pass.optim import fused, kernel
@@ -21,4 +22,15 @@ def path(request, monkeypatch):
             monkeypatch.setattr(module, "CHUNK", kernel.TILE)
     kernel.kernel.cache_clear()
     yield request.param
+    kernel.kernel.cache_clear()
+
+
+@pytest.fixture
+def everything_is_fused(monkeypatch):
+    """Run all updates in kernels, on a GPU or in Triton's interpreter."""
+    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
+    for module in (fused, kernel):
+        monkeypatch.setattr(module, "CHUNK", KERNEL_CHUNK)
+    kernel.kernel.cache_clear()
+    yield
     kernel.kernel.cache_clear()

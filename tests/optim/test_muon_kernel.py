@@ -6,39 +6,31 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import assert_same_state, moment_values, parameters, set_gradients
+from optim_helpers import (
+    KERNEL_CHUNK,
+    KERNEL_DEVICES,
+    assert_same_state,
+    moment_values,
+    parameters,
+    set_gradients,
+)
 from torch import nn
 
 from fp8pass import hardware
-from fp8pass.optim import Muon, fused, kernel, muon
+from fp8pass.optim import Muon, fused, muon
 from fp8pass.optim.group_options import WEIGHTS
 from fp8pass.optim.state_formats import ALL_FORMATS
 
 pytest.importorskip("triton")
 
-DEVICES = [
-    pytest.param("cuda", marks=pytest.mark.gpu),
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
-]
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.usefixtures("everything_is_fused"),
+    pytest.mark.parametrize("device", KERNEL_DEVICES),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of log2(0)
 ]
 
-# Two tiles for the interpreter, which is slow.
-CHUNK = kernel.CHUNK if torch.cuda.is_available() else 2 * kernel.TILE
 # Unaligned and aligned sizes, tall and wide matrices, several chunks.
-SHAPES = ((3, 5), (64, 16), (CHUNK // 128 + 3, 128))
-
-
-@pytest.fixture(autouse=True)
-def everything_is_fused(monkeypatch):
-    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
-    for module in (fused, kernel):
-        monkeypatch.setattr(module, "CHUNK", CHUNK)
-    kernel.kernel.cache_clear()
-    yield
-    kernel.kernel.cache_clear()
+SHAPES = ((3, 5), (64, 16), (KERNEL_CHUNK // 128 + 3, 128))
 
 
 def make(device: str, dtype: torch.dtype, shapes=SHAPES, **options: Any) -> Muon:
@@ -72,7 +64,7 @@ def assert_alike(got: Muon, want: Muon, dtype: torch.dtype) -> None:
     """Check that few quantized values differ, by one rounding step."""
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
     for number, (p, q) in enumerate(zip(weights_of(got), weights_of(want), strict=True)):
-        # The iteration is in BF16, so a rounding error of an entry changes all others.
+        # The iteration is in BF16, so a rounding error of one entry changes every entry.
         assert (p - q).norm() <= (tolerance + 1e-3) * q.norm()
         assert got.state[p]["step"] == want.state[q]["step"]
         assert got.state[p].keys() == want.state[q].keys()

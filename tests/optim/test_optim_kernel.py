@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from optim_helpers import (
+    KERNEL_CHUNK,
+    KERNEL_DEVICES,
     all_parameters,
     assert_same_state,
     moment_values,
@@ -24,29 +26,14 @@ from fp8pass.optim.state_formats import MOMENT_FORMATS
 
 pytest.importorskip("triton")
 
-DEVICES = [
-    pytest.param("cuda", marks=pytest.mark.gpu),
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
-]
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.usefixtures("everything_is_fused"),
+    pytest.mark.parametrize("device", KERNEL_DEVICES),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, of log2(0)
 ]
 
-# Two tiles for the interpreter, which is slow.
-CHUNK = kernel.CHUNK if torch.cuda.is_available() else 2 * kernel.TILE
 # A scalar, less and more than a group, aligned and unaligned sizes, and several chunks.
-SHAPES = ((), (15,), (130,), (2, 64), (CHUNK // 50 + 3, 50))
-
-
-@pytest.fixture(autouse=True)
-def everything_is_fused(monkeypatch):
-    monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
-    for module in (fused, kernel):
-        monkeypatch.setattr(module, "CHUNK", CHUNK)
-    kernel.kernel.cache_clear()
-    yield
-    kernel.kernel.cache_clear()
+SHAPES = ((), (15,), (130,), (2, 64), (KERNEL_CHUNK // 50 + 3, 50))
 
 
 def on(device: str, params: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -111,7 +98,7 @@ def test_every_format_rounded_to_nearest(device, monkeypatch, name):
     With random bits half of them would.
     """
     options = {"first_moment": name, "second_moment": name, "weights": "fp16"}
-    shapes = ((CHUNK // 50 + 3, 50),)
+    shapes = ((KERNEL_CHUNK // 50 + 3, 50),)
     options |= {"state_rounding": "nearest", "lr": 0.01, "shapes": shapes}
     got, want = both(device, monkeypatch, torch.bfloat16, steps=1, **options)
     assert_alike(got, want, torch.bfloat16)
@@ -434,7 +421,7 @@ def test_the_order_of_axes_does_not_matter(device, monkeypatch):
         order = kernel.Axes(orders[1 - part], orders[part], part)
         monkeypatch.setattr(kernel, "axes", lambda order=order: order)
         kernel.kernel.cache_clear()
-        params = on(device, parameters(((CHUNK // 50 + 3, 50),), torch.bfloat16))
+        params = on(device, parameters(((KERNEL_CHUNK // 50 + 3, 50),), torch.bfloat16))
         results.append(AdamW(params))
         run_on(params, results[-1], range(2))
     assert_same_state(*results)
