@@ -41,7 +41,7 @@ def test_seeds_are_paired_and_runs_are_resumed(quality, monkeypatch, tmp_path):
     for seed in (0, 1):
         assert losses["exact", seed] == pytest.approx(losses["BF16", seed], rel=5e-5)
         assert losses["coat", seed] == pytest.approx(losses["BF16", seed], rel=0.02)
-        assert losses["coat", seed] != pytest.approx(losses["BF16", seed], rel=5e-5)
+        assert losses["coat", seed] != losses["exact", seed]  # rounding alone, with equal batches
         assert losses["coat, FP8 AdamW", seed] != losses["coat", seed]
     assert losses["BF16", 0] != losses["BF16", 1]
     assert not any(r["diverged"] for r in results)
