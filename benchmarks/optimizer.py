@@ -334,11 +334,11 @@ def measure_speed(path: Path, shapes: list[str]) -> dict[str, Any]:
 # --- muon ---------------------------------------------------------------------------------------
 
 MUON_STEPS = 9
-TORCH, GATHERED = "torch.optim.Muon", "fp8pass e4m3+expand, gathered"
+TORCH, GATHERED = "torch.optim.Muon", "fp8pass int8, gathered"
 MUONS: dict[str, Make] = {
     TORCH: lambda p: torch.optim.Muon(p),
-    "fp8pass e4m3+expand": lambda p: Muon(p),
-    "fp8pass e4m3": lambda p: Muon(p, momentum_format="e4m3"),
+    "fp8pass int8": lambda p: Muon(p),
+    "fp8pass e4m3+expand": lambda p: Muon(p, momentum_format="e4m3+expand"),
     "fp8pass fp32": lambda p: Muon(p, momentum_format="fp32"),
     GATHERED: lambda p: Muon(p),
 }

@@ -1,4 +1,4 @@
-"""`Muon`: momentum in FP8, orthogonalized by Newton–Schulz iterations, and `split_parameters`.
+"""`Muon`: momentum in 8 bits, orthogonalized by Newton–Schulz iterations, and `split_parameters`.
 
     m ← μ m + (1 - μ) g        u = μ m + (1 - μ) g, or m without Nesterov momentum
     w ← w (1 - lr·λ) - lr · r · NS(u)
@@ -52,7 +52,7 @@ CLASSIFIERS = ("head", "classifier", "score", "fc")
 
 
 class Muon(Optimizer):
-    """`torch.optim.Muon` with momentum in FP8, for the matrices of hidden layers.
+    """`torch.optim.Muon` with momentum in 8 bits, for the matrices of hidden layers.
 
         matrices, others = fp8pass.optim.split_parameters(model)
         optimizers = [fp8pass.optim.Muon(matrices, lr=0.02), fp8pass.optim.AdamW(others, lr=3e-4)]
@@ -73,8 +73,8 @@ class Muon(Optimizer):
         adjust_lr_fn: factor of the learning rate for a matrix [M, N]. `original` (also None) is
             max(1, M / N)^½. `match_rms_adamw` is 0.2 max(M, N)^½ ("Muon is Scalable for LLM
             Training", section 2.2), for learning rates that were tuned for AdamW.
-        momentum_format: `int8`, or `e4m3`, `e5m2` or `de8` (8-bit dynamic exponent), each also with
-            `+expand`; `fp16`, `bf16`, `fp32`.
+        momentum_format: `int8` (127 equal steps on each side of zero), or `e4m3`, `e5m2` or `de8`
+            (8-bit dynamic exponent), each also with `+expand`; `fp16`, `bf16`, `fp32`.
         weights: how 16-bit parameters receive small updates, as in `AdamW`.
         state_rounding: rounding of momentum and FP16 master copies, `stochastic` or `nearest`.
         group_size: number of consecutive elements that share a scale, a power of two.
@@ -98,7 +98,7 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        momentum_format: str = "e4m3+expand",
+        momentum_format: str = "int8",
         weights: str = "stochastic",
         state_rounding: str = "stochastic",
         group_size: int = 128,
