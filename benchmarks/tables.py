@@ -114,6 +114,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "optimizer_sums": optimizer_sums_table,
     "optimizer_speed": optimizer_speed_table,
     "optimizer_muon": optimizer_muon_table,
+    "optimizer_muon_h100": optimizer_muon_table,
 }
 
 

@@ -167,6 +167,38 @@ class FromCheckpoint(Feature):
             fp8pass.quantize_frozen(t.model)
 
 
+class LowRank(nn.Module):
+    """A frozen layer with an adapter of rank 16."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, 16, bias=False)
+        self.b = nn.Linear(16, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.b(self.a(x))
+
+
+class Adapters(Feature):
+    """Adapters train the first block, whose weights are frozen; with fp8pass in FP8."""
+
+    one_of = "weights"
+
+    def add_layers(self, t: Training, model: nn.Module) -> None:
+        for parent in list(model.layers[0].modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, LowRank(child))
+
+    def change_model(self, t: Training) -> None:
+        for layer in t.model.layers[0].modules():
+            if isinstance(layer, LowRank):
+                layer.base.requires_grad_(False)
+        if not t.plain:
+            fp8pass.quantize_frozen(t.model)
+
+
 class OffloadedWeights(Feature):
     """Weights in host memory, FP8 data on the device."""
 
@@ -418,6 +450,7 @@ FEATURES: tuple[Feature, ...] = (
     Frozen("frozen weights", quantized=False),
     Frozen("frozen weights in FP8", quantized=True),
     FromCheckpoint("weights of an FP8 checkpoint"),
+    Adapters("LoRA"),
     OffloadedWeights("weights in host memory"),
     Unfrozen("a block unfrozen later"),
     Precision("BF16 weights", torch.bfloat16, None),
@@ -491,6 +524,14 @@ REFUSED: dict[tuple[str, str], Refused] = {
             "no gradients are reduced over ranks",
         )
         for way in ("tensor parallel", "pipeline")
+    },
+    **{
+        ("LoRA", way): Refused(
+            "PyTorch",
+            "ColwiseParallel currently only support",
+            "PyTorch splits linear layers only, not layers with adapters",
+        )
+        for way in ("tensor parallel", "tensor parallel and FSDP2")
     },
     ("a block unfrozen later", "compress"): Refused(
         "PyTorch",

@@ -52,6 +52,9 @@ class Feature:
     def configure(self, t: Training) -> None:
         """Change options before anything is made."""
 
+    def add_layers(self, t: Training, model: nn.Module) -> None:
+        """Add layers to a new model, also to models that a training is compared with."""
+
     def change_model(self, t: Training) -> None:
         """Change the model before it is compiled."""
 
@@ -221,7 +224,7 @@ class Training:
         rank = dist.get_rank() if self.way.ranks > 1 else 0
         self.batches = batches_of(self.accumulate, rank // self.way.ranks_per_batch)
         torch.manual_seed(0)
-        self.model: nn.Module = Decoder(self.size).to(self.dtype)
+        self.model = self.new_model().to(self.dtype)
         self.outer: nn.Module = self.model
         self._each("change_model")
         self.initial = weights_of(self.model)
@@ -232,6 +235,12 @@ class Training:
         self._each("after_distribution")
         self.optimizers = self._new_optimizers()
         self._each("start")
+
+    def new_model(self) -> nn.Module:
+        """Return a model as features build it, in FP32."""
+        model = Decoder(self.size)
+        self._each("add_layers", model)
+        return model
 
     def _each(self, stage: str, *args: Any) -> None:
         for feature in self.features:
@@ -420,7 +429,7 @@ def _check_gradients(t: Training, outcome: Outcome) -> None:
 
 def _exact_gradients(t: Training, step: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of a step on all ranks, in eager PyTorch and FP32."""
-    model = Decoder(t.size)
+    model = t.new_model()
     model.load_state_dict(weights)
     shares = range(t.way.ranks // t.way.ranks_per_batch)
     batch = torch.cat([x for share in shares for x in batches_of(t.accumulate, share)[step]])
@@ -435,7 +444,7 @@ def _relative(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
 
 def _check_saved(t: Training, weights: dict[str, Tensor], outcome: Outcome) -> None:
     """Check that a new model with the saved weights has the loss of the trained model."""
-    fresh = Decoder(t.size).to(t.dtype)
+    fresh = t.new_model().to(t.dtype)
     fresh.load_state_dict(weights)
     (batch,) = batches_of(1)[0]
     mine = t.way.evaluate(t, batch)
