@@ -1,7 +1,8 @@
 """`step_in_backward`: optimizers that update each parameter within the backward.
 
 A parameter is updated as soon as its gradient is final, and the gradient is freed before the next
-gradient is computed. `sums.py` adds the gradients of several backwards.
+gradient is computed. `sums.py` adds the gradients of several backwards. With `max_norm`, every
+gradient is added to a sum, and the end of the last backward clips and applies all sums.
 
 If a backward fails, some parameters have been updated already. Some sums may contain one gradient
 more than others, so all sums are dropped.
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass import compat
+from fp8pass.optim.clipping import norm_of_sums, zeros_like_shard
 from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.optimizer import Optimizer
-from fp8pass.optim.shards import is_distributed, like_parameter, local, local_gradient
+from fp8pass.optim.shards import is_distributed, like_parameter, local_gradient
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GradientSum
 from fp8pass.optim.update import Group
@@ -63,6 +65,7 @@ class Attached:
     accumulate: int  # backwards between two updates
     # The sum of each parameter's gradients; {} if the optimizers step in every backward.
     accumulated: dict[Tensor, GradientSum]
+    max_norm: float | None
     _model: ref[nn.Module]
     _names: frozenset[str]  # of parameters that have hooks
     _sharded: bool  # by FSDP2, before the optimizer was attached
@@ -70,6 +73,10 @@ class Attached:
     _running: dict[int, Backward] = field(default_factory=dict)
     _schedule: ref[Any] | None = None
     _schedules: int = -1  # `count_schedules()` in the last search
+    _backwards: int = 0  # completed since the last clipped update
+    _added: Any = None  # the event after the last addition to a sum on a GPU
+    # The norm of all gradients before clipping, fp32 []; None before the first clipped update.
+    norm: Tensor | None = None
 
     def detach(self) -> None:
         """Remove the hooks, so `optimizer.step()` updates again. Drop accumulated gradients."""
@@ -122,10 +129,12 @@ class Attached:
             optimizer.update(options, [parameter])
             return True
         gradient = local_gradient(parameter).contiguous()
-        if sum_.count + 1 < self.accumulate:
+        if self.max_norm is not None or sum_.count + 1 < self.accumulate:
             # get_state_dict of torch.distributed.checkpoint would run a step to create missing
             # states, which would use up the sum. `count_updates` creates them.
             sum_.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
+            if gradient.is_cuda:  # FSDP2 reduces gradients on a stream of its own
+                self._added = torch.cuda.current_stream(gradient.device).record_event()
             return False
         _update_by_sum(options, sum_, optimizer, parameter, gradient)
         return True
@@ -135,6 +144,9 @@ class Attached:
         """Update parameters with incomplete sums, after `optimizer.step()`."""
         assert isinstance(optimizer, Optimizer)
         self._drop_sums_of_frozen()
+        if self.max_norm is not None:
+            self._clip_and_update(self.max_norm)
+            return
         pending = [
             (parameter, sum_)
             for parameter, sum_ in self.accumulated.items()
@@ -143,13 +155,38 @@ class Attached:
         try:
             for parameter, sum_ in pending:
                 group = optimizer.param_groups[self.owners[parameter][1]]
-                shape = local(parameter).shape
-                zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-                _update_by_sum(group, sum_, optimizer, parameter, zeros)
+                _update_by_sum(group, sum_, optimizer, parameter, zeros_like_shard(parameter))
         finally:
             for parameter, _sum in pending:
                 parameter.grad = None
             if pending:
+                optimizer.join()
+
+    @torch.no_grad()
+    def _clip_and_update(self, max_norm: float) -> None:
+        """Update all parameters by their sums, scaled to a global norm of at most `max_norm`."""
+        self._backwards = 0
+        pending = [p for p, sum_ in self.accumulated.items() if p.requires_grad]
+        if not any(self.accumulated[p].count for p in pending):
+            return
+        if self._added is not None:
+            torch.cuda.current_stream(pending[0].device).wait_event(self._added)
+        self.norm = norm_of_sums(self.accumulated, pending)
+        # A norm that is not finite makes the weights NaN, as with `clip_grad_norm_`.
+        scale = (self.norm / max_norm).clamp(min=1)
+        try:
+            for optimizer in self.optimizers:
+                optimizer.grad_scale = scale  # type: ignore[attr-defined]
+            for parameter in pending:
+                optimizer, group = self.owners[parameter]
+                sum_, options = self.accumulated[parameter], optimizer.param_groups[group]
+                if sum_.count:
+                    zeros = zeros_like_shard(parameter)
+                    _update_by_sum(options, sum_, optimizer, parameter, zeros)
+                parameter.grad = None
+        finally:
+            for optimizer in self.optimizers:
+                optimizer.grad_scale = None  # type: ignore[attr-defined]
                 optimizer.join()
 
     def _begin(self) -> int:
@@ -170,6 +207,9 @@ class Attached:
 
     def _end(self, number: int) -> None:
         updates = self._running.pop(number).updates
+        self._backwards += 1
+        if self.max_norm is not None and self._backwards == self.accumulate:
+            self._clip_and_update(self.max_norm)
         for optimizer in self.optimizers:
             if updates:  # the next computation uses the new weights
                 optimizer.join()
@@ -182,6 +222,7 @@ class Attached:
             optimizer.abandon()
         for sum_ in self.accumulated.values():
             sum_.clear()
+        self._backwards = 0
         log.warning(
             "A backward failed after %d of %d gradients and updated only %d parameters. Training "
             "can continue; to undo these updates, load a checkpoint.%s",
@@ -224,6 +265,12 @@ class Attached:
                 "not call the hooks that step_in_backward needs. Use another schedule, such as "
                 "1F1B or Interleaved1F1B, or call optimizer.step() instead of step_in_backward."
             )
+        if self.max_norm is not None:
+            raise ConfigError(
+                "step_in_backward cannot clip gradients in a pipeline, because each rank knows the "
+                "norm of its own stages only. Leave out max_norm, or call optimizer.step() "
+                "instead of step_in_backward."
+            )
         self._schedule = ref(schedule)
 
     def _gradient_divisor(self) -> int:
@@ -243,7 +290,11 @@ _ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
 def step_in_backward(
-    model: nn.Module, *optimizers: Optimizer, accumulate: int = 1, buffer: str | None = None
+    model: nn.Module,
+    *optimizers: Optimizer,
+    accumulate: int = 1,
+    buffer: str | None = None,
+    max_norm: float | None = None,
 ) -> Attached:
     """Make `loss.backward()` update the parameters of `model`.
 
@@ -254,8 +305,8 @@ def step_in_backward(
     layers may be frozen and unfrozen. `optimizer.step()` only applies incomplete sums, which
     contain fewer than `accumulate` gradients. A backward raises ConfigError before any update if
     the optimizer lacks a trainable parameter. Methods that need all gradients at once do not work,
-    such as clipping by the norm of all gradients, and `torch.amp.GradScaler`. Wrapping the model in
-    DistributedDataParallel raises ConfigError.
+    such as `torch.amp.GradScaler`. Wrapping the model in DistributedDataParallel raises
+    ConfigError.
 
     Args:
         model: the module to train. A parameter that the module uses several times is updated once.
@@ -265,6 +316,10 @@ def step_in_backward(
         buffer: format of the sum: `e4m3`, `e5m2`, `de8`, or `fp16`, which has two bytes an element.
             Default: `e4m3` for up to 8 gradients, and `fp16` for more. Each addition rounds the
             sum, and the errors of many roundings to 8 bits become as large as the sum.
+        max_norm: clip the sums of gradients by their global norm, as `clip_grad_norm_` does. Then
+            all gradients are in memory at the end of a backward, in the format `buffer`, and
+            parameters are updated after the last backward. The attribute `norm` of the returned
+            object is the norm before clipping.
 
     Raises:
         ConfigError: an optimizer is not from `fp8pass.optim`, the optimizers lack a parameter,
@@ -276,6 +331,8 @@ def step_in_backward(
     buffer = default_buffer(accumulate) if buffer is None else buffer
     if buffer not in BUFFERS:
         raise ConfigError(f"buffer must be one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(f"max_norm must be a positive number, got {max_norm!r}.")
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -313,11 +370,12 @@ def step_in_backward(
         )
     owners: dict[Tensor, tuple[Optimizer, int]] = {p: all_owners[p] for p in updated.values()}
     sums: dict[Tensor, GradientSum] = {}
-    if accumulate > 1:
+    if accumulate > 1 or max_norm is not None:
         format = moment_format(buffer, signed=True)
         sums = {p: x.make_sum(group, p, format) for p, (x, group) in owners.items()}
     attached = Attached(
-        optimizers, owners, accumulate, sums, ref(model), frozenset(updated), _is_sharded(model)
+        *(optimizers, owners, accumulate, sums, max_norm),
+        *(ref(model), frozenset(updated), _is_sharded(model)),
     )
     attached.find_schedule()
     handles = attached._handles

@@ -76,6 +76,15 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def sharding_groups(parameter: Tensor) -> tuple[Any, ...]:
+    """Return the process groups whose ranks hold different shards of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    sharded = (i for i, placement in enumerate(parameter.placements) if placement.is_shard())
+    return tuple(mesh.get_group(i) for i in sharded)
+
+
 def whole(x: Tensor) -> Tensor:
     """Gather a DTensor (a collective operation); return a plain tensor unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x

@@ -64,6 +64,11 @@ class GradientSum:
 
     def move_to(self, gradient: Tensor) -> None:
         """Add the sum to `gradient` in place, and start a new sum."""
+        self.add_into(gradient)
+        self.clear()
+
+    def add_into(self, gradient: Tensor) -> None:
+        """Add the sum to `gradient` in place."""
         if self.count:
             if self.offload is not None:
                 self.offload[1].begin([gradient])  # no gradient bytes: the update counts them
@@ -73,7 +78,6 @@ class GradientSum:
                 read=True,
                 write=False,
             )
-        self.clear()
 
     def clear(self) -> None:
         """Reuse the host memory of the old sum."""

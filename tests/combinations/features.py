@@ -257,13 +257,15 @@ class Accumulation(Feature):
 class Clipping(Feature):
     """Gradients clipped by their global norm."""
 
+    def configure(self, t: Training) -> None:
+        t.max_norm = 1.0
+
     def between_backward_and_step(self, t: Training, step: int) -> None:
         if t.scaler:
             for optimizer in t.optimizers:
                 t.scaler.unscale_(optimizer)
-        if t.steps_in_backward:
-            raise Impossible("gradients are freed before they could be clipped")
-        t.way.clip(t, 1.0)
+        if not t.steps_in_backward:
+            t.way.clip(t, 1.0)
 
 
 class Average(Feature):
@@ -473,16 +475,11 @@ FEATURES: tuple[Feature, ...] = (
 BY_NAME = {feature.name: feature for feature in FEATURES}
 
 
-class Impossible(Exception):
-    """Raised by a feature that another feature makes meaningless."""
-
-
 class Refused(NamedTuple):
     """The reason why two features cannot be combined, and the error that users get.
 
     Attributes:
-        by: what raises the error: "fp8pass"; "PyTorch" if the plain training fails, too; or
-            "nothing" if users get no error.
+        by: what raises the error: "fp8pass"; "PyTorch" if the plain training fails, too.
         error: a regular expression that the error matches.
         why: the reason, for the documentation.
     """
@@ -493,9 +490,6 @@ class Refused(NamedTuple):
 
 
 REFUSED: dict[tuple[str, str], Refused] = {
-    ("step_in_backward", "clipping"): Refused(
-        "nothing", "gradients are freed", "each gradient is freed before the next one is computed"
-    ),
     ("step_in_backward", "FP16 autocast, GradScaler"): Refused(
         "fp8pass",
         "GradScaler",

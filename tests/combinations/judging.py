@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from features import BY_NAME, REFUSED, Feature, Impossible, Refused, trained_with
+from features import BY_NAME, REFUSED, Feature, Refused, trained_with
 from training import Training, compare
 
 from fp8pass import compat
@@ -22,8 +22,8 @@ class Result(NamedTuple):
 
     Attributes:
         complaints: errors of the training with fp8pass.
-        failed: "PyTorch" if the plain training failed, "fp8pass" if only the other training failed,
-            "nothing" if a feature found that it has no meaning, or "".
+        failed: "PyTorch" if the plain training failed, "fp8pass" if only the other one failed; or
+            "".
         error: the error that the training failed with.
         where: the traceback of the error.
     """
@@ -43,7 +43,6 @@ def train(features: Sequence[Feature]) -> Result:
             with compat.fresh_compilation():
                 trainings.append(Training(tuple(features), plain=by == "PyTorch").run())
         except Exception as error:
-            by = "nothing" if isinstance(error, Impossible) else by
             return Result([], by, f"{type(error).__name__}: {error}", traceback.format_exc())
     plain, ours = trainings
     return Result(compare(ours, plain))

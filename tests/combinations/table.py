@@ -15,7 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 RAISES = {
     "fp8pass": "fp8pass raises an error",
     "PyTorch": "impossible in PyTorch, too",
-    "nothing": "no error",
 }
 
 

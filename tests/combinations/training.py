@@ -168,6 +168,7 @@ class Training:
         accumulate: micro-batches of a step.
         losses: the losses of the steps, the mean over ranks.
         steps_in_backward: whether `loss.backward()` updates the weights.
+        max_norm: the norm to which gradients are clipped, if they are.
         attached: what `step_in_backward` returned, if the backward updates the weights.
         way: how ranks share the training.
         model: the decoder, or the part of it that this rank trains in a pipeline.
@@ -189,6 +190,7 @@ class Training:
     accumulate: int = 1
     losses: list[float] = field(default_factory=list)
     steps_in_backward: bool = False
+    max_norm: float | None = None
     monitor: fp8pass.Monitor | None = None
     scaler: Any = None
     attached: Any = None
@@ -313,7 +315,7 @@ class Training:
         """Update the weights in the backward from now on."""
         backwards = self.accumulate * self.way.backwards
         self.attached = fp8pass.optim.step_in_backward(
-            self.model, *self.optimizers, accumulate=backwards
+            self.model, *self.optimizers, accumulate=backwards, max_norm=self.max_norm
         )
 
     def first_block(self) -> list[nn.Parameter]:

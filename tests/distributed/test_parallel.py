@@ -180,6 +180,38 @@ def updates_in_the_backward_with_sums_train(device: str, way: str) -> None:
     assert_replicas_are_equal(model)
 
 
+def clipping_in_the_backward_equals_clipping_before_a_step(device: str, way: str) -> None:
+    """The norm is the norm of all shards on all ranks."""
+    found, norms = [], []
+    for attaches in (False, True):
+        model = distributed(way, device, "exact", blocks=1)
+        optimizer = fp8pass.optim.AdamW(
+            model.parameters(), lr=3e-3, first_moment="fp32", second_moment="fp32"
+        )
+        if attaches:
+            attached = fp8pass.optim.step_in_backward(
+                model, optimizer, max_norm=0.01, buffer="fp16"
+            )
+        norms.append([])
+        for seed in range(3):
+            backward(way, device, model, seed)
+            if attaches:
+                norms[-1].append(attached.norm.item())
+                continue
+            squares = [parallel.full(p.grad).float().square().sum() for p in model.parameters()]
+            total = torch.stack(squares).sum().sqrt()
+            norms[-1].append(total.item())
+            for p in model.parameters():
+                p.grad.mul_((0.01 / total).clamp(max=1))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([parallel.full(p) for p in model.parameters()])
+        assert_replicas_are_equal(model)
+    assert min(norms[0]) > 0.01
+    assert norms[1] == pytest.approx(norms[0], rel=2e-3)
+    assert_near(found[1], found[0], 2e-3)
+
+
 def zero_redundancy_optimizer_shares_tensors(device: str) -> None:
     """ZeroRedundancyOptimizer assigns whole tensors to ranks, as Algorithm 1 of FP8-LM does."""
     found = []
@@ -271,7 +303,11 @@ def test_diagnose_measures_distributed_models(two, way):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "claim",
-    [updates_in_the_backward_equal_a_step, updates_in_the_backward_with_sums_train],
+    [
+        updates_in_the_backward_equal_a_step,
+        updates_in_the_backward_with_sums_train,
+        clipping_in_the_backward_equals_clipping_before_a_step,
+    ],
     ids=lambda claim: claim.__name__,
 )
 @pytest.mark.parametrize("way", ["fsdp blocks", "sequence"])

@@ -156,6 +156,14 @@ def backwards_in_two_parts_are_refused(device: str) -> None:
     del later
 
 
+def clipping_is_refused(device: str) -> None:
+    """Each rank has the gradients of its own stages only."""
+    pipeline = Pipeline(next(iter(STAGES_EACH)), device, None)
+    optimizer = fp8pass.optim.AdamW(pipeline.parameters)
+    with pytest.raises(fp8pass.ConfigError, match="cannot clip gradients in a pipeline"):
+        fp8pass.optim.step_in_backward(pipeline.model, optimizer, max_norm=1.0)
+
+
 @pytest.mark.long
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("claim", [exact_equals_eager, trains], ids=lambda claim: claim.__name__)
@@ -178,6 +186,11 @@ def test_updates_in_the_backward_of_a_pipeline_equal_a_step(two, schedule, optio
 @pytest.mark.long
 def test_updates_in_backwards_of_two_parts_are_refused(two):
     two(backwards_in_two_parts_are_refused)
+
+
+@pytest.mark.long
+def test_clipping_in_the_backward_of_a_pipeline_is_refused(two):
+    two(clipping_is_refused)
 
 
 def run_as_a_module(device: str, code: str) -> list[float]:
