@@ -1,6 +1,7 @@
 """Training on several ranks: communication in FP8, and memory budgets for pipelines.
 
 compression.py         `compress`: replaces the communication of DDP and FSDP2
+replicas.py            `average_sums`: averages sums of micro-batches over copies of a model
 gradient_sums.py       sums of gradients over ranks, sent in FP8
 weight_gather.py       FSDP2 all-gathers of quantized weights, and which layers allow them
 wire.py                packs gradients into FP8 buffers, and adds up received buffers
@@ -16,10 +17,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8pass.distributed.compression import compress as compress
     from fp8pass.distributed.pipeline_parallel import pipeline_configs as pipeline_configs
+    from fp8pass.distributed.replicas import average_sums as average_sums
 
-_MODULES = {"compress": "compression", "pipeline_configs": "pipeline_parallel"}
+_MODULES = {
+    "average_sums": "replicas",
+    "compress": "compression",
+    "pipeline_configs": "pipeline_parallel",
+}
 
-__all__ = ["compress", "pipeline_configs"]
+__all__ = ["average_sums", "compress", "pipeline_configs"]
 
 
 def __getattr__(name: str) -> Any:

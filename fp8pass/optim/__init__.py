@@ -15,7 +15,7 @@
     fused.py         launches of the kernel, also with offloaded states
     offload.py       host memory, staging buffers, and `offload_weights`
     backward.py      `step_in_backward`: updates within the backward
-    clipping.py      the global norm of sums of gradients
+    clipping.py      norms and buckets of sums of gradients
     sums.py          sums of the gradients of several backwards
     sum_kernel.py    Triton kernels for sums of gradients
 

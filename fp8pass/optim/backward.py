@@ -14,6 +14,7 @@ import gc
 import logging
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass import compat
-from fp8pass.optim.clipping import norm_of_sums, zeros_like_shard
+from fp8pass.optim.clipping import norm_of_sums, split_into_buckets, zeros_like_shard
 from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.optimizer import Optimizer
 from fp8pass.optim.shards import is_distributed, like_parameter, local_gradient
@@ -77,6 +78,13 @@ class Attached:
     _added: Any = None  # the event after the last addition to a sum on a GPU
     # The norm of all gradients before clipping, fp32 []; None before the first clipped update.
     norm: Tensor | None = None
+    # Ranks with copies of the model; set by `fp8pass.distributed.average_sums`.
+    replicas: Any = None
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Return the buffers of the model."""
+        model = self._model()
+        return () if model is None else tuple(model.buffers())
 
     def detach(self) -> None:
         """Remove the hooks, so `optimizer.step()` updates again. Drop accumulated gradients."""
@@ -167,10 +175,12 @@ class Attached:
         """Update all parameters by their sums, scaled to a global norm of at most `max_norm`."""
         self._backwards = 0
         pending = [p for p, sum_ in self.accumulated.items() if p.requires_grad]
-        if not any(self.accumulated[p].count for p in pending):
-            return
         if self._added is not None:
             torch.cuda.current_stream(pending[0].device).wait_event(self._added)
+        if self.replicas is not None:
+            self._average(pending)
+        if not any(self.accumulated[p].count for p in pending):
+            return
         self.norm = norm_of_sums(self.accumulated, pending)
         # A norm that is not finite makes the weights NaN, as with `clip_grad_norm_`.
         scale = (self.norm / max_norm).clamp(min=1)
@@ -186,8 +196,25 @@ class Attached:
                 parameter.grad = None
         finally:
             for optimizer in self.optimizers:
-                optimizer.grad_scale = None  # type: ignore[attr-defined]
+                del optimizer.grad_scale  # type: ignore[attr-defined]
                 optimizer.join()
+
+    def _average(self, parameters: list[Tensor]) -> None:
+        """Replace sums by their averages over replicas, in buckets."""
+        counts = [self.accumulated[p].count > 0 for p in parameters]
+        used = self.replicas.any(counts, parameters[0].device)
+        for bucket in split_into_buckets(compress(parameters, used)):
+            gradients = [zeros_like_shard(p).view(-1) for p in bucket]
+            for parameter, gradient in zip(bucket, gradients, strict=True):
+                self.accumulated[parameter].move_to(gradient)
+            sizes = tuple(map(len, gradients))
+            averages = torch.cat(gradients)
+            self.replicas.average(averages, sizes)
+            for parameter, average in zip(bucket, averages.split(sizes), strict=True):
+                optimizer, group = self.owners[parameter]
+                options = optimizer.param_groups[group]
+                step = optimizer.count_updates(options, parameter)
+                self.accumulated[parameter].add(average, options["seed"], step)
 
     def _begin(self) -> int:
         """Check a new backward, and drop sums of frozen layers."""
@@ -477,8 +504,8 @@ def _attached_parameters() -> set[Tensor]:
 def _wrapper_error(wrapper: nn.Module) -> ConfigError:
     return ConfigError(
         f"{type(wrapper).__name__} reduces gradients over ranks only after step_in_backward has "
-        "used them. Shard the model with fully_shard, or call optimizer.step() instead of "
-        "step_in_backward."
+        "used them. Leave out the wrapper and call fp8pass.distributed.average_sums, or shard the "
+        "model with fully_shard, or call optimizer.step() instead of step_in_backward."
     )
 
 

@@ -1,8 +1,9 @@
-"""The global norm of quantized sums of gradients, for `step_in_backward(max_norm=...)`."""
+"""Norms and buckets of quantized sums of gradients, for `step_in_backward(max_norm=...)`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from fp8pass.optim.shards import local, sharding_groups
 from fp8pass.optim.sums import GradientSum
+
+BUCKET = 1 << 25  # elements that ranks send at once
 
 
 def norm_of_sums(sums: Mapping[Tensor, GradientSum], parameters: Iterable[Tensor]) -> Tensor:
@@ -31,6 +34,18 @@ def norm_of_sums(sums: Mapping[Tensor, GradientSum], parameters: Iterable[Tensor
             torch.distributed.all_reduce(total, group=group)
         totals.append(total)
     return torch.stack([x.to(totals[0].device) for x in totals]).sum().sqrt()
+
+
+def split_into_buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group consecutive parameters of one dtype and device with at most `BUCKET` elements."""
+    for _, same in groupby(parameters, lambda p: (p.dtype, p.device)):
+        bucket: list[Tensor] = []
+        for parameter in same:
+            if bucket and sum(p.numel() for p in (*bucket, parameter)) > BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket
 
 
 def zeros_like_shard(parameter: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class LowRank(nn.Module):
 
 
 class Adapters(Feature):
-    """Adapters train the first block, whose weights are frozen; with fp8pass in FP8."""
+    """Adapters train the first block. Its weights are frozen, and fp8pass stores them in FP8."""
 
     one_of = "weights"
 
@@ -490,10 +490,17 @@ class Refused(NamedTuple):
 
 
 REFUSED: dict[tuple[str, str], Refused] = {
-    ("step_in_backward", "FP16 autocast, GradScaler"): Refused(
-        "fp8pass",
-        "GradScaler",
-        "weights are updated before the scaler can check the gradients",
+    **{
+        pair: Refused(
+            "fp8pass", "GradScaler", "weights are updated before the scaler can check the gradients"
+        )
+        for pair in (
+            ("step_in_backward", "FP16 autocast, GradScaler"),
+            ("FP16 autocast, GradScaler", "average_sums"),
+        )
+    },
+    ("weights in host memory", "average_sums"): Refused(
+        "fp8pass", "supports plain parameters only", "sums of such weights are not averaged"
     ),
     ("step_in_backward", "DDP"): Refused(
         "fp8pass",
@@ -517,7 +524,7 @@ REFUSED: dict[tuple[str, str], Refused] = {
             "No module of this .* reduces gradients over ranks",
             "no gradients are reduced over ranks",
         )
-        for way in ("tensor parallel", "pipeline")
+        for way in ("average_sums", "tensor parallel", "pipeline")
     },
     **{
         ("LoRA", way): Refused(
@@ -536,6 +543,9 @@ REFUSED: dict[tuple[str, str], Refused] = {
         "PyTorch",
         "drifted apart",
         "DDP reduces only the parameters that were trained when it was made: wrap the model again",
+    ),
+    ("a block unfrozen later", "average_sums"): Refused(
+        "PyTorch", "drifted apart", "DDP, with which the test compares, cannot train it"
     ),
 }
 

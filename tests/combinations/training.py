@@ -84,12 +84,14 @@ class Way(Feature):
         ranks_per_batch: how many ranks compute the same micro-batch together.
         backwards: how many backwards a rank runs for each micro-batch of the user.
         shards: whether ranks have shards of parameters.
+        averages_sums: whether sums of gradients are averaged over ranks in the backward.
     """
 
     one_of = "ranks"
     ranks_per_batch = 1
     backwards = 1
     shards = False
+    averages_sums = False
 
     def configure(self, t: Training) -> None:
         t.way = self
@@ -317,6 +319,8 @@ class Training:
         self.attached = fp8pass.optim.step_in_backward(
             self.model, *self.optimizers, accumulate=backwards, max_norm=self.max_norm
         )
+        if self.way.averages_sums:
+            fp8pass.distributed.average_sums(self.attached)
 
     def first_block(self) -> list[nn.Parameter]:
         """Return the parameters of the first block that this rank has."""

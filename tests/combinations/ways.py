@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -39,6 +40,31 @@ class DDP(Distributed):
     def reduces(self, t: Training, last: bool) -> AbstractContextManager[Any]:
         assert isinstance(t.outer, nn.parallel.DistributedDataParallel)
         return nullcontext() if last or t.steps_in_backward else t.outer.no_sync()
+
+
+class Averaged(DDP):
+    """Copies whose sums of gradients are averaged before updates in the backward; DDP if plain."""
+
+    averages_sums = True
+
+    def configure(self, t: Training) -> None:
+        super().configure(t)
+        if not t.plain:
+            t.steps_in_backward, t.max_norm = True, t.max_norm or math.inf
+            t.optimizer_options = t.optimizer_options or {}
+
+    def distribute(self, t: Training) -> None:
+        if t.plain:
+            super().distribute(t)
+        else:
+            t.compile_in_place(t.model)
+
+    def reduces(self, t: Training, last: bool) -> AbstractContextManager[Any]:
+        return super().reduces(t, last) if t.plain else nullcontext()
+
+    def start(self, t: Training) -> None:
+        if not t.plain and not t.attached:
+            t.step_in_backward()
 
 
 class FSDP(Distributed):
@@ -226,6 +252,7 @@ class Pipeline(Distributed):
 
 WAYS = (
     DDP("DDP"),
+    Averaged("average_sums"),
     FSDP("FSDP2", shards=2),
     FSDP("HSDP", copies=2, shards=2),
     Tensors("tensor parallel"),
