@@ -32,11 +32,14 @@ def merge_adapters(gm: fx.GraphModule) -> None:
     """Rewrite a Dynamo graph and its subgraphs in place."""
     for part in gm.modules():
         if isinstance(part, fx.GraphModule):
-            found = part.graph.find_nodes(op="call_function", target=functional.linear)
-            changed = [_scale_input(part.graph, node) for node in found]
-            changed += [_merge(part.graph, group) for group in _groups(found)]
+            changed = [_merge(part.graph, group) for group in _groups(_linears(part.graph))]
+            changed += [_scale_input(part.graph, node) for node in _linears(part.graph)]
             if any(changed):
                 part.recompile()
+
+
+def _linears(g: fx.Graph) -> list[fx.Node]:
+    return list(g.find_nodes(op="call_function", target=functional.linear))
 
 
 def _groups(linears: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
@@ -44,7 +47,7 @@ def _groups(linears: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
     groups: dict[Hashable, list[fx.Node]] = {}
     for linear in linears:
         x, weight = _operands(linear)
-        if x is None or not _is_low_rank(weight, rank=0) or weight.op != "placeholder":
+        if x is None or weight.op != "placeholder" or not _starts_adapter(linear, weight):
             continue
         y = linear.meta["example_value"]
         # Equal dtypes of results also show that autocast is on for all of them, or for none.
@@ -52,8 +55,26 @@ def _groups(linears: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
         groups.setdefault(key, []).append(linear)
     for group in groups.values():
         ranks = sum(_value(linear.args[1]).shape[0] for linear in group)
-        if len(group) > 1 and ranks <= MOST_RANK:
+        if len(group) > 1 and ranks <= MOST_RANK and not _writes_between(group):
             yield group
+
+
+def _starts_adapter(linear: fx.Node, weight: fx.Node) -> bool:
+    """Whether only the second GEMM of an adapter reads the result. Routers, for example, do not."""
+    user = next(iter(linear.users), linear)
+    if len(linear.users) != 1 or user.target is not functional.linear or user.args[0] is not linear:
+        return False
+    return _is_low_rank(weight, rank=0) and isinstance(_value(user.args[1]), Tensor)
+
+
+def _writes_between(linears: list[fx.Node]) -> bool:
+    """Whether the graph changes a tensor in place between the first and the last GEMM."""
+    node = linears[0]
+    while node is not linears[-1]:
+        node = node.next
+        if writes(node):
+            return True
+    return False
 
 
 def _merge(g: fx.Graph, linears: list[fx.Node]) -> bool:
@@ -70,6 +91,7 @@ def _merge(g: fx.Graph, linears: list[fx.Node]) -> bool:
     for node in (weight, product, parts, *slices, *results):
         node.meta = _place_of(first)
     for linear, result in zip(linears, results, strict=True):
+        result.meta["example_value"] = _value(linear)
         linear.replace_all_uses_with(result)
         g.erase_node(linear)
     return True
@@ -99,7 +121,7 @@ def _operands(linear: fx.Node) -> tuple[fx.Node | None, Any]:
     """Return input and weight; (None, None) with a bias, or if an operand is changed in place."""
     x, weight, *bias = linear.args
     nodes = [n for n in (x, weight, linear) if isinstance(n, fx.Node)]
-    known = len(nodes) == 3 and all(isinstance(_value(n), Tensor) for n in nodes)
+    known = len(nodes) == 3 and all(_is_plain(_value(n)) for n in nodes)
     if not known or any(b is not None for b in (*bias, *linear.kwargs.values())):
         return None, None
     if any(writes(user) for n in nodes for user in n.users):
@@ -117,6 +139,11 @@ def _identity(x: fx.Node) -> Hashable:
     """Return a key that is equal for casts of one tensor to one dtype."""
     is_cast = x.op == "call_method" and x.target == "to"
     return ("to", x.args, tuple(x.kwargs.items())) if is_cast else x
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor, but no DTensor, which may not be concatenated with others."""
+    return isinstance(value, Tensor) and not hasattr(value, "placements")
 
 
 def _place_of(node: fx.Node) -> dict[str, Any]:

@@ -189,35 +189,72 @@ def test_a_frozen_adapter_stays_apart():
             return first + model.shared[1](x) + model.shared[2](x)
 
     wanted = Detached()(x)
-    assert relative(train_forward(Detached(), x), wanted) < 2e-5
+    assert relative(run_forward(Detached(), x), wanted) < 2e-5
 
 
-def train_forward(model, x) -> Tensor:
+def run_forward(model, x) -> Tensor:
     torch._dynamo.reset()
 
     def backend(gm, _):
         merge_adapters(gm)
         return gm
 
-    y = torch.compile(model, backend=backend)(x)
-    y.sum().backward()
-    return y
+    return torch.compile(model, backend=backend)(x)
 
 
 def test_weights_that_are_changed_in_place_stay():
     layers = Layers((16, 16))
+    first, second = layers.shared
 
     class Changed(nn.Module):
         def forward(self, x):
-            first = layers.shared[0].a(x)
+            y = first(x)
             with torch.no_grad():
-                layers.shared[1].a.weight.mul_(2.0)
-            return first + layers.shared[1].a(x)
+                second.a.weight.mul_(2.0)
+            return y + second(x)
 
     x = inputs().detach()
-    weights = [layer.a.weight.detach().clone() for layer in layers.shared]
-    found = train_forward(Changed(), x)
-    assert relative(found, x @ weights[0].T + x @ (2 * weights[1]).T) < 2e-5
+    wanted = first(x)
+    found = run_forward(Changed(), x)  # the weight has changed now
+    assert relative(found, wanted + second(x)) < 2e-5
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_inputs_that_are_changed_in_place_stay(cast):
+    """Also if a view of the input is changed."""
+    layers = Layers((16, 16))
+    if cast:
+        layers.double()
+    first, second = layers.shared
+    dtype = torch.float64 if cast else torch.float32
+
+    class Changed(nn.Module):
+        def forward(self, x):
+            x = x * 1.0
+            y = first(x.to(dtype))
+            x.view(-1).mul_(2.0)
+            return y + second(x.to(dtype))
+
+    x = inputs().detach()
+    with torch.no_grad():
+        wanted = first(x.to(dtype)) + second(2 * x.to(dtype))
+        assert relative(run_forward(Changed(), x), wanted) < 2e-5
+
+
+def test_routers_stay():
+    """Two narrow layers that are no adapters, such as the router and a gate of shared experts."""
+
+    class Gates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.gate, self.shared_gate = (nn.Linear(WIDTH, n, bias=False) for n in (8, 1))
+
+        def forward(self, x):
+            return torch.sigmoid(self.shared_gate(x)) * self.gate(x).softmax(-1)
+
+    gemms = check(Gates(), inputs())
+    assert (ROWS, WIDTH, 9) not in gemms.found
 
 
 def test_checkpointed_layers_are_merged():
