@@ -19,7 +19,6 @@ from fp8pass.graph.dropped_logits import drop_logits
 from fp8pass.graph.flops import total_flops
 from fp8pass.graph.inlined_regions import inline_regions
 from fp8pass.graph.joint_facts import JointFacts, select_inputs
-from fp8pass.graph.merge_adapters import merge_adapters
 from fp8pass.graph.split_adapters import split_adapters
 from fp8pass.hooks import CompiledGraph, Hooks, Observer, Observing, Program
 from fp8pass.option_checks import ConfigError, unknown
@@ -57,7 +56,6 @@ class Backend:
             drop_logits(gm)
         if config.quantizes_linears:  # recipe `exact` keeps the order of sums
             split_adapters(gm)
-            merge_adapters(gm)
         config = _with_bandwidth(config, example_inputs)
         patches = {**inductor_defaults(config, example_inputs), **given}
         _check_can_compile(config, patches, example_inputs)

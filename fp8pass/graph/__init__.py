@@ -13,7 +13,6 @@ inlined_regions.py inline the regions of nested_compile_region into Dynamo's gra
 collectives.py     collectives; all-gathers and the tensors that they gather
 origins.py         values that depend on the data, on parameters or on constants
 dropped_logits.py  replace logits that a model returns beside its loss
-merge_adapters.py  multiply the input of several layers with all their adapters at once
 split_adapters.py  multiply tokens with adapters, instead of adding adapters to weights of experts
 output_heads.py    layers that compute logits; MoE routers
 linear_layers.py   the GEMMs of linear layers, forward and backward

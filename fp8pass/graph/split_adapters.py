@@ -125,11 +125,11 @@ def _can_split(adapted: fx.Node) -> bool:
         and weight.shape == result.shape
         and {x.dtype for x in values} == {result.dtype}  # autocast would cast the operands
         and is_trained == result.requires_grad  # false under no_grad
-        and not any(writes(user) for x in adapted.all_input_nodes for user in x.users)
+        and not any(_writes(user) for x in adapted.all_input_nodes for user in x.users)
     )
 
 
-def writes(node: fx.Node) -> bool:
+def _writes(node: fx.Node) -> bool:
     """Whether an operator writes to its operands."""
     name = str(getattr(node.target, "__name__", node.target))
     in_place = name.endswith("_") and not name.endswith("__")

@@ -118,7 +118,7 @@ CASES = {
     "regions of accelerate": Case(lambda: regions(llama(num_hidden_layers=2)), 15, False),
     "graph breaks": Case(lambda: compiled_in_place(Stack(5)), 10),
     "mixtral": Case(lambda: compiled_in_place(mixtral()), 11),
-    "lora": Case(lambda: compiled_in_place(lora()), 11),
+    "lora": Case(lambda: compiled_in_place(lora()), 12),
     "checkpointed": Case(lambda: compiled_in_place(checkpointed(llama())), 8),
     "checkpointed blocks": Case(
         lambda: compiled_blocks(checkpointed(llama(num_hidden_layers=2))), 14, False
