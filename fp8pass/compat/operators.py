@@ -21,9 +21,9 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 __all__ = [
     "FLEX_ATTENTION", "StorageWeakRef", "arg_tree_leaves", "calls_graphs", "coefficient",
     "enable_dynamic_shapes", "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm",
-    "guard_count", "has_unbacked", "is_opaque", "is_operator", "is_sym_node", "real_tensors",
-    "restrictions", "scaled_mm", "schema_of", "size_hint", "statically_known_true", "stream_of",
-    "tensor_leaves", "tree_leaves", "tree_map_only", "version_of", "weak_storage", "wrapper",
+    "guard_count", "has_unbacked", "is_mutable", "is_opaque", "is_operator", "is_sym_node",
+    "real_tensors", "restrictions", "scaled_mm", "schema_of", "size_hint", "statically_known_true",
+    "stream_of", "tensor_leaves", "tree_leaves", "tree_map_only", "version_of", "weak_storage", "wrapper",
 ]  # fmt: skip
 
 # Older code calls this instead of `torch.nn.functional.grouped_mm`.
@@ -172,6 +172,14 @@ def calls_graphs(node: fx.Node) -> bool:
 def tensor_leaves(values: Any) -> list[torch.Tensor]:
     """Search nested containers and Hugging Face outputs."""
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether an operator, or an overload of it, writes to its arguments."""
+    is_packet = isinstance(target, torch._ops.OpOverloadPacket)
+    overloads = [getattr(target, name) for name in target.overloads()] if is_packet else [target]
+    found = (x for x in overloads if isinstance(x, torch._ops.OpOverload))
+    return any(schema_of(x).is_mutable for x in found)
 
 
 def schema_of(operator: Any) -> Any:

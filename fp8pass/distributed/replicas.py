@@ -49,9 +49,10 @@ def average_sums(attached: Attached, group: Any = None) -> Replicas:
         attached = fp8pass.optim.step_in_backward(model, optimizer, accumulate=16, max_norm=1.0)
         fp8pass.distributed.average_sums(attached)
 
-    Call it on all ranks. Each rank has a whole copy of the model, without DistributedDataParallel,
-    and gets the weights and buffers of the first rank of the group. All ranks must run the same
-    number of backwards. Gradients are sent in E4M3 with a scale for each group of 128.
+    Call it on all ranks. Each rank has a whole copy of the model, without DistributedDataParallel.
+    The optimizers' parameters and the buffers are copied from the first rank of the group. All
+    ranks must run the same number of backwards. Gradients are sent in E4M3 with a
+    scale for each group of 128.
 
     Args:
         attached: the object that `step_in_backward` returned.

@@ -20,7 +20,7 @@ from fp8pass import compat
 
 # PyTorch's grouped GEMMs need rows of a multiple of 16 bytes.
 ALIGNMENT = 16
-IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
+IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "setitem")
 GROUPED: set[Any] = {torch.nn.functional.grouped_mm, compat.grouped_mm}
 
 
@@ -133,4 +133,7 @@ def _writes(node: fx.Node) -> bool:
     """Whether an operator writes to its operands."""
     name = str(getattr(node.target, "__name__", node.target))
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in IN_PLACE or "out" in node.kwargs
+    if in_place or name in IN_PLACE or "out" in node.kwargs or compat.is_mutable(node.target):
+        return True
+    # `relu(x, inplace=True)`; other arguments that are True count as well.
+    return any(x is True for x in (*node.args, *node.kwargs.values()))

@@ -4,8 +4,8 @@ A parameter is updated as soon as its gradient is final, and the gradient is fre
 gradient is computed. `sums.py` adds the gradients of several backwards. With `max_norm`, every
 gradient is added to a sum, and the end of the last backward clips and applies all sums.
 
-If a backward fails, some parameters have been updated already. Some sums may contain one gradient
-more than others, so all sums are dropped.
+If a backward fails, some parameters have been updated already, and some sums lack the gradient of
+this backward. So all sums are dropped.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ class Attached:
         """Update all parameters by their sums, scaled to a global norm of at most `max_norm`."""
         self._backwards = 0
         pending = [p for p, sum_ in self.accumulated.items() if p.requires_grad]
+        if not pending:
+            return
         if self._added is not None:
             torch.cuda.current_stream(pending[0].device).wait_event(self._added)
         if self.replicas is not None:

@@ -77,7 +77,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def sharding_groups(parameter: Tensor) -> tuple[Any, ...]:
-    """Return the process groups whose ranks hold different shards of a parameter."""
+    """Return the process groups over which a parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh

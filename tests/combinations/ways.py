@@ -43,7 +43,7 @@ class DDP(Distributed):
 
 
 class Averaged(DDP):
-    """Copies whose sums of gradients are averaged before updates in the backward; DDP if plain."""
+    """`average_sums` with a copy of the model on each rank. The plain training uses DDP."""
 
     averages_sums = True
 

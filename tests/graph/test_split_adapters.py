@@ -134,7 +134,27 @@ def writes_to_the_weight(x, ends, weight, left, right):
     return torch._grouped_mm(x, adapted.transpose(1, 2), offs=ends)
 
 
+def writes_by_an_argument(x, ends, weight, left, right):
+    weight = weight * 1
+    adapted = torch.baddbmm(weight, left, right)
+    torch.nn.functional.relu(weight, inplace=True)
+    return torch._grouped_mm(x, adapted.transpose(1, 2), offs=ends)
+
+
+@torch.library.custom_op("fp8pass_tests::set_to_zero", mutates_args=("x",))
+def set_to_zero(x: Tensor) -> None:
+    x.zero_()
+
+
+def writes_by_a_custom_operator(x, ends, weight, left, right):
+    weight = weight * 1
+    adapted = torch.baddbmm(weight, left, right)
+    set_to_zero(weight)
+    return torch._grouped_mm(x, adapted.transpose(1, 2), offs=ends)
+
+
 OTHERS = [
+    *(writes_by_an_argument, writes_by_a_custom_operator),
     *(returns_the_weight, scales_the_weight, broadcasts_the_weight, sums_without_gradients),
     *(sums_in_fp32_weights, writes_to_the_weight),
 ]
