@@ -23,7 +23,8 @@ __all__ = [
     "enable_dynamic_shapes", "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm",
     "guard_count", "has_unbacked", "is_mutable", "is_opaque", "is_operator", "is_sym_node",
     "real_tensors", "restrictions", "scaled_mm", "schema_of", "size_hint", "statically_known_true",
-    "stream_of", "tensor_leaves", "tree_leaves", "tree_map_only", "version_of", "weak_storage", "wrapper",
+    "stream_of", "tensor_leaves", "tree_leaves", "tree_map_only", "version_of", "weak_storage",
+    "wrapper",
 ]  # fmt: skip
 
 # Older code calls this instead of `torch.nn.functional.grouped_mm`.
