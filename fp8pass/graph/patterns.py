@@ -195,10 +195,12 @@ def is_same_shape_addition(node: fx.Node) -> bool:
 
 def sums_columns(node: fx.Node) -> bool:
     """Whether `node` sums over all dimensions except the last, such as the gradient of a bias."""
-    if node.target is not aten.sum.dim_IntList or node.kwargs:
+    if node.target is not aten.sum.dim_IntList:
         return False
-    x, dims = node.args[:2]
-    leading = tensor(x).ndim - 1  # type: ignore[arg-type]
+    x, dims = tensor(node.args[0]), node.args[1]  # type: ignore[arg-type]
+    if node.kwargs.get("dtype") not in (None, x.dtype, torch.float32):
+        return False
+    leading = x.ndim - 1
     return leading > 0 and sorted(dims or ()) == list(range(leading))  # type: ignore[arg-type]
 
 

@@ -189,6 +189,13 @@ SUMMED = {
         lambda dy, x: (*quantized(d := gradient(dy, x, torch.float16)), d.sum(0, True)),
         "float16",
     ),
+    "in FP32": (  # autograd on a GPU, under autocast
+        lambda dy, x: (
+            *quantized(d := gradient(dy, x)),
+            d.sum(0, keepdim=True, dtype=torch.float32),
+        ),
+        "bfloat16",
+    ),
     "of a value in groups": (
         lambda dy, x: (*quantized(d := in_groups(dy, x)), d.sum(0), d * 2),
         "bfloat16",
@@ -203,6 +210,10 @@ SUMMED = {
 NOT_SUMMED = {
     "stored for another reader": lambda dy, x: (*quantized(d := gradient(dy, x)), d.sum(0), d * 2),
     "returned": lambda dy, x: (*quantized(d := gradient(dy, x)), d.sum(0), d),
+    "in FP64": lambda dy, x: (
+        *quantized(d := gradient(dy, x)),
+        d.sum(0, dtype=torch.float64),
+    ),
     "another dimension": lambda dy, x: (*quantized(d := gradient(dy, x)), d.sum(1)),
     "no kernel quantizes it": lambda dy, x: (
         fp8.amax(d := gradient(dy, x), "tensor"),
