@@ -83,7 +83,7 @@ POINTWISE: dict[Any, PointwiseOp] = {
     aten.log1p.default: PointwiseOp(elementwise(lambda a: logarithm(1 + a))),
     aten.sin.default: PointwiseOp(None, "tl.sin({0})"),
     aten.cos.default: PointwiseOp(None, "tl.cos({0})"),
-    aten.erf.default: PointwiseOp(elementwise(sympy.erf), "tl.erf({0})"),
+    aten.erf.default: PointwiseOp(elementwise(sympy.erf), "erf({0})"),
     # Activations and their gradients.
     aten.sigmoid.default: PointwiseOp(elementwise(Sigmoid), "sigmoid({0})"),
     aten.tanh.default: PointwiseOp(elementwise(sympy.tanh), _TANH),

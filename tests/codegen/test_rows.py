@@ -32,6 +32,7 @@ from fp8pass.codegen.program.ir import Load, Program, Step, Store
 from fp8pass.codegen.program.reference import compute_program
 
 pytest.importorskip("triton")
+EDGES = math.inf, -math.inf, math.nan
 
 
 @pytest.fixture(params=["held", "loop"])
@@ -161,6 +162,20 @@ def test_values_that_do_not_vary_along_a_row(device, columns):
         ),
     )
     check(row_kernel, program, operands(program, 3, columns, device))
+
+
+@both_devices
+def test_erf_is_accurate(device):
+    """Kernels have a formula of their own for `erf`."""
+    program = Program(
+        (Load("x", "full"),),
+        (Step("y", "aten.erf.default", ("x",)),),
+        (Store("y", ("full",), dtype="float32"),),
+    )
+    x = torch.cat([torch.linspace(-6, 6, 1017), torch.tensor([*EDGES, 0.0, -0.0, 0.05, -0.05])])
+    x = torch.cat([x, x.sign() * x.abs().clamp(max=6) ** 8 * 1e-8]).view(2, 1024).to(device)
+    (got,) = run(row_kernel, program, [x])
+    torch.testing.assert_close(got, x.erf(), rtol=2e-5, atol=0, equal_nan=True)
 
 
 @both_devices

