@@ -31,6 +31,10 @@ BANDWIDTH = 4.27e12
 # step, a launch takes 10 to 30 µs (GPT-2 124M: 1,643 instead of 1,305 launches).
 LAUNCH = 10e-6
 
+# Seconds in which the CPU launches a kernel of Inductor's code, and allocates its results: the
+# median of 16 models in `never_slower.json`.
+CPU_LAUNCH = 35e-6
+
 
 # The GPU that CPU tensors stand for inside `planning_for`; None outside.
 _planned_gpu: ContextVar[Gpu | None] = ContextVar("planned_gpu", default=None)

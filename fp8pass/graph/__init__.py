@@ -22,6 +22,7 @@ row_writer.py      translates operators of the original graph into the graph of 
 multiples.py       check that a gradient is linear in the incoming gradient
 flops.py           floating-point operations
 traffic.py         bytes of values, and whether generated code computes them
+launches.py        whether launching the kernels of a graph takes longer than running them
 spec.py            check that a graph is well formed
 
 This package re-exports the most common helpers: `graph.emit`, `graph.tensor`, ...

@@ -13,6 +13,9 @@ GEMMs of the forward are chosen first, as if there were no backward: graphs with
 give the same results as the forward of training. Then dgrad and wgrad are chosen. Casts that the
 forward needs cost nothing in this second choice.
 
+No GEMM has a gain if the CPU takes longer to launch the kernels of the graph than the GPU takes to
+run them (`launches.py`).
+
 The estimates are rooflines (`hardware.py`). Fused casts cost only the bytes that they add. A test
 compares the sums with measured steps (`tests/passes/test_gemm_choice.py`).
 """
@@ -34,6 +37,7 @@ from fp8pass.config import GEMMS, Config
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import GROUPED_GEMMS
 from fp8pass.graph.collectives import find_gathers
+from fp8pass.graph.launches import why_launch_bound
 from fp8pass.graph.linear_layers import Layer, gemm_operands
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.tags import ROLE
@@ -74,12 +78,14 @@ class Choice:
         casts: the time of each cast, for each GEMM that needs it; for a GEMM in BF16, only of casts
             that no chosen GEMM needed before.
         done: the casts that chosen GEMMs need.
+        limit: why no GEMM gains time, whatever its casts take, or ''.
     """
 
     in_fp8: set[fx.Node] = field(default_factory=set)
     gains: dict[fx.Node, float] = field(default_factory=dict)
     casts: dict[fx.Node, dict[Hashable, float]] = field(default_factory=dict)
     done: set[Hashable] = field(default_factory=set)
+    limit: str = ""
 
     @property
     def saved_seconds(self) -> float:
@@ -93,8 +99,8 @@ class Choice:
     def explain(self, layer: Layer) -> str:
         """Return why GEMMs of a layer stay in BF16, e.g. `casts take 31 µs, ...`; '' if none do."""
         rest = [(role, gemm) for role, gemm in layer.gemms() if gemm not in self.in_fp8]
-        if not rest:
-            return ""
+        if not rest or self.limit:
+            return self.limit if rest else ""
         # The forward was chosen alone, so a cast that forward and backward lack counts for both.
         missing = {
             (role in STAGES[0], key): seconds
@@ -135,6 +141,8 @@ def choose_gemms(
         choice.casts[gemm] = {key: cast.seconds(gpu) for key, cast in casts.items()}
         is_needed = _must_be_fp8(gemm, gathered)
         choice.gains[gemm] = math.inf if is_needed else _gain(gemm, layer, gpu, config)
+    if choice.gains and all(map(math.isfinite, choice.gains.values())):
+        _limit_gains(g, choice)
     for roles in STAGES:
         stage = [gemm for gemm in choice.gains if gemm.meta[ROLE] in roles]
         for group in _independent(stage, choice):
@@ -150,6 +158,15 @@ def why_emulated(device: torch.device, config: Config) -> str:
     """Return why GEMMs of linear layers would multiply dequantized operands on `device`, or ''."""
     scales = parse(config.quantizations["forward", "input"]).scales
     return hardware.why_emulated(device, scales) or ""
+
+
+def _limit_gains(g: fx.Graph, choice: Choice) -> None:
+    """Set all gains to 0 if faster GEMMs would not make a step faster."""
+    gpu = hardware.rates_of(tensor(next(iter(choice.gains))).device)
+    assert gpu
+    choice.limit = why_launch_bound(g, gpu)
+    if choice.limit:
+        choice.gains = dict.fromkeys(choice.gains, 0.0)
 
 
 def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node]) -> bool:

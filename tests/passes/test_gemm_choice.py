@@ -17,6 +17,7 @@ from helpers import MLP, capture_joint, compiled
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import fp8pass
 from fp8pass import Config, hardware
@@ -73,6 +74,7 @@ def on_a_small_gpu(monkeypatch):
     """Let CPU tensors stand for `SMALL`, without the time of launches."""
     monkeypatch.setattr(hardware, "rates_of", lambda device: SMALL)
     monkeypatch.setattr(hardware, "LAUNCH", 0.0)
+    monkeypatch.setattr(hardware, "CPU_LAUNCH", 0.0)
 
 
 def rows(count=512, features=256, dtype=torch.bfloat16):
@@ -115,6 +117,18 @@ def test_small_gemms_stay_in_bf16_on_a_gpu_unless_the_option_forces_fp8(caplog):
     assert "0 of 2 linear layers in FP8, 2 in BF16 because FP8 is not faster" in plan.summary()
     assert not plan.unexpected  # no warning
     assert not forced.linears[0].slower
+
+
+def test_no_gemm_runs_in_fp8_if_the_cpu_limits_the_step(on_a_small_gpu, monkeypatch):
+    """Unless CUDA graphs launch the kernels, or the option forces FP8."""
+    model, x = mlp(256, 256, 256), rows()
+    monkeypatch.setattr(hardware, "CPU_LAUNCH", 1.0)
+    plan = plan_of(model, x)
+    assert roles(plan) == [(), ()]
+    assert plan.linears[0].reason.startswith("FP8 is not faster: the CPU launches the kernels in ")
+    assert roles(plan_of(model, x, config=Config(compiler="eager", fp8_gemms="all"))) == [ALL, ALL]
+    with inductor_config.patch({"triton.cudagraphs": True}):
+        assert roles(plan_of(model, x)) == [ALL, ALL]
 
 
 def test_a_gemm_in_bf16_rounds_nothing(on_a_small_gpu, monkeypatch):

@@ -1,0 +1,97 @@
+"""Estimate the kernels of a graph: the time to launch them, and the time to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from torch import fx
+
+from fp8pass import compat, graph, hardware
+from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.flops import EXPENSIVE_KINDS, flops
+from fp8pass.graph.traffic import FUSABLE, assumed_size, count_bytes, count_elements
+from fp8pass.hardware import Gpu
+
+# Kinds of nodes that launch no kernel.
+_WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION, Kind.INPUT)
+
+
+def why_launch_bound(g: fx.Graph, gpu: Gpu) -> str:
+    """Return why faster kernels would not make a step faster, or '' if they would.
+
+    The CPU is the limit if it launches the kernels more slowly than the GPU runs them. CUDA graphs
+    launch all kernels at once.
+    """
+    if compat.uses_cuda_graphs({}):
+        return ""
+    kernels = find_kernels(g)
+    launching, running = len(kernels) * hardware.CPU_LAUNCH, seconds_of(kernels, gpu)
+    if launching <= running:
+        return ""
+    return (
+        f"the CPU launches the kernels in {1e3 * launching:.2g} ms, the GPU runs them in "
+        f"{1e3 * running:.2g} ms: try mode='reduce-overhead'"
+    )
+
+
+def find_kernels(g: fx.Graph) -> set[fx.Node]:
+    """Return one node for each kernel: the last node of fused operators, or a library's operator.
+
+    The number is within 25% of the launches of Inductor's code in `never_slower.json`.
+    """
+    return {node for node in g.nodes if _ends_kernel(node)}
+
+
+def seconds_of(kernels: Set[fx.Node], gpu: Gpu) -> float:
+    """Estimate the time of kernels by the roofline. Each reads its operands once."""
+    total = 0.0
+    for node in kernels:
+        reads = graph.ancestors(node.all_input_nodes, lambda n: not _is_stored(n, kernels))
+        results = [user for user in node.users if graph.is_getitem(user)] or [node]
+        moved = sum(map(_bytes, [*results, *(n for n in reads if _is_stored(n, kernels))]))
+        total += max(moved / gpu.bandwidth, _compute_seconds(node, gpu))
+    return total
+
+
+def _ends_kernel(node: fx.Node) -> bool:
+    if node.op != "call_function" or graph.is_getitem(node) or kind(node) in _WITHOUT_KERNEL:
+        return False
+    if kind(node) not in FUSABLE or kind(node) is Kind.REDUCTION:
+        return True
+    return any(kind(user) not in FUSABLE for user in _readers(node))
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the users of a value and of its views."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if kind(user) is Kind.VIEW or graph.is_getitem(user):
+                pending.append(user)
+            else:
+                yield user
+
+
+def _is_stored(node: fx.Node, kernels: Set[fx.Node]) -> bool:
+    return node.op == "placeholder" or node in kernels
+
+
+def _bytes(node: fx.Node) -> int:
+    return 0 if graph.value(node) is None else count_bytes(node)
+
+
+def _compute_seconds(node: fx.Node, gpu: Gpu) -> float:
+    """Only GEMMs may have symbolic sizes, because hints are not used (`traffic.py`)."""
+    if kind(node) not in EXPENSIVE_KINDS:
+        return 0.0
+    rate = gpu.attention_flops if kind(node) is Kind.ATTENTION else gpu.bf16_flops
+    if all(isinstance(size, int) for n in (node, *node.all_input_nodes) for size in _shape(n)):
+        return flops(node) / rate
+    if kind(node) is not Kind.GEMM:
+        return 0.0
+    length = assumed_size(_shape(node.all_input_nodes[-1])[-2])
+    return 2 * count_elements(node) * length / rate
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return () if graph.value(node) is None else tuple(graph.tensor(node).shape)
