@@ -24,6 +24,7 @@ from fp8pass.graph.classify import Kind, is_attention_mask, kind
 from fp8pass.graph.collectives import remove_unused
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.nodes import aten, dtype_text, emit, prims, shape_text, tensor
+from fp8pass.graph.order import reach
 from fp8pass.graph.tags import COPIED_VALUE, IS_OFFLOADED
 from fp8pass.passes.context import Context
 from fp8pass.passes.quantizer import count_layers_before
@@ -77,6 +78,7 @@ class Carrier:
         self.at = graph.output_node(g)
         self._carried: dict[fx.Node, fx.Node] = {}
         self._names, self._places = graph.value_names(g), count_layers_before(g)
+        self._has_convolutions = any(kind(node) is Kind.CONVOLUTION for node in g.nodes)
 
     def in_backward(self, node: fx.Node) -> fx.Node:
         pending = [node]
@@ -104,17 +106,46 @@ class Carrier:
         decision = self._decision(node)
         if decision.recomputed:
             return self._recompute(node)
+        if decision.centred:
+            return self._quantize_difference(node, decision)
+        by_rows = self._is_stored_channels_last(node)
+        x = self._as_rows(node) if by_rows else node
         if decision.low_bit:
-            if decision.centred:
-                return self._quantize_difference(node, decision)
-            return self._quantize(node, node, decision, tensor(node).dtype)
+            back = self._quantize(node, x, decision, tensor(node).dtype)
+        else:
+            back = self._save_exactly(node, x, decision)
+        return self._in_shape_of(node, back) if by_rows else back
+
+    def _save_exactly(self, node: fx.Node, x: fx.Node, decision: Decision) -> fx.Node:
+        """Save `x`, which has the elements of `node`, for `node`."""
         # A saved view would keep the memory of its base alive, so a copy is saved. Attention masks
         # stay views, because attention needs the aligned rows of the mask's base. Inputs that the
         # graph overwrites are copied before the write.
         is_part = kind(node) is Kind.VIEW and not is_attention_mask(node)
-        saved = self._copy(node) if is_part or node in self.ctx.facts.overwritten else node
+        saved = self._copy(x) if is_part or node in self.ctx.facts.overwritten else x
         self._save(node, decision, saved)
         return saved
+
+    def _is_stored_channels_last(self, node: fx.Node) -> bool:
+        """Whether Inductor would store `node` in a layout that is slow to read and write.
+
+        If a graph has convolutions, Inductor stores results of four dimensions channels-last. That
+        suits images, [N, C, H, W], but not the rows of norms and linear layers, [N, H, W, C].
+        """
+        val = graph.value(node)
+        return self._has_convolutions and val is not None and val.ndim == 4 and not _is_image(node)
+
+    def _as_rows(self, x: fx.Node) -> fx.Node:
+        """Return `x` as a matrix, in the forward."""
+        with self.graph.inserting_before(graph.insertion_point_after(x)):
+            return emit(self.graph, aten.reshape.default, x, [-1, tensor(x).shape[-1]], like=x)
+
+    def _in_shape_of(self, node: fx.Node, rows: fx.Node) -> fx.Node:
+        """Return `rows` in the shape of `node`, in the backward."""
+        with self.graph.inserting_before(self.at):
+            back = emit(self.graph, aten.view.default, rows, list(tensor(node).shape), like=node)
+            back.meta |= IN_BACKWARD
+            return self._restore_layout(node, back)
 
     def _copy(self, node: fx.Node) -> fx.Node:
         copy, order = aten.squeeze_copy.dims, graph.stride_order(tensor(node))
@@ -166,10 +197,10 @@ class Carrier:
         with self.graph.inserting_before(self.at):
             back = add(fp8.dequantize.default, planes, scales, text, dtype)
             back.meta |= {**IN_BACKWARD, COPIED_VALUE: node.name}
-            return self._restore_layout(node, back) if decision.format.packed else back
+            return self._restore_layout(x, back) if decision.format.packed else back
 
-    def _restore_layout(self, node: fx.Node, back: fx.Node) -> fx.Node:
-        order = graph.stride_order(tensor(node))
+    def _restore_layout(self, x: fx.Node, back: fx.Node) -> fx.Node:
+        order = graph.stride_order(tensor(x))
         if order == sorted(order):
             return back
         layout = torch.contiguous_format
@@ -225,6 +256,15 @@ class Carrier:
             expected_error=decision.expected_error,
             tensors=tensors,
         )
+
+
+def _is_image(node: fx.Node) -> bool:
+    """Whether a convolution or a pooling is next to `node`, apart from pointwise operators."""
+
+    def neighbors(n: fx.Node) -> list[fx.Node]:
+        return [*n.all_input_nodes, *n.users] if n is node or kind(n) is Kind.POINTWISE else []
+
+    return any(kind(n) in (Kind.CONVOLUTION, Kind.OTHER) for n in reach([node], neighbors))
 
 
 def _is_expanded(node: fx.Node) -> bool:
