@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
 from fp8pass import compat
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.nodes import tensor
+from fp8pass.graph.nodes import tensor, value
 
-# The number that stands for symbolic sizes, which are numbers of tokens. Hints are not used: cache
-# keys do not contain them, and the first batch of another size may be a small one.
+# The number of rows that linear layers with symbolic sizes are assumed to have. Hints are not used:
+# cache keys do not contain them, and the first batch of another size may be a small one.
 ROWS = 8192
 
 # Operators that generated code computes, so that casts of their operands and results need no
@@ -21,23 +22,41 @@ FUSABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT, Kind.QUANTIZE)
 
 
 def count_elements(x: fx.Node) -> int:
-    """Return the number of elements of a tensor, with `ROWS` for all its symbols together.
+    """Return the number of elements of a tensor.
 
-    Batch and length, [s0, s1, D], count like their product [s0 * s1, D].
+    All symbolic sizes together count as one number. Batch and length, [s0, s1, D], count like their
+    product, [s0 * s1, D].
     """
     shape = tensor(x).shape
     known = math.prod(size if isinstance(size, int) else compat.coefficient(size) for size in shape)
-    return known if all(isinstance(size, int) for size in shape) else known * ROWS
+    return known if all(isinstance(size, int) for size in shape) else known * _assumed(x.graph)
 
 
 def count_bytes(x: fx.Node) -> int:
-    """Return the bytes of a tensor, with `ROWS` for symbolic sizes."""
+    """Return the bytes of a tensor, with an assumed number for symbolic sizes."""
     return count_elements(x) * tensor(x).element_size()
 
 
-def assumed_size(size: int | torch.SymInt) -> int:
-    """Return a size, with `ROWS` for its symbols."""
-    return size if isinstance(size, int) else compat.coefficient(size) * ROWS
+def assumed_size(size: int | torch.SymInt, g: fx.Graph) -> int:
+    """Return a size of a graph's tensor, with an assumed number for its symbols."""
+    return size if isinstance(size, int) else compat.coefficient(size) * _assumed(g)
+
+
+_assumptions = WeakKeyDictionary[fx.Graph, int]()
+
+
+def _assumed(g: fx.Graph) -> int:
+    """Return the number that stands for symbols, such that linear layers have `ROWS` rows.
+
+    For a batch of 16 and a symbolic length, rows are 16 * s, and s is ROWS / 16.
+    """
+    if g not in _assumptions:
+        sizes = (tensor(n).shape for n in g.nodes if kind(n) is Kind.GEMM and value(n) is not None)
+        rows = [
+            compat.coefficient(s[0]) for s in sizes if len(s) == 2 and not isinstance(s[0], int)
+        ]
+        _assumptions[g] = max(ROWS // max(rows, default=1), 1)
+    return _assumptions[g]
 
 
 def is_computed(x: fx.Node) -> bool:

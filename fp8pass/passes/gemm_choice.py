@@ -193,7 +193,7 @@ def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu, config: Config) -> float:
     operands = gemm_operands(gemm)
     elements = sum(map(count_elements, operands))
     result = count_elements(gemm) * tensor(gemm).element_size()
-    length = assumed_size(tensor(operands[0]).shape[-1])
+    length = assumed_size(tensor(operands[0]).shape[-1], gemm.graph)
     if gemm.meta[ROLE] == "wgrad" and gemm.target in GROUPED_GEMMS:
         length = max(length // layer.experts, 1)  # contracts over the tokens of each expert
     work = 2 * count_elements(gemm) * length
