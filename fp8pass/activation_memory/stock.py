@@ -1,4 +1,4 @@
-"""Run PyTorch's own partitioner on a joint graph, to compare the saved bytes."""
+"""Run PyTorch's own partitioner on a joint graph: compare its saved bytes, or take its plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from fp8pass import compat, graph
+from fp8pass.activation_memory.decision import Decision, Decisions
+from fp8pass.activation_memory.format_choices import CHEAP_TO_RECOMPUTE
+from fp8pass.activation_memory.needs import Needs
+from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.joint_facts import JointFacts
+from fp8pass.graph.traffic import base
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,8 @@ class StockPartition:
     graphs: tuple[fx.Graph, fx.Graph]  # the forward and the backward graph
     # Bytes of each saved tensor, by name. Parameters and leaves are left out.
     saved: dict[str, int]
+    # The names of all values that the backward reads.
+    crossing: frozenset[str]
 
     @property
     def bytes(self) -> int:
@@ -37,4 +44,18 @@ def partition_stock(
     saved = graph.outputs(forward.graph)[facts.num_fwd_outputs :]
     sizes = {n.name: graph.nbytes(n) for n in saved if isinstance(n, fx.Node)}
     counted = {name: size for name, size in sizes.items() if name not in free}
-    return StockPartition((forward.graph, backward.graph), counted)
+    return StockPartition((forward.graph, backward.graph), counted, frozenset(sizes))
+
+
+def plan_as_stock(gm: fx.GraphModule, facts: JointFacts, needs: Needs, reason: str) -> Decisions:
+    """Save the values that stock `torch.compile` saves, and recompute all others.
+
+    The base of a saved view is saved, and the view recomputed.
+    """
+    crossing = partition_stock(gm, (), facts).crossing
+    saved = {base(node) for node in needs.values if node.name in crossing}
+    exact = Decision(EXACT, 0, reason)
+    return {
+        n: exact if n in saved or n.op == "placeholder" else CHEAP_TO_RECOMPUTE
+        for n in needs.values
+    }

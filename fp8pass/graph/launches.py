@@ -18,8 +18,9 @@ from fp8pass.hardware import Gpu
 _WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION, Kind.INPUT)
 
 
-# FP8 adds casts: GPT-2, BERT and ViT launch 1.29 to 1.36 times as many kernels.
-MORE_LAUNCHES = 1.3
+# FP8 adds casts: GPT-2, BERT and ViT launch 1.3 times as many kernels. But the number of kernels
+# without FP8 is estimated 10 to 20% too high.
+MORE_LAUNCHES = 1.15
 # How much slower GEMMs are in FP32 than in BF16, by the datasheet of an H100.
 FP32_GEMM = 989 / 67
 

@@ -51,10 +51,10 @@ def _assumed(g: fx.Graph) -> int:
     For a batch of 16 and a symbolic length, rows are 16 * s, and s is ROWS / 16.
     """
     if g not in _assumptions:
-        sizes = (tensor(n).shape for n in g.nodes if kind(n) is Kind.GEMM and value(n) is not None)
-        rows = [
-            compat.coefficient(s[0]) for s in sizes if len(s) == 2 and not isinstance(s[0], int)
-        ]
+        gemms = (n for n in g.nodes if kind(n) is Kind.GEMM and value(n) is not None)
+        heights = [tensor(n).shape[0] for n in gemms if tensor(n).ndim == 2]
+        symbolic = [m for m in heights if isinstance(m, torch.SymInt)]
+        rows = [compat.coefficient(m) for m in symbolic]  # type: ignore[arg-type]
         _assumptions[g] = max(ROWS // max(rows, default=1), 1)
     return _assumptions[g]
 

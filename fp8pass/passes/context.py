@@ -32,6 +32,8 @@ class Context:
     plan: Plan = field(default_factory=Plan)
     # The time that FP8 GEMMs save in a step, in seconds; infinite if it is not known.
     spare_seconds: float = 0.0
+    # Why faster kernels would not make a step faster, or ''.
+    launch_limit: str = ""
     # How the backward gets each forward value: saved, in which format, or recomputed; set by
     # `plan_saved_values`.
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)

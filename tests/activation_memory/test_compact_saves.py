@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from helpers import capture_joint, compiled
+from helpers import capture_joint, compiled, stock_eager
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,6 +15,7 @@ from fp8pass.activation_memory.added_time import AddedTime
 from fp8pass.activation_memory.cuts import cheapest_plan
 from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.needs import find_needs
+from fp8pass.activation_memory.stock import partition_stock
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.hardware import Gpu
 from fp8pass.passes import JOINT_PASSES
@@ -25,9 +28,10 @@ SLOW = Gpu("slow", 1e12, 160e9, 85e9, 66e9, 4.27e9, 1e10)
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Let CPU tensors stand for `SLOW`, with launches of 1 ms."""
+    """Let CPU tensors stand for `SLOW`, with launches of 1 ms that the CPU does not limit."""
     monkeypatch.setattr(hardware, "rates_of", lambda device: SLOW)
     monkeypatch.setattr(hardware, "LAUNCH", 1e-3)
+    monkeypatch.setattr(hardware, "CPU_LAUNCH", 0.0)
 
 
 class Block(nn.Module):
@@ -135,6 +139,34 @@ def test_saves_take_no_longer_than_gemms_save(hidden, launch, on_a_gpu, monkeypa
     least = time.total(cheapest_plan(find_needs(gm, choices), choices))
     plan_saved_values(gm, ctx)
     assert time.total(ctx.decisions) <= (least + ctx.spare_seconds) * (1 + 1e-9)
+
+
+def test_a_step_that_the_cpu_limits_saves_what_stock_saves(on_a_gpu, monkeypatch):
+    """Low-bit formats add launches. A budget and `compact_saves` have priority."""
+    monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
+    model, x = block(512, 1024), rows(64, 512)
+    joint = capture_joint(model, x, config=Config(compiler="eager"))
+    stock = partition_stock(joint.gm, (), joint.ctx.facts)
+    run_passes(JOINT_PASSES, joint.gm, joint.ctx)
+    plan = joint.ctx.plan
+    assert plan.saved_bytes == stock.bytes
+    assert not any(s.is_low_bit for s in plan.saved)
+    assert all("the CPU launches the kernels in" in s.reason for s in plan.saved if s.bytes)
+    for options in ({"memory_budget": 0.5}, {"compact_saves": "all"}):
+        assert any(s.is_low_bit for s in planned(model, x, **options).ctx.plan.saved)
+
+
+def test_a_step_that_the_cpu_limits_has_the_results_of_stock(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
+    model, x = block(128, 256), rows(64, 128)
+    results = []
+    for program in (
+        compiled(model, Config(compiler="eager"))[0],
+        torch.compile(copy.deepcopy(model), backend=stock_eager),
+    ):
+        y = program(x)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), x)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_gradients_are_right(on_a_gpu):

@@ -38,6 +38,7 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.needs import Needs, find_needs
 from fp8pass.activation_memory.propagated_errors import propagate_errors
 from fp8pass.activation_memory.raise_precision import raise_precision
+from fp8pass.activation_memory.stock import plan_as_stock
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.formulas import summarize_rules
 from fp8pass.option_checks import bytes_text
@@ -68,7 +69,7 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
         ctx.plan.rules = summarize_rules(rules)
     choices = FormatChoices(ctx.config, ctx.facts, rules)
     needs = find_needs(gm, choices)
-    cuts = _within_spare_time(ctx, needs, choices)
+    cuts = _within_spare_time(gm, ctx, needs, choices)
     if ctx.config.offload and ctx.config.memory_budget is None:
         ctx.plan.note = "offload=True has no effect: set memory_budget, too"
 
@@ -88,17 +89,22 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
         ctx.plan.frontier = planner().frontier(ctx.plan.point)
 
 
-def _within_spare_time(ctx: Context, needs: Needs, choices: FormatChoices) -> Decisions:
+def _within_spare_time(
+    gm: fx.GraphModule, ctx: Context, needs: Needs, choices: FormatChoices
+) -> Decisions:
     """Return the smallest plan that takes no longer than FP8 GEMMs save.
 
     The plan with the highest price of time stands for a step without fp8pass, which the time is
-    compared with.
+    compared with. If the CPU limits the step, the plan is that of stock `torch.compile`, because
+    low-bit formats and recomputation add launches.
     """
     values = (graph.value(n) for n in needs.values if n in needs.all)
     devices = (val.device for val in values if val is not None)
     gpu = next(filter(None, map(hardware.rates_of, devices)), None)
     if gpu is None or ctx.config.memory_budget is not None or ctx.config.compact_saves == "all":
         return cheapest_plan(needs, choices)
+    if ctx.launch_limit:
+        return plan_as_stock(gm, ctx.facts, needs, ctx.launch_limit)
     time = AddedTime(gpu, choices.rules.backward)
 
     @cache

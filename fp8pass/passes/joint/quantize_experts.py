@@ -95,6 +95,7 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     rewriter = ExpertRewriter(g, config)
     choice = choose_gemms(g, eligible, rewriter.casts_of, config)
     ctx.spare_seconds += choice.saved_seconds
+    ctx.launch_limit = ctx.launch_limit or choice.limit
     for before, (layer, reason) in enumerate(reasons):
         entry = describe_layer(layer, reason, config, choice)
         ctx.plan.linears.insert(places[layer.forward] + before, entry)

@@ -93,6 +93,7 @@ def _quantize_layers(part: GraphPart, ctx: Context) -> None:
     rewriter = LinearRewriter(g, config)
     choice = choose_gemms(g, eligible, rewriter.casts_of, config)
     ctx.spare_seconds += choice.saved_seconds
+    ctx.launch_limit = ctx.launch_limit or choice.limit
     for layer, reason in reasons:
         entry = describe_layer(layer, reason, config, choice, part.times)
         unfit = {
