@@ -48,9 +48,9 @@ def partition_stock(
 
 
 def plan_as_stock(gm: fx.GraphModule, facts: JointFacts, needs: Needs, reason: str) -> Decisions:
-    """Save the values that stock `torch.compile` saves, and recompute all others.
+    """Return the plan of stock `torch.compile`, with `reason` for its saved values.
 
-    The base of a saved view is saved, and the view recomputed.
+    The base of a saved view is saved, and the backward repeats the view.
     """
     crossing = partition_stock(gm, (), facts).crossing
     saved = {base(node) for node in needs.values if node.name in crossing}

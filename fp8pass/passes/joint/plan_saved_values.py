@@ -95,8 +95,8 @@ def _within_spare_time(
     """Return the smallest plan that takes no longer than FP8 GEMMs save.
 
     The plan with the highest price of time stands for a step without fp8pass, which the time is
-    compared with. If the CPU limits the step, the plan is that of stock `torch.compile`, because
-    low-bit formats and recomputation add launches.
+    compared with. If the CPU limits the step, the plan is the same as in stock `torch.compile`,
+    because low-bit formats and recomputation add launches.
     """
     values = (graph.value(n) for n in needs.values if n in needs.all)
     devices = (val.device for val in values if val is not None)
