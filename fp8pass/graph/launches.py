@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Set
 
@@ -16,7 +17,6 @@ from fp8pass.hardware import Gpu
 
 # Kinds of nodes that launch no kernel.
 _WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION, Kind.INPUT)
-
 
 # FP8 adds casts: GPT-2, BERT and ViT launch 1.3 times as many kernels. But the number of kernels
 # without FP8 is estimated 10 to 20% too high.
@@ -57,7 +57,7 @@ def seconds_of(kernels: Set[fx.Node], gpu: Gpu) -> float:
 
     A kernel reads its operands once. Inductor fuses kernels that read the same large tensors.
     """
-    total, fused = 0.0, defaultdict[frozenset[fx.Node], set[fx.Node]](set)
+    seconds, fused = [], defaultdict[frozenset[fx.Node], set[fx.Node]](set)
     for node in kernels:
         found = graph.ancestors(node.all_input_nodes, lambda n: not _is_stored(n, kernels))
         reads = {n for n in found if _is_stored(n, kernels)}
@@ -67,8 +67,9 @@ def seconds_of(kernels: Set[fx.Node], gpu: Gpu) -> float:
             fused[frozenset(n for n in reads if 4 * _bytes(n) >= largest)] |= reads | results
         else:
             moved = sum(map(_bytes, reads | results))
-            total += max(moved / gpu.bandwidth, _compute_seconds(node, gpu))
-    return total + sum(_bytes(n) for moved in fused.values() for n in moved) / gpu.bandwidth
+            seconds.append(max(moved / gpu.bandwidth, _compute_seconds(node, gpu)))
+    seconds.append(sum(_bytes(n) for moved in fused.values() for n in moved) / gpu.bandwidth)
+    return math.fsum(seconds)  # equal on all ranks, whatever the order of the set is
 
 
 def _ends_kernel(node: fx.Node) -> bool:
