@@ -61,6 +61,16 @@ def test_rows_in_other_layouts(transposed):
     check_gradients(loss, model, x)
 
 
+def test_a_dynamic_batch():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(64), Block(64)).bfloat16()
+    program, _ = compiled(model, Config(compiler="eager"), dynamic=True)
+    for batch in (2, 3):
+        x = torch.randn(batch, 64, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+        model.zero_grad()
+        check_gradients(saved_by(program, x)[0], model, x)
+
+
 def check_gradients(loss, model, x):
     """Check the gradients of a loss of `saved_by`."""
     loss.backward()

@@ -10,6 +10,7 @@ only the forward nodes in `ctx.saved`.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -131,14 +132,18 @@ class Carrier:
 
         If a graph has convolutions, Inductor stores results of four dimensions channels-last. That
         suits images, [N, C, H, W], but not the rows of norms and linear layers, [N, H, W, C].
+        Values with symbolic sizes keep Inductor's layout.
         """
         val = graph.value(node)
-        return self._has_convolutions and val is not None and val.ndim == 4 and not _is_image(node)
+        if not self._has_convolutions or val is None or val.ndim != 4:
+            return False
+        return all(isinstance(size, int) for size in val.shape) and not _is_image(node)
 
     def _as_rows(self, x: fx.Node) -> fx.Node:
         """Return `x` as a matrix, in the forward."""
         with self.graph.inserting_before(graph.insertion_point_after(x)):
-            return emit(self.graph, aten.reshape.default, x, [-1, tensor(x).shape[-1]], like=x)
+            *leading, columns = tensor(x).shape
+            return emit(self.graph, aten.reshape.default, x, [math.prod(leading), columns], like=x)
 
     def _in_shape_of(self, node: fx.Node, rows: fx.Node) -> fx.Node:
         """Return `rows` in the shape of `node`, in the backward."""
