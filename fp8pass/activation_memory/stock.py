@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.activation_memory.decision import Decision, Decisions
+from fp8pass.activation_memory.decision import Decision, Decisions, decide_free
 from fp8pass.activation_memory.format_choices import CHEAP_TO_RECOMPUTE
 from fp8pass.activation_memory.needs import Needs
 from fp8pass.dialect.formats import EXACT
@@ -54,8 +54,11 @@ def plan_as_stock(gm: fx.GraphModule, facts: JointFacts, needs: Needs, reason: s
     """
     crossing = partition_stock(gm, (), facts).crossing
     saved = {base(node) for node in needs.values if node.name in crossing}
-    exact = Decision(EXACT, 0, reason)
-    return {
-        n: exact if n in saved or n.op == "placeholder" else CHEAP_TO_RECOMPUTE
-        for n in needs.values
-    }
+
+    def decide(node: fx.Node) -> Decision:
+        if facts.is_free(node):
+            return decide_free(node, facts)
+        is_saved = node in saved or node.op == "placeholder"
+        return Decision(EXACT, 0, reason) if is_saved else CHEAP_TO_RECOMPUTE
+
+    return {node: decide(node) for node in needs.values}

@@ -11,6 +11,7 @@ from torch import fx
 
 from fp8pass import compat, graph, hardware
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.collectives import starts_communication
 from fp8pass.graph.flops import EXPENSIVE_KINDS, flops
 from fp8pass.graph.traffic import FUSABLE, assumed_size, count_bytes, count_elements
 from fp8pass.hardware import Gpu
@@ -18,8 +19,9 @@ from fp8pass.hardware import Gpu
 # Kinds of nodes that launch no kernel.
 _WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION, Kind.INPUT)
 
-# FP8 adds casts: GPT-2, BERT and ViT launch 1.3 times as many kernels. But the number of kernels
-# without FP8 is estimated 10 to 20% too high.
+# FP8 adds casts: GPT-2, BERT and ViT launch 1.3 times as many kernels. But `find_kernels` counts 15
+# to 25% too many. The factor separates BERT base, which FP8 makes slower on hosts with slow CPUs,
+# from ViT-B/16, which FP8 makes faster.
 MORE_LAUNCHES = 1.15
 # How much slower GEMMs are in FP32 than in BF16, by the datasheet of an H100.
 FP32_GEMM = 989 / 67
@@ -29,9 +31,10 @@ def why_launch_bound(g: fx.Graph, gpu: Gpu) -> str:
     """Return why FP8 would not make a step faster, or '' if it would.
 
     The CPU is the limit if it launches the kernels more slowly than the GPU runs them. CUDA graphs
-    launch all kernels at once.
+    launch all kernels at once. Ranks with different sizes must run the same collectives, so graphs
+    with collectives have no limit.
     """
-    if compat.uses_cuda_graphs({}):
+    if compat.uses_cuda_graphs({}) or any(map(starts_communication, g.nodes)):
         return ""
     kernels = find_kernels(g)
     launching = MORE_LAUNCHES * len(kernels) * hardware.CPU_LAUNCH
@@ -47,7 +50,7 @@ def why_launch_bound(g: fx.Graph, gpu: Gpu) -> str:
 def find_kernels(g: fx.Graph) -> set[fx.Node]:
     """Return one node for each kernel: the last node of fused operators, or a library's operator.
 
-    The number is within 25% of the launches of Inductor's code in `never_slower.json`.
+    The number is within 25% of the launches in twelve models of `never_slower.py`.
     """
     return {node for node in g.nodes if _ends_kernel(node)}
 

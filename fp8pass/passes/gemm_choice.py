@@ -9,9 +9,9 @@ and GEMMs share casts. The best choice is a minimum cut (project selection), whi
 Cutting the first arc leaves a GEMM in BF16, and cutting the last arc casts a tensor. If costs and
 gains are equal, the GEMM stays in BF16, because it would round its operands without saving time.
 
-GEMMs of the forward are chosen first, as if there were no backward: graphs without a backward must
-give the same results as the forward of training. Then dgrad and wgrad are chosen. Casts that the
-forward needs cost nothing in this second choice.
+GEMMs of the forward are chosen first, and the choice ignores the backward. So evaluation gives the
+same results as the forward of training. Then dgrad and wgrad are chosen. Casts that the forward
+needs cost nothing in this second choice.
 
 No GEMM has a gain if the CPU takes longer to launch the kernels of the graph than the GPU takes to
 run them (`launches.py`).
@@ -99,8 +99,10 @@ class Choice:
     def explain(self, layer: Layer) -> str:
         """Return why GEMMs of a layer stay in BF16, e.g. `casts take 31 µs, ...`; '' if none do."""
         rest = [(role, gemm) for role, gemm in layer.gemms() if gemm not in self.in_fp8]
-        if not rest or self.limit:
-            return self.limit if rest else ""
+        if not rest:
+            return ""
+        if self.limit:
+            return self.limit
         # The forward was chosen alone, so a cast that forward and backward lack counts for both.
         missing = {
             (role in STAGES[0], key): seconds

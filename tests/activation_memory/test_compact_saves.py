@@ -156,14 +156,16 @@ def test_a_step_that_the_cpu_limits_saves_what_stock_saves(on_a_gpu, monkeypatch
         assert any(s.is_low_bit for s in planned(model, x, **options).ctx.plan.saved)
 
 
-def test_a_step_that_the_cpu_limits_has_the_results_of_stock(on_a_gpu, monkeypatch):
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_step_that_the_cpu_limits_has_the_results_of_stock(dropout, on_a_gpu, monkeypatch):
     monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
-    model, x = block(128, 256), rows(64, 128)
+    model, x = nn.Sequential(block(128, 256), nn.Dropout(dropout), block(128, 256)), rows(64, 128)
     results = []
     for program in (
         compiled(model, Config(compiler="eager"))[0],
         torch.compile(copy.deepcopy(model), backend=stock_eager),
     ):
+        torch.manual_seed(1)
         y = program(x)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), x)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

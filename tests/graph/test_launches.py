@@ -10,6 +10,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp8pass.graph.collectives import ALL_GATHER
 from fp8pass.graph.launches import find_kernels, seconds_of, why_launch_bound
 from fp8pass.hardware import GPUS
 
@@ -81,3 +82,11 @@ def test_symbolic_sizes_stand_for_many_tokens():
 def test_cuda_graphs_have_no_launches():
     with inductor_config.patch({"triton.cudagraphs": True}):
         assert not why_launch_bound(trace(repeated), H200)
+
+
+def test_graphs_with_collectives_have_no_limit():
+    """Ranks with different sizes must repeat the same gathers."""
+    g = trace(repeated)
+    with g.inserting_before(next(iter(g.find_nodes(op="output")))):
+        g.call_function(ALL_GATHER, (next(iter(g.nodes)), 2, "0"))
+    assert not why_launch_bound(g, H200)
