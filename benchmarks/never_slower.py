@@ -6,6 +6,8 @@
     python benchmarks/never_slower.py --cases ViT-B/16    one workload
     python benchmarks/never_slower.py --tiny --out x.json small models, on the CPU too
 
+    python benchmarks/never_slower.py --at-once 5         compile five workloads at the same time
+
 A step is a forward and a backward. Each GPU of the machine measures other workloads. The variants
 of a workload share their weights, and alternate in a different order each round (`layer.py`). A
 part stays in fp8pass if some workload is at least 1% faster with the part.
@@ -39,7 +41,7 @@ from layer import median_times, share_parameters, with_own_code
 from report import merge, print_rows, resume, use_expandable_segments, write_json
 from tables_layers import ALL_PARTS, GRAPHED, ablation_table, gpt2_table, never_slower_table
 from torch import Tensor, fx, nn
-from workers import run_jobs
+from workers import ALONE, run_jobs
 from workloads import WORKLOADS, Workload
 
 from fp8pass.compilation import CompiledGraph
@@ -228,8 +230,8 @@ def profile(subject: Subject, result: Result) -> None:
 
 def measure(
     tiny: bool, rounds: int, variants: list[str], name: str, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """Measure the variants of a workload."""
+) -> Iterator[Any]:
+    """Measure the variants of a workload, after all of them are compiled."""
     use_expandable_segments()
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64  # above the limit, a model would run uncompiled
@@ -246,11 +248,16 @@ def measure(
         result.planned_bytes = sum(subject.planned) if subject.planned else None
         subject.clear()
         subject.step()
-        if device.type == "cuda":
-            if "mode" not in VARIANTS[variant].how:  # the allocator does not see CUDA graphs
-                measure_memory(subject, result)
-            profile(subject, result)
+        subject.clear()
         subjects[variant], results[variant] = subject, result
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # other workloads share the GPU
+    yield ALONE
+    for variant, subject in subjects.items() if device.type == "cuda" else ():
+        if "mode" not in VARIANTS[variant].how:  # the allocator does not see CUDA graphs
+            measure_memory(subject, results[variant])
+        profile(subject, results[variant])
     for variant, times in median_times(subjects, rounds).items():  # type: ignore[arg-type]
         results[variant].ms, results[variant].cpu_ms = times.ms, times.cpu_ms
     yield from map(asdict, results.values())
@@ -265,6 +272,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=WORKLOADS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--at-once", type=int, default=1, help="workloads that share a GPU")
     parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
     parser.add_argument("--out", type=Path, help="results to add to")
@@ -276,7 +284,8 @@ def main() -> None:
     done = {(r["case"], r["variant"]) for r in record["results"]}
     cases = args.cases or experiment.cases
     jobs = [case for case in cases if any((case, v) not in done for v in variants)]
-    for result in run_jobs(partial(measure, args.tiny, args.rounds, variants), jobs):
+    work = partial(measure, args.tiny, args.rounds, variants)
+    for result in run_jobs(work, jobs, at_once=args.at_once):
         print(result, flush=True)
         merge(record, result, ("case", "variant"))
         write_json(path, record)

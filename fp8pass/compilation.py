@@ -114,13 +114,18 @@ class Compilation:
 
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
         """Run the lowering passes on the `half` `forward`, `backward` or `inference`."""
-        ctx = Context(self.config, plan=self.compiled.plan if self.compiled else Plan())
+        plan = self.compiled.plan if self.compiled else Plan()
+        ctx = Context(self.config, plan=plan, launch_limit=self.launch_limit)
         # PyTorch may compile a backward only when it first runs. Without the forward's tracing
         # context, composite operators turn dynamic sizes into constants.
         with compat.enable_dynamic_shapes():
             records = run_passes(LOWERING_PASSES, gm, ctx, of=half, record=self.records)
         if self.compiled:
             self.compiled.passes.extend(records)
+
+    @property
+    def launch_limit(self) -> str:
+        return self.compiled.ctx.launch_limit if self.compiled else ""
 
     @property
     def shows_halves(self) -> bool:

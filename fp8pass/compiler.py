@@ -29,6 +29,12 @@ from fp8pass.passes.runner import run_passes, warn_about_checkpointing
 from fp8pass.runtime.copies import bandwidth
 from fp8pass.runtime.cuda_graphs import compile_for_moving, moving_weights, protect_gradients
 
+# Options from `inductor_defaults` that suit plans with FP8. Graphs that the CPU limits have the
+# plan of stock `torch.compile`, and keep Inductor's values.
+PLANNED_OPTIONS = frozenset(
+    ("reorder_for_peak_memory", "allow_buffer_reuse", "realize_reads_threshold")
+)
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -58,12 +64,13 @@ class Backend:
             split_adapters(gm)
         config = _with_bandwidth(config, example_inputs)
         patches = {**inductor_defaults(config, example_inputs), **given}
+        stock = compat.current_options(PLANNED_OPTIONS - given.keys())
         _check_can_compile(config, patches, example_inputs)
         if patches.get(compat.STATIC_LAUNCHES):
             compat.launch_statically()
         hooks = (*((Observing(self.observer),) if self.observer else ()), *self.hooks)
         _warn_about_checkpointing(hooks)
-        captured = Captured(gm, tuple(example_inputs), patches, hooks)
+        captured = Captured(gm, tuple(example_inputs), patches, stock, hooks)
         wraps = [hook.before_compile(gm, config, captured.compile_version) for hook in hooks]
         compilation = captured.compilation(config, requests=self.requests)
         program = captured.compile(gm, compilation)
@@ -95,6 +102,8 @@ class Captured:
     gm: fx.GraphModule
     example_inputs: tuple[Any, ...]
     patches: Mapping[str, Any]  # options of Inductor
+    # Options of Inductor for graphs that the CPU limits, where they differ from `patches`.
+    stock: Mapping[str, Any] = field(default_factory=dict)
     hooks: tuple[Hooks, ...] = ()
 
     def compilation(self, config: Config, **options: Any) -> Compilation:
@@ -120,7 +129,7 @@ class Captured:
         program: Any = compat.compile_fx(
             gm,
             list(self.example_inputs),
-            inner_compile=inner_compile or InnerCompile(compilation),
+            inner_compile=inner_compile or InnerCompile(compilation, self.stock),
             config_patches=patches,
         )
         graphed = compat.uses_cuda_graphs(self.patches) and inner_compile is None
@@ -141,6 +150,7 @@ class InnerCompile:
     """Compiles one forward, backward or inference graph of aten and dialect operators."""
 
     compilation: Compilation
+    stock: Mapping[str, Any] = field(default_factory=dict)  # as in `Captured`
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Return a function of a list of inputs."""
@@ -153,7 +163,8 @@ class InnerCompile:
             return compat.interpret(gm)
         self.compilation.rewrite_half(gm, half)
         what = f"Inductor compiles the {half}, {len(gm.graph.nodes):,} operators"
-        with self.compilation.while_compiling(what):
+        stock = self.stock if self.compilation.launch_limit else {}
+        with self.compilation.while_compiling(what), compat.patch_options(stock):
             if moving := self.compilation.inputs.moving:
                 return compile_for_moving(gm, inputs, moving, **kwargs)
             return compat.compile_fx_inner(gm, inputs, **kwargs)

@@ -13,7 +13,6 @@ from fp8pass.activation_memory.format_choices import CHEAP_TO_RECOMPUTE
 from fp8pass.activation_memory.needs import Needs
 from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.joint_facts import JointFacts
-from fp8pass.graph.traffic import base
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,13 @@ def partition_stock(
 
 
 def plan_as_stock(gm: fx.GraphModule, facts: JointFacts, needs: Needs, reason: str) -> Decisions:
-    """Return the plan of stock `torch.compile`, with `reason` for its saved values.
-
-    The base of a saved view is saved, and the backward repeats the view.
-    """
+    """Return the plan of stock `torch.compile`, with `reason` for its saved values."""
     crossing = partition_stock(gm, (), facts).crossing
-    saved = {base(node) for node in needs.values if node.name in crossing}
 
     def decide(node: fx.Node) -> Decision:
         if facts.is_free(node):
             return decide_free(node, facts)
-        is_saved = node in saved or node.op == "placeholder"
+        is_saved = node.name in crossing or node.op == "placeholder"
         return Decision(EXACT, 0, reason) if is_saved else CHEAP_TO_RECOMPUTE
 
     return {node: decide(node) for node in needs.values}

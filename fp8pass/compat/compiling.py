@@ -33,12 +33,13 @@ from fp8pass.compat.attributes import Attribute, set_attributes
 __all__ = [
     "SEEDED_RANDOM", "CustomPartitionerFn", "activation_quantization_is_on", "after_backward",
     "backend_of", "box", "cache_folder", "compile_fx", "compile_fx_inner", "compiled_in_vain",
-    "compiles_backward", "copy_captured", "disable_gradient_hooks", "find_replayed_memory",
-    "fresh_compilation", "get_cpp_compiler", "half_of", "has_cpp_compiler", "interpret",
-    "is_checkpointing", "is_of_fsdp", "is_region", "list_mode_options", "list_options",
-    "match_generated_code", "multiplies_bf16_on_cpu", "original_of", "recompile", "run_uncompiled",
-    "running_backward", "source_of", "static_inputs", "trace_structured", "type_of_option",
-    "uncached", "uses_cuda_graphs",
+    "compiles_backward", "copy_captured", "current_options", "disable_gradient_hooks",
+    "find_replayed_memory", "fresh_compilation", "get_cpp_compiler", "half_of",
+    "has_cpp_compiler", "interpret", "is_checkpointing", "is_of_fsdp", "is_region",
+    "list_mode_options", "list_options", "match_generated_code", "multiplies_bf16_on_cpu",
+    "original_of", "patch_options", "recompile", "run_uncompiled", "running_backward",
+    "source_of", "static_inputs", "trace_structured", "type_of_option", "uncached",
+    "uses_cuda_graphs",
 ]  # fmt: skip
 
 # Before 2.13, Dynamo does not check a parameter again while its dict is unchanged. If the user
@@ -281,6 +282,16 @@ def is_of_fsdp(node: fx.Node) -> bool:
 
 def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
     return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def current_options(names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of Inductor's options."""
+    return {name: getattr(inductor_config, name) for name in names}
+
+
+def patch_options(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Set options of Inductor temporarily."""
+    return inductor_config.patch(dict(options))
 
 
 def cache_folder() -> str | None:

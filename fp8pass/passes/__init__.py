@@ -55,6 +55,8 @@ class Entry:
     in_inference: bool = False
     adds_guards: bool = False  # whether the pass may add guards on dynamic shapes
     required: bool = False  # whether graphs cannot be compiled without the pass
+    # Whether the pass rewrites Inductor's own kernels. It is left out if the CPU limits the step.
+    rewrites_stock: bool = False
 
 
 _JOINT = (
@@ -90,7 +92,7 @@ _LOWERING = (
     # Quantization by row, and the operators that compute its input -> row kernels
     Entry(fuse_rows),
     # The backward of norms -> row kernels
-    Entry(fuse_norms),
+    Entry(fuse_norms, rewrites_stock=True),
     # Quantization in both layouts, and the operators that compute its input -> tile kernels
     Entry(fuse_tiles),
     # Reductions of stored amaxes, and the scales computed from them -> one row kernel
@@ -102,9 +104,9 @@ _LOWERING = (
     # Dialect operators that no kernel replaced -> aten
     Entry(lower_dialect, required=True),
     # cat of computed parts -> one buffer, in which each part is stored in place
-    Entry(split_cats),
+    Entry(split_cats, rewrites_stock=True),
     # Sums of the residual stream -> stored in buffers
-    Entry(buffer_residual_sums),
+    Entry(buffer_residual_sums, rewrites_stock=True),
     # Operands of grouped GEMMs -> stored in buffers with the strides from tracing
     Entry(pin_layouts),
 )

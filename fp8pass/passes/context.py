@@ -34,6 +34,8 @@ class Context:
     spare_seconds: float = 0.0
     # Why faster kernels would not make a step faster, or ''.
     launch_limit: str = ""
+    # Whether the graph is split as in stock `torch.compile`; set by `plan_saved_values`.
+    saves_as_stock: bool = False
     # How the backward gets each forward value: saved, in which format, or recomputed; set by
     # `plan_saved_values`.
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from pathlib import Path
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.config import AddedPass, checks_are_on
+from fp8pass.config import checks_are_on
 from fp8pass.graph import spec
 from fp8pass.graph.chunks import chunks_of
 from fp8pass.option_checks import ConfigError, unknown
@@ -75,7 +75,7 @@ def run_passes(
     number = next(_graph_numbers)
     records: list[PassRecord] = []
     before = _code(gm) if record else ""
-    for index, pass_ in enumerate(_select_enabled(passes, ctx.config.passes)):
+    for index, pass_ in enumerate(_select_enabled(passes, ctx)):
         nodes = len(gm.graph.nodes)
         guards = compat.guard_count(gm.graph) if check else 0
         start = time.perf_counter()
@@ -117,7 +117,8 @@ def disabled_passes() -> list[str]:
     return sorted(n for n in os.environ.get("FP8PASS_DISABLE_PASSES", "").split(",") if n)
 
 
-def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
+def _select_enabled(passes: Sequence[Pass], ctx: Context) -> list[Pass]:
+    added = ctx.config.passes
     known = {p.__name__ for p in (*ALL_PASSES, *passes, *(function for *_, function in added))}
     disabled = disabled_passes()
     for name in disabled:
@@ -129,6 +130,8 @@ def _select_enabled(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[
                 f"FP8PASS_DISABLE_PASSES names {entry.run.__name__!r}, without which no graph "
                 "compiles. Remove it from the list."
             )
+    if ctx.launch_limit:
+        disabled += [e.run.__name__ for e in ENTRIES.values() if e.rewrites_stock]
     return [p for p in insert_passes(passes, added) if p.__name__ not in disabled]
 
 

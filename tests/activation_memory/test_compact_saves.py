@@ -48,6 +48,18 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+class Heads(nn.Module):
+    """Attention, whose operands are views."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(hidden, 3 * hidden).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(1, 2, 0, 3)
+        return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+
+
 def block(hidden, ffn, count=2):
     torch.manual_seed(0)
     return nn.Sequential(*[Block(hidden, ffn) for _ in range(count)]).bfloat16()
@@ -144,12 +156,13 @@ def test_saves_take_no_longer_than_gemms_save(hidden, launch, on_a_gpu, monkeypa
 def test_a_step_that_the_cpu_limits_saves_what_stock_saves(on_a_gpu, monkeypatch):
     """Low-bit formats add launches. A budget and `compact_saves` have priority."""
     monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
-    model, x = block(512, 1024), rows(64, 512)
+    model, x = nn.Sequential(block(512, 1024), Heads(512)), rows(64, 512)
     joint = capture_joint(model, x, config=Config(compiler="eager"))
     stock = partition_stock(joint.gm, (), joint.ctx.facts)
     run_passes(JOINT_PASSES, joint.gm, joint.ctx)
     plan = joint.ctx.plan
     assert plan.saved_bytes == stock.bytes
+    assert {n.name for n in joint.ctx.saved} == stock.crossing
     assert not any(s.is_low_bit for s in plan.saved)
     assert all("the CPU launches the kernels in" in s.reason for s in plan.saved if s.bytes)
     for options in ({"memory_budget": 0.5}, {"compact_saves": "all"}):

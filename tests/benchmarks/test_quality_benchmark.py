@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -139,6 +140,27 @@ def test_failures_of_jobs_are_raised(load):
 
 def _fail(job, device):
     yield job / 0
+
+
+@pytest.mark.long
+def test_jobs_of_a_gpu_prepare_together_and_measure_alone(load):
+    found, run_groups = [], load("workers")._run_groups
+    with pytest.raises(RuntimeError, match="sleep"):  # a failure does not end the other jobs
+        found.extend(run_groups(_measure_alone, [0.0, 0.5, -1.0], 3, shared=True))
+    (ready_a, start_a, end_a), (ready_b, start_b, end_b) = found
+    assert min(start_a, start_b) >= max(ready_a, ready_b)
+    assert end_a <= start_b or end_b <= start_a
+
+
+def _measure_alone(seconds, device):
+    from workers import ALONE
+
+    time.sleep(seconds)
+    ready = time.monotonic()
+    yield ALONE
+    start = time.monotonic()
+    time.sleep(0.3)
+    yield ready, start, time.monotonic()
 
 
 def test_a_run_diverges_if_its_loss_has_risen(load):

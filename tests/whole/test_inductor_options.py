@@ -9,7 +9,10 @@ import sys
 import pytest
 import torch
 from helpers import cosine, tokens
+from torch._inductor import config as inductor_config
 
+from fp8pass import compat, compiler
+from fp8pass.compilation import Compilation
 from fp8pass.compiler import Backend, inductor_defaults
 from fp8pass.config import Config
 
@@ -82,6 +85,26 @@ def test_an_accelerator_has_options_tuned_by_measurements(recipe):
     options = inductor_defaults(Config.recipe(recipe), [3, torch.empty(2, device="meta")])
     assert options["realize_reads_threshold"] == 8
     assert ("realize_opcount_threshold" in options) == (recipe == "agoq")
+
+
+@pytest.mark.parametrize("limit", ["", "the CPU launches the kernels in 2 ms"])
+def test_a_step_that_the_cpu_limits_has_the_options_of_stock(limit, monkeypatch):
+    found = []
+
+    def compile_half(gm, inputs, **kwargs):
+        found.append(inductor_config.allow_buffer_reuse)
+        return compat.interpret(gm)
+
+    monkeypatch.setattr(compat, "compile_fx_inner", compile_half)
+    monkeypatch.setattr(Compilation, "launch_limit", limit)
+    monkeypatch.setattr(compiler, "inductor_defaults", lambda *_: {"allow_buffer_reuse": False})
+    layer = torch.nn.Linear(32, 32)
+    torch.compile(layer, backend="fp8pass")(torch.randn(16, 32)).sum().backward()
+    assert found == [bool(limit)] * 2
+    torch.compile(layer, backend="fp8pass", options={"allow_buffer_reuse": False})(
+        torch.randn(16, 32)
+    ).sum().backward()
+    assert not any(found[2:])
 
 
 COMPILE_WORKER = """

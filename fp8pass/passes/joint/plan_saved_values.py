@@ -104,6 +104,7 @@ def _within_spare_time(
     if gpu is None or ctx.config.memory_budget is not None or ctx.config.compact_saves == "all":
         return cheapest_plan(needs, choices)
     if ctx.launch_limit:
+        ctx.saves_as_stock = True
         return plan_as_stock(gm, ctx.facts, needs, ctx.launch_limit)
     time = AddedTime(gpu, choices.rules.backward)
 
