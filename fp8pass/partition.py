@@ -107,6 +107,24 @@ def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointin
 
 
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph after its passes into a forward and a backward.
+
+    PyTorch's own partition is taken if its plan is: Inductor fuses by the order of nodes. The
+    partition is older than changes by the user's passes.
+    """
+    planned = {n.name for n in ctx.saved}
+    if ctx.stock is not None and ctx.stock.crossing == planned and not ctx.config.passes:
+        forward, backward = ctx.stock.halves
+    else:
+        forward, backward = _extract(gm, ctx)
+    for half in (forward, backward):
+        remove_unused(half.graph)  # for example collectives with unused results
+        half.recompile()
+    share_storages(forward.graph)
+    return forward, backward
+
+
+def _extract(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Check that the backward reads only the tensors in `ctx.saved`."""
     symbols = [n for n in ctx.saved if compat.is_sym_node(n)]
     objects = [n for n in ctx.saved if compat.is_opaque(n)]
@@ -120,10 +138,6 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
         raise AssertionError(
             f"The backward reads {sorted(crossing)}, but the plan saves {planned}. {BUG}"
         )
-    for half in (forward, backward):
-        remove_unused(half.graph)  # for example collectives with unused results
-        half.recompile()
-    share_storages(forward.graph)
     return forward, backward
 
 

@@ -17,7 +17,7 @@ from fp8pass.graph.joint_facts import JointFacts
 
 @dataclass(frozen=True)
 class StockPartition:
-    graphs: tuple[fx.Graph, fx.Graph]  # the forward and the backward graph
+    halves: tuple[fx.GraphModule, fx.GraphModule]  # the forward and the backward
     # Bytes of each saved tensor, by name. Parameters and leaves are left out.
     saved: dict[str, int]
     # The names of all values that the backward reads.
@@ -43,17 +43,16 @@ def partition_stock(
     saved = graph.outputs(forward.graph)[facts.num_fwd_outputs :]
     sizes = {n.name: graph.nbytes(n) for n in saved if isinstance(n, fx.Node)}
     counted = {name: size for name, size in sizes.items() if name not in free}
-    return StockPartition((forward.graph, backward.graph), counted, frozenset(sizes))
+    return StockPartition((forward, backward), counted, frozenset(sizes))
 
 
-def plan_as_stock(gm: fx.GraphModule, facts: JointFacts, needs: Needs, reason: str) -> Decisions:
+def plan_as_stock(stock: StockPartition, facts: JointFacts, needs: Needs, reason: str) -> Decisions:
     """Return the plan of stock `torch.compile`, with `reason` for its saved values."""
-    crossing = partition_stock(gm, (), facts).crossing
 
     def decide(node: fx.Node) -> Decision:
         if facts.is_free(node):
             return decide_free(node, facts)
-        is_saved = node.name in crossing or node.op == "placeholder"
+        is_saved = node.name in stock.crossing or node.op == "placeholder"
         return Decision(EXACT, 0, reason) if is_saved else CHEAP_TO_RECOMPUTE
 
     return {node: decide(node) for node in needs.values}

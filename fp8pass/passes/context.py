@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fp8pass.activation_memory.decision import Decision
+from fp8pass.activation_memory.stock import StockPartition
 from fp8pass.config import Config
 from fp8pass.graph.joint_facts import JointFacts
 from fp8pass.plan import Plan
@@ -34,8 +35,8 @@ class Context:
     spare_seconds: float = 0.0
     # Why faster kernels would not make a step faster, or ''.
     launch_limit: str = ""
-    # Whether the graph is split as in stock `torch.compile`; set by `plan_saved_values`.
-    saves_as_stock: bool = False
+    # PyTorch's partition of the graph, if its plan is taken; set by `plan_saved_values`.
+    stock: StockPartition | None = None
     # How the backward gets each forward value: saved, in which format, or recomputed; set by
     # `plan_saved_values`.
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)

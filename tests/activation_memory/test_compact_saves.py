@@ -18,6 +18,7 @@ from fp8pass.activation_memory.needs import find_needs
 from fp8pass.activation_memory.stock import partition_stock
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.hardware import Gpu
+from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.joint.plan_saved_values import PRICES, plan_saved_values
 from fp8pass.passes.runner import run_passes
@@ -163,6 +164,8 @@ def test_a_step_that_the_cpu_limits_saves_what_stock_saves(on_a_gpu, monkeypatch
     plan = joint.ctx.plan
     assert plan.saved_bytes == stock.bytes
     assert {n.name for n in joint.ctx.saved} == stock.crossing
+    for ours, theirs in zip(cut(joint.gm, joint.ctx), stock.halves, strict=True):
+        assert ours.print_readable(print_output=False) == theirs.print_readable(print_output=False)
     assert not any(s.is_low_bit for s in plan.saved)
     assert all("the CPU launches the kernels in" in s.reason for s in plan.saved if s.bytes)
     for options in ({"memory_budget": 0.5}, {"compact_saves": "all"}):

@@ -51,7 +51,7 @@ def materialize_plan(gm: fx.GraphModule, ctx: Context) -> None:
                     node.replace_input_with(operand, carrier.in_backward(operand))
     _carry_gradients(gm.graph, ctx.facts.num_fwd_outputs, backward, carrier)
     remove_unused(gm.graph)
-    ctx.saved = [n for n in gm.graph.nodes if n in carrier.crossing and n.users]
+    ctx.saved = [n for n in carrier.crossing if n.users]
 
 
 def _carry_gradients(
@@ -109,7 +109,7 @@ class Carrier:
             return self._recompute(node)
         if decision.centred:
             return self._quantize_difference(node, decision)
-        by_rows = self._is_stored_channels_last(node)
+        by_rows = self.ctx.stock is None and self._is_stored_channels_last(node)
         x = self._as_rows(node) if by_rows else node
         if decision.low_bit:
             back = self._quantize(node, x, decision, tensor(node).dtype)
@@ -122,7 +122,7 @@ class Carrier:
         # A saved view would keep the memory of its base alive, so a copy is saved. Attention masks
         # stay views, because attention needs the aligned rows of the mask's base. Inputs that the
         # graph overwrites are copied before the write.
-        is_view = kind(node) is Kind.VIEW and not self.ctx.saves_as_stock
+        is_view = kind(node) is Kind.VIEW and self.ctx.stock is None
         is_part = is_view and not is_attention_mask(node)
         saved = self._copy(x) if is_part or node in self.ctx.facts.overwritten else x
         self._save(node, decision, saved)
@@ -136,7 +136,7 @@ class Carrier:
         Values with symbolic sizes keep Inductor's layout.
         """
         val = graph.value(node)
-        if not self._has_convolutions or val is None or val.ndim != 4 or self.ctx.saves_as_stock:
+        if not self._has_convolutions or val is None or val.ndim != 4:
             return False
         return all(isinstance(size, int) for size in val.shape) and not _is_image(node)
 

@@ -38,7 +38,7 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.needs import Needs, find_needs
 from fp8pass.activation_memory.propagated_errors import propagate_errors
 from fp8pass.activation_memory.raise_precision import raise_precision
-from fp8pass.activation_memory.stock import plan_as_stock
+from fp8pass.activation_memory.stock import partition_stock, plan_as_stock
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.formulas import summarize_rules
 from fp8pass.option_checks import bytes_text
@@ -104,8 +104,8 @@ def _within_spare_time(
     if gpu is None or ctx.config.memory_budget is not None or ctx.config.compact_saves == "all":
         return cheapest_plan(needs, choices)
     if ctx.launch_limit:
-        ctx.saves_as_stock = True
-        return plan_as_stock(gm, ctx.facts, needs, ctx.launch_limit)
+        ctx.stock = partition_stock(gm, (), ctx.facts)
+        return plan_as_stock(ctx.stock, ctx.facts, needs, ctx.launch_limit)
     time = AddedTime(gpu, choices.rules.backward)
 
     @cache

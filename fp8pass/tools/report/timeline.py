@@ -43,7 +43,7 @@ def trace_timeline(graphs: Iterable[CompiledGraph], stock: bool = False) -> list
         tensors = (t for s in compiled.plan.saved if s.bytes for t in s.tensors)
         sizes = {t.name: t.bytes for t in tensors if not t.on_host}
         if stock and compiled.stock:
-            forward, backward = (_list_calls(g) for g in compiled.stock.graphs)
+            forward, backward = (_list_calls(gm.graph) for gm in compiled.stock.halves)
             sizes = compiled.stock.saved
         adds, frees = _find_changes(forward, backward, sizes)
         forwards.append((False, lengths[0], adds))
