@@ -44,6 +44,7 @@ from torch import Tensor, fx, nn
 from workers import ALONE, run_jobs
 from workloads import WORKLOADS, Workload
 
+from fp8pass import compat
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.demo.train import free_memory
@@ -242,6 +243,7 @@ def measure(
     for variant in variants:
         subject = subject_of(base, batch, WORKLOADS[name], VARIANTS[variant])
         result = Result(name, variant, rounds)
+        compat.forget_sizes()  # else sizes of an earlier variant make later variants dynamic
         start = time.perf_counter()
         subject.step()
         result.compile_s = time.perf_counter() - start

@@ -18,7 +18,7 @@ from fp8pass import graph, hardware
 from fp8pass.activation_memory.costs import UNITS_PER_BYTE, WITHOUT_KERNEL
 from fp8pass.activation_memory.decision import Decision, Decisions, stored_bytes
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.traffic import FUSABLE, count_bytes, is_computed
+from fp8pass.graph.traffic import FUSABLE, count_bytes, count_elements, is_computed
 from fp8pass.hardware import Gpu
 
 # Assumed number of pointwise operators that a kernel computes before it quantizes their result.
@@ -73,7 +73,7 @@ class AddedTime:
         size = _bytes(node)
         quantized = size * stored_bytes(node, decision) / graph.nbytes(node)
         moved, launches = 2 * quantized, 0
-        if not (is_computed(node) or self._is_quantized_by_users(node)):
+        if self._has_own_kernel(node):
             moved, launches = moved + size, 1
         return moved / self.gpu.bandwidth + launches * hardware.LAUNCH + self._restoring(node)
 
@@ -92,6 +92,13 @@ class AddedTime:
         if all(kind(user) in FUSABLE for user in self._readers(node, backward=True)):
             return 0.0
         return 2 * _bytes(node) / self.gpu.bandwidth + hardware.LAUNCH
+
+    def _has_own_kernel(self, node: fx.Node) -> bool:
+        """Whether no kernel that computes or reads the value can quantize it."""
+        readers = list(self._readers(node, backward=False))
+        if readers and all(_is_broadcast(node, user) for user in readers):
+            return True  # the kernels that read it run over more elements
+        return not (is_computed(node) or self._is_quantized_by_users(node))
 
     def _is_quantized_by_users(self, node: fx.Node) -> bool:
         """Whether a kernel that quantizes an operand of an FP8 GEMM computes it from the value."""
@@ -115,6 +122,10 @@ class AddedTime:
                 is_backward = user in self.backward and user.op != "output"
                 if kind(user) is not Kind.SYMBOL and is_backward == backward:
                     yield user
+
+
+def _is_broadcast(node: fx.Node, user: fx.Node) -> bool:
+    return kind(user) is Kind.POINTWISE and count_elements(user) > count_elements(node)
 
 
 def _bytes(node: fx.Node) -> int:

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import OptimizedModule, compiled_autograd, convert_frame, trace_rules
 from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.pgo import reset_code_state
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import list_mode_options, list_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -34,7 +35,7 @@ __all__ = [
     "SEEDED_RANDOM", "CustomPartitionerFn", "activation_quantization_is_on", "after_backward",
     "backend_of", "box", "cache_folder", "compile_fx", "compile_fx_inner", "compiled_in_vain",
     "compiles_backward", "copy_captured", "current_options", "disable_gradient_hooks",
-    "find_replayed_memory", "fresh_compilation", "get_cpp_compiler", "half_of",
+    "find_replayed_memory", "forget_sizes", "fresh_compilation", "get_cpp_compiler", "half_of",
     "has_cpp_compiler", "interpret", "is_checkpointing", "is_of_fsdp", "is_region",
     "list_mode_options", "list_options", "match_generated_code", "multiplies_bf16_on_cpu",
     "original_of", "patch_options", "recompile", "run_uncompiled", "running_backward",
@@ -303,6 +304,14 @@ def cache_folder() -> str | None:
 def uncached() -> AbstractContextManager[Any]:
     """Disable the cache of AOTAutograd."""
     return functorch_config.patch(enable_autograd_cache=False)
+
+
+def forget_sizes() -> None:
+    """Let Dynamo forget the sizes that it has seen; after two sizes it compiles for any size.
+
+    Compiled code stays.
+    """
+    reset_code_state()
 
 
 @contextmanager

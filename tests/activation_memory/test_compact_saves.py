@@ -17,6 +17,7 @@ from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.activation_memory.needs import find_needs
 from fp8pass.activation_memory.stock import partition_stock
 from fp8pass.error_analysis.error_rules import Rules
+from fp8pass.graph.nodes import tensor
 from fp8pass.hardware import Gpu
 from fp8pass.partition import cut
 from fp8pass.passes import JOINT_PASSES
@@ -170,6 +171,36 @@ def test_a_step_that_the_cpu_limits_saves_what_stock_saves(on_a_gpu, monkeypatch
     assert all("the CPU launches the kernels in" in s.reason for s in plan.saved if s.bytes)
     for options in ({"memory_budget": 0.5}, {"compact_saves": "all"}):
         assert any(s.is_low_bit for s in planned(model, x, **options).ctx.plan.saved)
+
+
+def test_a_graph_without_linear_layers_can_be_limited_by_the_cpu(on_a_gpu, monkeypatch):
+    class Activation(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.gelu(x.exp()) * x
+
+    for launch, is_limited in ((0.0, False), (10.0, True)):
+        monkeypatch.setattr(hardware, "CPU_LAUNCH", launch)
+        joint = planned(Activation(), rows(64, 512))
+        assert (joint.ctx.stock is not None) == is_limited
+
+
+def test_a_part_that_others_broadcast_is_quantized_by_a_kernel_of_its_own(on_a_gpu):
+    """The kernels that read it run over more elements, so it pays only if the part is large."""
+
+    class Modulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.up = nn.Linear(64, 512), nn.Linear(512, 512)
+
+        def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            return self.up(x.sin() * self.scale(c).sin()[:, None])
+
+    x = torch.randn(8, 64, 512, dtype=torch.bfloat16, requires_grad=True)
+    joint = capture_joint(Modulated().bfloat16(), x, rows(8, 64))
+    time = AddedTime(SLOW, Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts).backward)
+    sines = joint.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    own = {tensor(sine).shape: time._has_own_kernel(sine) for sine in sines}
+    assert own == {(8, 64, 512): False, (8, 512): True}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -41,6 +41,7 @@ from fp8pass.activation_memory.raise_precision import raise_precision
 from fp8pass.activation_memory.stock import partition_stock, plan_as_stock
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.formulas import summarize_rules
+from fp8pass.graph.launches import why_launch_bound
 from fp8pass.option_checks import bytes_text
 from fp8pass.passes.context import Context
 
@@ -103,6 +104,8 @@ def _within_spare_time(
     gpu = next(filter(None, map(hardware.rates_of, devices)), None)
     if gpu is None or ctx.config.memory_budget is not None or ctx.config.compact_saves == "all":
         return cheapest_plan(needs, choices)
+    if not ctx.spare_seconds:  # no GEMM in FP8, and maybe none that could be
+        ctx.launch_limit = ctx.launch_limit or why_launch_bound(gm.graph, gpu)
     if ctx.launch_limit:
         ctx.stock = partition_stock(gm, (), ctx.facts)
         return plan_as_stock(ctx.stock, ctx.facts, needs, ctx.launch_limit)
