@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention, whose operands are views."""
+    """Attention that reads views."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
