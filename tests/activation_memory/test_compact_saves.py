@@ -173,6 +173,27 @@ def test_a_step_that_the_cpu_limits_saves_what_stock_saves(on_a_gpu, monkeypatch
         assert any(s.is_low_bit for s in planned(model, x, **options).ctx.plan.saved)
 
 
+def test_views_of_an_input_that_the_graph_overwrites_are_copied(on_a_gpu, monkeypatch):
+    """Stock saves the view, which then has new values. So its graphs are not taken."""
+    monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64).bfloat16()
+
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            a, b = w.t().clone(), w.view(-1, 64).clone()
+            y = (self.layer(x) * a).sin() @ b.t()
+            w.mul_(2)
+            return y
+
+    model, x, w = Doubled(), rows(64, 64), torch.randn(64, 64, dtype=torch.bfloat16)
+    program, _ = compiled(model, Config(compiler="eager"))
+    got, want = (torch.autograd.grad(f(x, w.clone()).sum(), x)[0] for f in (program, model))
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.1)
+
+
 def test_a_graph_without_linear_layers_can_be_limited_by_the_cpu(on_a_gpu, monkeypatch):
     class Activation(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

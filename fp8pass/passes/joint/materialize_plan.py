@@ -27,6 +27,7 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.nodes import aten, dtype_text, emit, prims, shape_text, tensor
 from fp8pass.graph.order import reach
 from fp8pass.graph.tags import COPIED_VALUE, IS_OFFLOADED
+from fp8pass.graph.traffic import base
 from fp8pass.passes.context import Context
 from fp8pass.passes.quantizer import count_layers_before
 from fp8pass.plan import CrossingTensor, SavedTensor
@@ -124,7 +125,7 @@ class Carrier:
         # graph overwrites are copied before the write.
         is_view = kind(node) is Kind.VIEW and self.ctx.stock is None
         is_part = is_view and not is_attention_mask(node)
-        saved = self._copy(x) if is_part or node in self.ctx.facts.overwritten else x
+        saved = self._copy(x) if is_part or base(node) in self.ctx.facts.overwritten else x
         self._save(node, decision, saved)
         return saved
 
