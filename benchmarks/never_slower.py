@@ -5,7 +5,6 @@
     python benchmarks/never_slower.py ablation            fp8pass without each optional part
     python benchmarks/never_slower.py --cases ViT-B/16    one workload
     python benchmarks/never_slower.py --tiny --out x.json small models, on the CPU too
-
     python benchmarks/never_slower.py --at-once 5         compile five workloads at the same time
 
 A step is a forward and a backward. Each GPU of the machine measures other workloads. The variants

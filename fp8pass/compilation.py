@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from fp8pass import compat, graph, hardware
 from fp8pass.activation_memory.format_choices import VALUE_SEPARATOR
+from fp8pass.activation_memory.stock import StockPartition
 from fp8pass.config import Config
 from fp8pass.graph.names import matching_pattern, pattern_text
 from fp8pass.graph.output_heads import has_head_name
@@ -115,7 +116,7 @@ class Compilation:
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
         """Run the lowering passes on the `half` `forward`, `backward` or `inference`."""
         plan = self.compiled.plan if self.compiled else Plan()
-        ctx = Context(self.config, plan=plan, launch_limit=self.launch_limit)
+        ctx = Context(self.config, plan=plan, stock=self.stock)
         # PyTorch may compile a backward only when it first runs. Without the forward's tracing
         # context, composite operators turn dynamic sizes into constants.
         with compat.enable_dynamic_shapes():
@@ -124,8 +125,9 @@ class Compilation:
             self.compiled.passes.extend(records)
 
     @property
-    def launch_limit(self) -> str:
-        return self.compiled.ctx.launch_limit if self.compiled else ""
+    def stock(self) -> StockPartition | None:
+        """PyTorch's partition of the graph, if its plan is taken."""
+        return self.compiled.ctx.stock if self.compiled else None
 
     @property
     def shows_halves(self) -> bool:

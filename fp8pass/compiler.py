@@ -29,12 +29,6 @@ from fp8pass.passes.runner import run_passes, warn_about_checkpointing
 from fp8pass.runtime.copies import bandwidth
 from fp8pass.runtime.cuda_graphs import compile_for_moving, moving_weights, protect_gradients
 
-# Options from `inductor_defaults` that suit plans with FP8. Graphs that the CPU limits have the
-# plan of stock `torch.compile`, and keep Inductor's values.
-PLANNED_OPTIONS = frozenset(
-    ("reorder_for_peak_memory", "allow_buffer_reuse", "realize_reads_threshold")
-)
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -63,8 +57,9 @@ class Backend:
         if config.quantizes_linears:  # recipe `exact` keeps the order of sums
             split_adapters(gm)
         config = _with_bandwidth(config, example_inputs)
-        patches = {**inductor_defaults(config, example_inputs), **given}
-        stock = compat.current_options(PLANNED_OPTIONS - given.keys())
+        ours = inductor_defaults(config, example_inputs)
+        patches = {**ours, **given}
+        stock = compat.current_options(ours.keys() - given.keys() - {compat.STATIC_LAUNCHES})
         _check_can_compile(config, patches, example_inputs)
         if patches.get(compat.STATIC_LAUNCHES):
             compat.launch_statically()
@@ -102,7 +97,7 @@ class Captured:
     gm: fx.GraphModule
     example_inputs: tuple[Any, ...]
     patches: Mapping[str, Any]  # options of Inductor
-    # Options of Inductor for graphs that the CPU limits, where they differ from `patches`.
+    # Options of Inductor for graphs with stock `torch.compile`'s plan, where they differ.
     stock: Mapping[str, Any] = field(default_factory=dict)
     hooks: tuple[Hooks, ...] = ()
 
@@ -163,7 +158,7 @@ class InnerCompile:
             return compat.interpret(gm)
         self.compilation.rewrite_half(gm, half)
         what = f"Inductor compiles the {half}, {len(gm.graph.nodes):,} operators"
-        stock = self.stock if self.compilation.launch_limit else {}
+        stock = self.stock if self.compilation.stock else {}
         with self.compilation.while_compiling(what), compat.patch_options(stock):
             if moving := self.compilation.inputs.moving:
                 return compile_for_moving(gm, inputs, moving, **kwargs)

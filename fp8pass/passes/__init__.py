@@ -55,7 +55,7 @@ class Entry:
     in_inference: bool = False
     adds_guards: bool = False  # whether the pass may add guards on dynamic shapes
     required: bool = False  # whether graphs cannot be compiled without the pass
-    # Whether the pass rewrites Inductor's own kernels. It is left out if the CPU limits the step.
+    # Whether the pass rewrites Inductor's own kernels. Graphs with PyTorch's plan are left alone.
     rewrites_stock: bool = False
 
 

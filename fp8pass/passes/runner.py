@@ -130,7 +130,7 @@ def _select_enabled(passes: Sequence[Pass], ctx: Context) -> list[Pass]:
                 f"FP8PASS_DISABLE_PASSES names {entry.run.__name__!r}, without which no graph "
                 "compiles. Remove it from the list."
             )
-    if ctx.launch_limit:
+    if ctx.stock is not None:
         disabled += [e.run.__name__ for e in ENTRIES.values() if e.rewrites_stock]
     return [p for p in insert_passes(passes, added) if p.__name__ not in disabled]
 

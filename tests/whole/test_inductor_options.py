@@ -11,8 +11,7 @@ import torch
 from helpers import cosine, tokens
 from torch._inductor import config as inductor_config
 
-from fp8pass import compat, compiler
-from fp8pass.compilation import Compilation
+from fp8pass import compat, compiler, hardware
 from fp8pass.compiler import Backend, inductor_defaults
 from fp8pass.config import Config
 
@@ -87,8 +86,12 @@ def test_an_accelerator_has_options_tuned_by_measurements(recipe):
     assert ("realize_opcount_threshold" in options) == (recipe == "agoq")
 
 
-@pytest.mark.parametrize("limit", ["", "the CPU launches the kernels in 2 ms"])
-def test_a_step_that_the_cpu_limits_has_the_options_of_stock(limit, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "has_stock"),
+    [({}, True), ({"memory_budget": 0.9}, False), ({"allow_buffer_reuse": False}, False)],
+)
+def test_a_step_that_the_cpu_limits_has_the_options_of_stock(options, has_stock, monkeypatch):
+    """A budget has priority, because reuse of buffers raises the peak. So have users' options."""
     found = []
 
     def compile_half(gm, inputs, **kwargs):
@@ -96,15 +99,13 @@ def test_a_step_that_the_cpu_limits_has_the_options_of_stock(limit, monkeypatch)
         return compat.interpret(gm)
 
     monkeypatch.setattr(compat, "compile_fx_inner", compile_half)
-    monkeypatch.setattr(Compilation, "launch_limit", limit)
     monkeypatch.setattr(compiler, "inductor_defaults", lambda *_: {"allow_buffer_reuse": False})
-    layer = torch.nn.Linear(32, 32)
-    torch.compile(layer, backend="fp8pass")(torch.randn(16, 32)).sum().backward()
-    assert found == [bool(limit)] * 2
-    torch.compile(layer, backend="fp8pass", options={"allow_buffer_reuse": False})(
-        torch.randn(16, 32)
-    ).sum().backward()
-    assert not any(found[2:])
+    monkeypatch.setattr(hardware, "rates_of", lambda device: hardware.GPUS["H200"])
+    monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    program = torch.compile(layers.bfloat16(), backend="fp8pass", options=options)
+    program(torch.randn(128, 64).bfloat16()).sum().backward()
+    assert found == [has_stock] * 2
 
 
 COMPILE_WORKER = """
