@@ -241,6 +241,22 @@ def test_norm_kernels_sum_gradients_of_biases(autocast, graphs, monkeypatch):
         assert with_kernels < 1.3 * without + 0.01, parameter
 
 
+def test_norm_kernels_compute_the_gradient_that_a_block_returns(graphs, monkeypatch):
+    """Layers that are compiled one by one return the sums of the residual stream's gradient."""
+    model, x = BiasedBlock().bfloat16(), torch.randn(2, 32, 64).bfloat16()
+    without = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
+    got = gradients(model, x, Config(), kernels_off=False, monkeypatch=monkeypatch)
+    (returned,) = [n for n in graph.outputs(graphs[-1]) if n and tensor(n).shape == x.shape]
+    kernel = graph.operator_of(graph.skip_reshapes(returned))
+    assert kernel.target is rows
+    stores = Batch.parse(kernel.args[1]).programs[0].stores
+    assert sum("sums" in store.layouts for store in stores) >= 2  # of the norm's weight and bias
+    plain = step(model, model, (x.clone().requires_grad_(),)).gradients
+    for parameter, want in plain.items():
+        bound = 1.3 * relative(without.gradients[parameter], want) + 0.01
+        assert relative(got.gradients[parameter], want) < bound, parameter
+
+
 # Recipe, autocast, form of GELU, and the only GEMM in BF16 of each layer.
 BIASES = {
     "bf16": ("coat", False, "tanh", ""),

@@ -23,9 +23,16 @@ from fp8pass.codegen.kernels.supported import why_not_a_matrix
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace, replace_column_sum
 from fp8pass.codegen.program.ir import NotAMatrix, Step, Store
 from fp8pass.codegen.program.reader import Reader
+from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.order import depends_on, sort_around
-from fp8pass.graph.patterns import CASTS, RESHAPES, is_residual_sum, sums_columns
+from fp8pass.graph.patterns import (
+    CASTS,
+    RESHAPES,
+    is_residual_sum,
+    is_same_shape_addition,
+    sums_columns,
+)
 from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
@@ -35,9 +42,22 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:  # kernels round less often than recipe `exact` must
         return
     candidates = [n for n in gm.graph.nodes if n.op == "call_function"]
-    fused = [_fuse(node) for node in candidates if node.users and is_residual_sum(node)]
+    fused = [_fuse(node) for node in candidates if is_residual_sum(node) or _is_last_sum(node)]
     if any(fused):
         graph.sort_and_prune(gm.graph)
+
+
+def _is_last_sum(node: fx.Node) -> bool:
+    """Whether the graph returns a sum, or an operator reads it that Inductor cannot inline."""
+    return is_same_shape_addition(node) and _is_read_whole(node)
+
+
+def _is_read_whole(node: fx.Node) -> bool:
+    inlining = (Kind.POINTWISE, Kind.REDUCTION)
+    return any(
+        _is_read_whole(user) if user.target in RESHAPES else kind(user) not in inlining
+        for user in node.users
+    )
 
 
 def _fuse(total: fx.Node) -> bool:
