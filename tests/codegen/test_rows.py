@@ -35,12 +35,33 @@ pytest.importorskip("triton")
 EDGES = math.inf, -math.inf, math.nan
 
 
-@pytest.fixture(params=["held", "loop"])
+@pytest.fixture(params=["held", "wide", "loop"])
 def reading(request, monkeypatch):
-    """Whether registers hold rows, or a loop reads them."""
-    if request.param == "loop":
+    """Whether registers hold short rows or wide rows, or a loop reads the rows."""
+    if request.param != "held":
         monkeypatch.setattr(row_kernel, "LONGEST_HELD", 64)
+        monkeypatch.setattr(row_kernel, "WIDE_CHUNK", 128)
+    if request.param == "loop":
+        monkeypatch.setattr(row_kernel, "LONGEST_WIDE", 64)
         monkeypatch.setattr(row_kernel, "ROW_CHUNK", 128)
+
+
+@pytest.mark.parametrize(
+    ("columns", "packed", "chunk", "held", "warps"),
+    [
+        (16384, False, 8192, True, 16),
+        (18944, False, 8192, True, 8),
+        (18944, True, 4096, False, 4),
+        (32768, False, 4096, False, 4),
+    ],
+)
+def test_shapes_of_long_rows(columns, packed, chunk, held, warps):
+    """A packed format needs more registers than wide rows leave."""
+    program = swiglu(128)
+    if packed:
+        stores = (replace(s, format="e2m2") if s.group_size else s for s in program.stores)
+        program = replace(program, stores=tuple(stores))
+    assert row_kernel._choose_shape(program, columns) == (Shape(columns, chunk, held), warps)
 
 
 @both_devices
