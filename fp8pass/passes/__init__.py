@@ -41,6 +41,7 @@ from fp8pass.passes.lowering.fuse_scales import fuse_scales
 from fp8pass.passes.lowering.fuse_tiles import fuse_tiles
 from fp8pass.passes.lowering.lower_dialect import lower_dialect
 from fp8pass.passes.lowering.pin_layouts import pin_layouts
+from fp8pass.passes.lowering.simplify_losses import simplify_losses
 from fp8pass.passes.lowering.split_cats import split_cats
 from fp8pass.passes.lowering.unroll_chunks import unroll_chunks
 
@@ -103,6 +104,8 @@ _LOWERING = (
     Entry(describe_kernels),
     # Dialect operators that no kernel replaced -> aten
     Entry(lower_dialect, required=True),
+    # Sums of one-hot rows -> their elements; values of a row -> stored in buffers
+    Entry(simplify_losses, rewrites_stock=True),
     # cat of computed parts -> one buffer, in which each part is stored in place
     Entry(split_cats, rewrites_stock=True),
     # Sums of the residual stream -> stored in buffers
