@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,11 +158,22 @@ class InnerCompile:
             return compat.interpret(gm)
         self.compilation.rewrite_half(gm, half)
         what = f"Inductor compiles the {half}, {len(gm.graph.nodes):,} operators"
-        stock = self.stock if self.compilation.stock else {}
-        with self.compilation.while_compiling(what), compat.patch_options(stock):
+        with self.compilation.while_compiling(what), self._choices():
             if moving := self.compilation.inputs.moving:
                 return compile_for_moving(gm, inputs, moving, **kwargs)
             return compat.compile_fx_inner(gm, inputs, **kwargs)
+
+    @contextmanager
+    def _choices(self) -> Iterator[None]:
+        """Change Inductor's choices, unless the graph has the plan of stock `torch.compile`."""
+        with ExitStack() as stack:
+            if self.compilation.stock:
+                stack.enter_context(compat.patch_options(self.stock))
+            else:
+                stack.enter_context(compat.hold_dequantized_rows())
+                if "allow_buffer_reuse" in self.stock:
+                    stack.enter_context(compat.reuse_small_buffers())
+            yield
 
 
 def rewrite_inference(

@@ -6,6 +6,7 @@ each module's `__all__`.
 compiling.py      Dynamo, AOTAutograd and Inductor
 joint.py          joint graphs: inputs, checkpointing tags, partitioning
 operators.py      properties of tensors, sizes and operators
+reductions.py     Inductor's choice of kernels for reductions
 launching.py      makes Inductor's generated code use fp8pass's kernels and buffers
 fakes.py          runs a model without memory
 tracing.py        traces a function into operators that Inductor lowers
@@ -43,4 +44,5 @@ from fp8pass.compat.launching import *  # noqa: E402, F403
 from fp8pass.compat.loading import *  # noqa: E402, F403
 from fp8pass.compat.operators import *  # noqa: E402, F403
 from fp8pass.compat.pipelining import *  # noqa: E402, F403
+from fp8pass.compat.reductions import *  # noqa: E402, F403
 from fp8pass.compat.tracing import *  # noqa: E402, F403

@@ -22,11 +22,13 @@ from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.pgo import reset_code_state
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import list_mode_options, list_options
+from torch._inductor.codegen import wrapper
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.runtime.runtime_utils import cache_dir
+from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 
 from fp8pass.compat.attributes import Attribute, set_attributes
@@ -38,15 +40,19 @@ __all__ = [
     "find_replayed_memory", "forget_sizes", "fresh_compilation", "get_cpp_compiler", "half_of",
     "has_cpp_compiler", "interpret", "is_checkpointing", "is_of_fsdp", "is_region",
     "list_mode_options", "list_options", "match_generated_code", "multiplies_bf16_on_cpu",
-    "original_of", "patch_options", "recompile", "run_uncompiled", "running_backward",
-    "source_of", "static_inputs", "trace_structured", "type_of_option", "uncached",
-    "uses_cuda_graphs",
+    "original_of", "patch_options", "recompile", "reuse_small_buffers", "run_uncompiled",
+    "running_backward", "source_of", "static_inputs", "trace_structured", "type_of_option",
+    "uncached", "uses_cuda_graphs",
 ]  # fmt: skip
 
 # Before 2.13, Dynamo does not check a parameter again while its dict is unchanged. If the user
 # unfroze a layer, Dynamo would not recompile the model, and the layer would not train.
 if torch.__version__ < "2.13":
     dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
+
+# Buffers of a larger size are freed, as Inductor would hold them until another result needs them.
+# Half of the allocations of a small model are smaller.
+_LARGEST_REUSED = 1 << 20
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -293,6 +299,22 @@ def current_options(names: Iterable[str]) -> dict[str, Any]:
 def patch_options(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Set options of Inductor temporarily."""
     return inductor_config.patch(dict(options))
+
+
+@contextmanager
+def reuse_small_buffers() -> Iterator[None]:
+    """Let generated code reuse buffers of at most `_LARGEST_REUSED` bytes."""
+    key_of: Any = wrapper.buffer_reuse_key
+
+    def key_if_small(node: Any) -> Any:
+        sizes, itemsize = V.graph.sizevars, node.get_dtype().itemsize
+        size = V.graph.get_allocation_storage_size(node) * itemsize
+        is_small = sizes.statically_known_leq(size, _LARGEST_REUSED)
+        return key_of(node) if is_small else node.get_name()
+
+    changes = [(wrapper, "buffer_reuse_key", key_if_small)]
+    with set_attributes(changes), patch_options({"allow_buffer_reuse": True}):
+        yield
 
 
 def cache_folder() -> str | None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers import cosine, tokens
 from torch._inductor import config as inductor_config
+from torch._inductor.codegen import wrapper
+from torch._inductor.utils import run_and_get_code
 
 from fp8pass import compat, compiler, hardware
 from fp8pass.compiler import Backend, inductor_defaults
@@ -88,24 +90,63 @@ def test_an_accelerator_has_options_tuned_by_measurements(recipe):
 
 @pytest.mark.parametrize(
     ("options", "has_stock"),
-    [({}, True), ({"memory_budget": 0.9}, False), ({"allow_buffer_reuse": False}, False)],
+    [({}, True), ({"memory_budget": 0.9}, False), ({"realize_reads_threshold": 8}, False)],
 )
 def test_a_step_that_the_cpu_limits_has_the_options_of_stock(options, has_stock, monkeypatch):
-    """A budget has priority, because reuse of buffers raises the peak. So have users' options."""
+    """A budget has priority, because stock's options raise the peak. So have users' options."""
     found = []
 
     def compile_half(gm, inputs, **kwargs):
-        found.append(inductor_config.allow_buffer_reuse)
+        found.append(inductor_config.realize_reads_threshold == stock)
         return compat.interpret(gm)
 
     monkeypatch.setattr(compat, "compile_fx_inner", compile_half)
-    monkeypatch.setattr(compiler, "inductor_defaults", lambda *_: {"allow_buffer_reuse": False})
+    stock = inductor_config.realize_reads_threshold
+    monkeypatch.setattr(compiler, "inductor_defaults", lambda *_: {"realize_reads_threshold": 8})
     monkeypatch.setattr(hardware, "rates_of", lambda device: hardware.GPUS["H200"])
     monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
     layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
     program = torch.compile(layers.bfloat16(), backend="fp8pass", options=options)
     program(torch.randn(128, 64).bfloat16()).sum().backward()
     assert found == [has_stock] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"allow_buffer_reuse": True}])
+def test_small_buffers_are_reused(options, monkeypatch):
+    """Larger buffers are freed, unless the user sets Inductor's option."""
+    found = []
+
+    def compile_half(gm, inputs, **kwargs):
+        found.append((inductor_config.allow_buffer_reuse, wrapper.buffer_reuse_key))
+        return compat.interpret(gm)
+
+    before = wrapper.buffer_reuse_key
+    monkeypatch.setattr(compat, "compile_fx_inner", compile_half)
+    monkeypatch.setattr(compiler, "inductor_defaults", lambda *_: {"allow_buffer_reuse": False})
+    program = torch.compile(torch.nn.Linear(64, 64), backend="fp8pass", options=options)
+    program(torch.randn(128, 64)).sum().backward()
+    assert [(reuses, key is before) for reuses, key in found] == [(True, bool(options))] * 2
+    assert wrapper.buffer_reuse_key is before
+
+
+@pytest.mark.parametrize(("rows", "reuses"), [(512, True), (4096, False)])
+def test_generated_code_reuses_buffers_up_to_a_size(rows, reuses):
+    def function(x, w):
+        for _ in range(4):
+            x = (x @ w).relu() @ w
+        return x
+
+    def allocations():
+        torch._dynamo.reset()
+        _, code = run_and_get_code(torch.compile(function), *args)
+        return code[0].count("= empty_strided_cpu(")
+
+    args = torch.randn(rows, 128), torch.randn(128, 128)
+    options = {"allow_buffer_reuse": False, "force_disable_caches": True}
+    with inductor_config.patch(options):
+        all_allocations = allocations()
+        with compat.reuse_small_buffers():
+            assert (allocations() < all_allocations) == reuses
 
 
 COMPILE_WORKER = """

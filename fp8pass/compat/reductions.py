@@ -1,0 +1,56 @@
+"""Inductor's choice between reductions that read a row once and reductions that loop over it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any
+
+import torch._inductor.config as inductor_config
+from torch._inductor.dependencies import MemoryDep
+from torch._inductor.virtualized import V
+
+__all__ = ["hold_dequantized_rows"]
+
+# Inductor's limit for rows without scales.
+_LONGEST = 1024
+
+
+def hold_dequantized_rows() -> AbstractContextManager[None]:
+    """Compile reductions that read scales of groups like other reductions along rows.
+
+    Inductor does not hold a row in registers if some index is not contiguous. The index of a
+    group's scale, `column // 128`, is not.
+    """
+    base: Any = type(V.choices)
+
+    class Choices(base):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            if base.should_use_persistent_reduction(features, cooperative_reduction):
+                return True
+            if cooperative_reduction or not inductor_config.triton.persistent_reductions:
+                return False
+            is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST)
+            return bool(is_short and _runs_along_rows(features))
+
+    return V.set_choices_handler(Choices())
+
+
+def _runs_along_rows(features: Any) -> bool:
+    """Whether all operators of a kernel read and write along the rows that it reduces."""
+    accesses = chain.from_iterable(
+        chain(node.read_writes.reads, node.read_writes.writes)
+        for node in features.scheduler_nodes()
+    )
+    return all(map(_runs_along, accesses))
+
+
+def _runs_along(access: Any) -> bool:
+    """Whether neighboring elements of a row have equal or neighboring addresses."""
+    if not isinstance(access, MemoryDep) or not access.var_names:
+        return True
+    *others, last = access.var_names
+    start = dict.fromkeys(others, 0)
+    step = access.index.subs({**start, last: 1}) - access.index.subs({**start, last: 0})
+    return step in (0, 1)
