@@ -77,6 +77,21 @@ def test_quantization_by_row(device, reading, columns, scale):
 
 
 @both_devices
+def test_long_rows_that_are_only_reduced(device, monkeypatch):
+    monkeypatch.setattr(row_kernel, "LONGEST_HELD", 64)
+    monkeypatch.setattr(row_kernel, "REDUCED_CHUNK", 256)
+    steps = Step("a", "row_amax", ("x",)), Step("s", "scale", ("a", "e4m3"))
+    stores = (Store(name, ("row",), dtype="float32") for name in "as")
+    program = Program((Load("x", "full"),), steps, tuple(stores)).canonical()
+    assert row_kernel._choose_shape(program, 640) == (Shape(640, 256, held=False), 16)
+    (x,) = operands(program, 3, 640, device)
+    x[1, 600] = math.nan
+    got, want = run(row_kernel, program, [x]), compute_program(program, [x])
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b, exact=True)
+
+
+@both_devices
 @pytest.mark.parametrize(("columns", "group"), [(128, 128), (640, 128), (768, 64), (96, 32)])
 def test_norm(device, reading, columns, group):
     program = norm(columns, group)

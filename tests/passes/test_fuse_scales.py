@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import hardware
-from fp8pass.codegen.kernels.row_kernel import LONGEST_HELD, rows
+from fp8pass.codegen.kernels.row_kernel import LONGEST_REDUCED, rows
 from fp8pass.codegen.kernels.tile_kernel import tiles
 from fp8pass.codegen.program.program_batch import Batch
 
@@ -142,5 +142,17 @@ def test_long_amaxes_stay_with_generated_code(monkeypatch):
         (a, of_x), (b, of_y) = by_rows(x), by_rows(y)
         return a, b, fp8.amax(of_x, "tensor"), fp8.amax(of_y, "tensor")
 
-    gm = fused(monkeypatch, function, random(LONGEST_HELD + 1, 16), random(24, 32))
+    gm = fused(monkeypatch, function, random(LONGEST_REDUCED + 1, 16), random(24, 32))
     assert len(gm.graph.find_nodes(op="call_function", target=fp8.amax.default)) == 2
+
+
+@pytest.mark.parametrize(("rows_of_x", "is_fused"), [(8192, False), (8208, True)])
+def test_a_single_amax_is_taken_by_a_kernel_if_inductor_would_need_two(
+    monkeypatch, rows_of_x, is_fused
+):
+    def function(x):
+        a, of_x = by_rows(x)
+        return a, fp8.scale(fp8.amax(of_x, "tensor"), "e4m3 tensor")
+
+    gm = fused(monkeypatch, function, random(rows_of_x, 16))
+    assert programs_of(gm, rows) == [1, 1][: 1 + is_fused]

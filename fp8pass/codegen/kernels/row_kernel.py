@@ -31,6 +31,9 @@ HELD = 44
 HELD_SUMMED = 32  # with one sum over rows
 # Elements of a chunk, if the row is read in a loop.
 ROW_CHUNK = 4096
+# The same in kernels that only reduce rows. `fuse_scales` reduces up to `LONGEST_REDUCED` elements.
+REDUCED_CHUNK = 16384
+LONGEST_REDUCED = 131072
 SMALLEST_CHUNK = 128
 
 
@@ -72,6 +75,8 @@ def _check(program: Program, columns: int) -> None:
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     """Return the chunks, which contain whole groups, and the number of warps."""
     if columns > LONGEST_HELD:
+        if all(store.layouts == ("row",) for store in program.stores):
+            return Shape(columns, REDUCED_CHUNK, held=False), 16
         if columns > LONGEST_WIDE or _packs(program):
             return Shape(columns, ROW_CHUNK, held=False), 4
         return Shape(columns, WIDE_CHUNK, held=True), 8

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.codegen.kernels.row_kernel import LONGEST_HELD, rows
+from fp8pass.codegen.kernels.row_kernel import LONGEST_REDUCED, rows
 from fp8pass.codegen.kernels.tile_kernel import holds_amaxes, tiles
 from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
@@ -28,14 +28,21 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
+LONGEST_UNSPLIT = 8192
+
 
 def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
     _move_input_amaxes_up(gm.graph)
-    groups = [group for group in _group_amaxes(gm.graph) if len(group) > 1]
+    groups = [group for group in _group_amaxes(gm.graph) if _saves_launches(group)]
     for group in groups:
         _fuse(group)
     if groups:
         graph.sort_and_prune(gm.graph)
+
+
+def _saves_launches(amaxes: list[fx.Node]) -> bool:
+    """Inductor reduces more than `LONGEST_UNSPLIT` elements in two kernels."""
+    return len(amaxes) > 1 or tensor(amaxes[0].args[0]).numel() > LONGEST_UNSPLIT  # type: ignore[arg-type]
 
 
 def _move_input_amaxes_up(g: fx.Graph) -> None:
@@ -75,7 +82,7 @@ def _finishes_amax(node: fx.Node) -> bool:
     if not is_stored and source.op != "placeholder":
         return False
     count = tensor(source).numel()  # large if the kernel stores a whole matrix
-    return holds_amaxes(source) and isinstance(count, int) and count <= LONGEST_HELD
+    return holds_amaxes(source) and isinstance(count, int) and count <= LONGEST_REDUCED
 
 
 def _fuse(amaxes: list[fx.Node]) -> None:
