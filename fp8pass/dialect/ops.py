@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fp8pass import compat
 from fp8pass.dialect import accumulation, expert_groups
@@ -248,7 +249,10 @@ def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
     row = torch.arange(amaxes.shape[0], dtype=torch.int32, device=amaxes.device)
     starts, ends = expert_groups.group_starts(offsets).unsqueeze(-1), offsets.unsqueeze(-1)
     inside = (row >= starts) & (row < ends)
-    return torch.where(inside, amaxes.t(), 0.0).amax(-1, keepdim=True)
+    amaxes_of_groups = torch.where(inside, amaxes.t(), 0.0)
+    if not compat.statically_known_true(amaxes.shape[0] > 0):  # a rank may have no tokens
+        amaxes_of_groups = F.pad(amaxes_of_groups, (0, 1))
+    return amaxes_of_groups.amax(-1, keepdim=True)
 
 
 def _fake_transpose_segments(
@@ -270,6 +274,9 @@ def transpose_segments(
     """
     count = (x if rows is None else rows).shape[0]
     source, is_token, expert = expert_groups.padded_rows(count, offsets)
+    if not compat.statically_known_true(count > 0):  # padding must not read rows that do not exist
+        x = F.pad(x, (0, 0, 0, 1))
+        rows = rows if rows is None else F.pad(rows, (0, 1))
     values = x[source if rows is None else rows[source]].float() * scales[expert].reciprocal()
     padded = torch.where(is_token.unsqueeze(-1), values, 0.0)
     return encode(padded, FORMATS[format]).t()

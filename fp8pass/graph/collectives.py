@@ -1,4 +1,4 @@
-"""Find collectives, and the tensor that an all-gather produces.
+"""Find collectives, and the tensors that all-gathers and exchanges produce.
 
 All-gathers concatenate shards along the first dimension. If a tensor is sharded along another
 dimension, DTensor splits the result and concatenates the parts along that dimension:
@@ -15,12 +15,13 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.graph.classify import argument_of
+from fp8pass.graph.classify import Kind, argument_of, kind
 from fp8pass.graph.nodes import aten, tensor
 
 c10d = torch.ops._c10d_functional
 
 ALL_GATHER = c10d.all_gather_into_tensor.default
+ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT_TENSOR = c10d.wait_tensor.default
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
@@ -44,6 +45,42 @@ class Gather:
     def group(self) -> tuple[Any, ...]:
         """The size and the name of the process group, as arguments of the collective."""
         return tuple(self.node.args[1:])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An all-to-all, in which each rank sends some rows of a matrix to each other rank."""
+
+    node: fx.Node  # the collective
+    wait: fx.Node  # the node that waits for the collective; its value is the received rows
+
+    @property
+    def rows(self) -> fx.Node:
+        return self.node.args[0]  # type: ignore[return-value]
+
+    @property
+    def splits(self) -> tuple[Any, ...]:
+        """The numbers of received and sent rows, and the group, as arguments of the collective."""
+        return tuple(self.node.args[1:])
+
+    @property
+    def readers(self) -> list[fx.Node]:
+        """The nodes that read the elements of the received rows, in order."""
+        return sorted(user for user in self.wait.users if kind(user) is not Kind.SYMBOL)
+
+    def measure(self, other: fx.Node) -> None:
+        """Let nodes that read the sizes of the received rows read the sizes of `other`."""
+        for node in (self.node, self.wait):
+            for user in [user for user in node.users if kind(user) is Kind.SYMBOL]:
+                user.replace_input_with(node, other)
+
+
+def find_exchanges(g: fx.Graph) -> Iterator[Exchange]:
+    """Yield a graph's exchanges of matrices in order. Other users of their nodes read sizes."""
+    for node in g.find_nodes(op="call_function", target=ALL_TO_ALL):
+        waits = [user for user in node.users if kind(user) is not Kind.SYMBOL]
+        if len(waits) == 1 and waits[0].target is WAIT_TENSOR and tensor(node).ndim == 2:
+            yield Exchange(node, waits[0])
 
 
 def is_collective(node: fx.Node) -> bool:

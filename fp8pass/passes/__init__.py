@@ -23,6 +23,7 @@ from fp8pass.graph import spec
 from fp8pass.passes.context import Context, Requests
 from fp8pass.passes.joint.chunk_head import chunk_head
 from fp8pass.passes.joint.describe_graph import describe_graph
+from fp8pass.passes.joint.exchange_quantized import exchange_quantized
 from fp8pass.passes.joint.gather_quantized import gather_quantized
 from fp8pass.passes.joint.materialize_plan import materialize_plan
 from fp8pass.passes.joint.merge_dgrads import merge_dgrads
@@ -73,6 +74,8 @@ _JOINT = (
     Entry(simulate_format, in_inference=True),
     # all_gather + quantize -> quantize + all_gather
     Entry(gather_quantized, in_inference=True),
+    # all_to_all + quantize -> quantize + all_to_all
+    Entry(exchange_quantized, in_inference=True),
     # Marks gathers of parameters, and gathers of FP8 data, for recomputation
     Entry(repeat_gathers),
     # Decides which forward values are saved, and in which format

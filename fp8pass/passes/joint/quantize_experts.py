@@ -71,7 +71,6 @@ from fp8pass.passes.quantizer import (
     replace_gemm,
     tag_gemms,
     why_not_at_all,
-    why_not_these_rows,
 )
 
 fp8 = torch.ops.fp8pass
@@ -133,8 +132,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(f"{sizes[0]} experts: PyTorch's FP8 GEMMs take at most {MOST_EXPERTS}")
     if 0 in sizes:
         return Reason("empty weight", routine=True)
-    if (reason := why_not_these_rows(layer)).text:
-        return reason
+    if any(compat.statically_known_true(size == 0) for size in layer.rows):
+        return Reason("empty input", routine=True)
     if lacking := hardware.why_no_grouped_gemm(tensor(gemm).device):
         return Reason(lacking)
     return Reason()
@@ -267,9 +266,7 @@ class ExpertRewriter(Quantizer):
         x, indices = tokens.args
         assert isinstance(x, fx.Node)
         quantized, _ = self.quantize(x, Quantization(E4M3, ROW), contract_rows=False)
-        amaxes = self.emit(aten.index.Tensor, self.amax(x, ROW), indices)
-        self._amaxes[(*identity_of(tokens), ROW)] = amaxes  # wgrad uses these amaxes, too
-        scale = self.emit(fp8.scale.default, amaxes, BY_ROW)
+        scale = self.emit(fp8.scale.default, self._amax_rows(tokens), BY_ROW)
         data = self.emit(fp8.as_bytes.default, quantized)
         data = self.emit(aten.index.Tensor, data, indices)
         return self.emit(fp8.as_codes.default, data, E4M3.name), scale
@@ -278,8 +275,19 @@ class ExpertRewriter(Quantizer):
         """Return FP8 data [K, T'] of tokens [T, K] with padded groups, and one scale per group."""
         return self._once(("group", x, offsets), lambda: self._emit_by_group(x, offsets))
 
+    def _amax_rows(self, tokens: fx.Node) -> fx.Node:
+        """Return the amax of each token, from the matrix that tokens are gathered from, if any."""
+        if not _gathers_all_rows(tokens):
+            return self.amax(tokens, ROW)
+        x, indices = tokens.args
+        assert isinstance(x, fx.Node)
+        return self._once(
+            ("amaxes", tokens),
+            lambda: self.emit(aten.index.Tensor, self.amax(x, ROW), indices),
+        )
+
     def _emit_by_group(self, x: fx.Node, offsets: fx.Node) -> tuple[fx.Node, fx.Node]:
-        amax = self.emit(fp8.segment_amax.default, self.amax(x, ROW), offsets)
+        amax = self.emit(fp8.segment_amax.default, self._amax_rows(x), offsets)
         scale = self.emit(fp8.scale.default, amax, BY_ROW)
         operands: tuple[Any, ...] = x, scale, offsets, E4M3.name
         if _gathers_all_rows(x):  # the kernel gathers the rows
