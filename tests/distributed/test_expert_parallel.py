@@ -27,7 +27,7 @@ HIDDEN, FFN, CHOSEN, TOKENS = 64, 128, 2, 48
 class Experts(nn.Module):
     """A mixture of experts. Each rank has two of the experts.
 
-    Dispatch and combine are those of torchtitan's `ExpertParallel`, with functional collectives.
+    It dispatches and combines tokens as torchtitan's `ExpertParallel` does, in one graph.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def make(device: str, *, checkpoints: bool = False, frozen: bool = False) -> Mod
 
 
 def step(model: Model, device: str, config: Config | None, x: Tensor | None = None) -> Any:
-    """Return the output, the gradient of the input, those of parameters, and the collectives."""
+    """Return the output, gradients of the input and the parameters, and the collectives."""
     torch._dynamo.reset()
     torch.manual_seed(1 + dist.get_rank())
     if x is None:

@@ -102,7 +102,7 @@ def _counts_classes(node: Any, count: Any) -> bool:
 
 
 def _compute_once(rows: fx.Node) -> None:
-    """Store the value of which `rows` is a part, if generated code would compute it."""
+    """Store the tensor that `rows` is a view of, if generated code would compute it."""
     while kind(rows) is Kind.VIEW:
         rows = rows.args[0]  # type: ignore[assignment]
     if kind(rows) is Kind.POINTWISE:
