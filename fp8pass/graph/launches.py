@@ -19,10 +19,11 @@ from fp8pass.hardware import Gpu
 # Kinds of nodes that launch no kernel.
 _WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION, Kind.INPUT)
 
-# FP8 adds casts: GPT-2, BERT and ViT launch 1.3 times as many kernels. But `find_kernels` counts 15
-# to 25% too many. The factor separates BERT base, which FP8 makes slower on hosts with slow CPUs,
-# from ViT-B/16, which FP8 makes faster.
-MORE_LAUNCHES = 1.15
+# FP8 adds casts: the CPU needs 1.3 to 1.8 times as long for GPT-2, DiT, nanochat d12 and ViT. But
+# `find_kernels` counts up to 25% too many kernels. The factor separates BERT base and ViT-B/16, in
+# which FP8 is slower on hosts with slow CPUs (ViT takes 0.98 to 1.11 of the time), from GPT-2 and
+# DiT, in which FP8 was faster on all hosts of the last measurements.
+MORE_LAUNCHES = 1.25
 # How much slower GEMMs are in FP32 than in BF16, by the datasheet of an H100.
 FP32_GEMM = 989 / 67
 

@@ -65,7 +65,7 @@ def test_seconds_follow_the_roofline():
 
 def test_small_kernels_are_limited_by_the_cpu():
     limit = why_launch_bound(trace(repeated), H200)
-    assert limit.startswith("the CPU launches the kernels in 1.8 ms, the GPU runs them in 0.0")
+    assert limit.startswith("the CPU launches the kernels in 2 ms, the GPU runs them in 0.0")
     assert not why_launch_bound(trace(repeated, rows=8192, hidden=4096), H200)
 
 
