@@ -17,6 +17,7 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.graph.classify import Kind, argument_of, kind
 from fp8pass.graph.nodes import aten, tensor
+from fp8pass.graph.patterns import filled_with
 
 c10d = torch.ops._c10d_functional
 
@@ -64,15 +65,40 @@ class Exchange:
         return tuple(self.node.args[1:])
 
     @property
-    def readers(self) -> list[fx.Node]:
-        """The nodes that read the elements of the received rows, in order."""
-        return sorted(user for user in self.wait.users if kind(user) is not Kind.SYMBOL)
+    def matrix(self) -> fx.Node:
+        """The received rows, with rows of zeros after them if nothing else reads the rows."""
+        readers = elements_read(self.wait)
+        padded = len(readers) == 1 and skip_zero_rows(readers[0])[1]
+        return readers[0] if padded else self.wait
 
-    def measure(self, other: fx.Node) -> None:
-        """Let nodes that read the sizes of the received rows read the sizes of `other`."""
-        for node in (self.node, self.wait):
+    def replace_sizes(self, rows: fx.Node, matrix: fx.Node) -> None:
+        """Let nodes that read sizes of `wait` or `matrix` read those of `rows` or `matrix`."""
+        for node, other in ((self.node, rows), (self.wait, rows), (self.matrix, matrix)):
             for user in [user for user in node.users if kind(user) is Kind.SYMBOL]:
                 user.replace_input_with(node, other)
+
+
+def elements_read(node: fx.Node) -> list[fx.Node]:
+    """Return the users that read the elements of a tensor, and not only its sizes, in order."""
+    return sorted(user for user in node.users if kind(user) is not Kind.SYMBOL)
+
+
+def skip_zero_rows(node: fx.Node) -> tuple[fx.Node, int]:
+    """Return the matrix that `node` appends rows of zeros to, and their number, or `node` and 0.
+
+    Models append a row of zeros that padding reads. Its backward is a `slice_scatter`.
+    """
+    if graph.is_call(node, aten.cat.default):
+        parts: Any = node.args[0]
+        if len(parts) == 2 and not argument_of(node, "dim") and filled_with(parts[1]) == 0:
+            count = tensor(parts[1]).shape[0]
+            return (parts[0], count) if isinstance(count, int) else (node, 0)
+    if graph.is_call(node, aten.slice_scatter.default):
+        zeros, rows, *where = node.args
+        is_first = where[:2] == [0, 0] and len(where) == 3 and isinstance(where[2], int)
+        if is_first and where[2] < 0 and filled_with(zeros) == 0:  # type: ignore[operator, arg-type]
+            return rows, -where[2]  # type: ignore[operator, return-value]
+    return node, 0
 
 
 def find_exchanges(g: fx.Graph) -> Iterator[Exchange]:

@@ -36,7 +36,7 @@ from fp8pass.activation_memory.cuts import CutValue, solve_cut
 from fp8pass.config import GEMMS, Config
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import GROUPED_GEMMS
-from fp8pass.graph.collectives import find_exchanges, find_gathers
+from fp8pass.graph.collectives import find_exchanges, find_gathers, skip_zero_rows
 from fp8pass.graph.launches import why_launch_bound
 from fp8pass.graph.linear_layers import Layer, gemm_operands
 from fp8pass.graph.nodes import aten, tensor
@@ -186,11 +186,11 @@ def _must_be_fp8(gemm: fx.Node, received: set[fx.Node]) -> bool:
 
 
 def _skip_moves(node: fx.Node) -> fx.Node:
-    """Skip views, casts, and reorderings of rows."""
+    """Skip views, casts, reorderings of rows, and rows of zeros after a matrix."""
     source = graph.skip_views_and_casts(node)
     while graph.is_call(source, aten.index.Tensor):
         source = graph.skip_views_and_casts(source.args[0])  # type: ignore[arg-type]
-    return source
+    return skip_zero_rows(source)[0]
 
 
 def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu, config: Config) -> float:

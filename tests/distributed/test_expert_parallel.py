@@ -38,7 +38,7 @@ class Experts(nn.Module):
         up = torch.randn(ranks * self.local, HIDDEN, FFN) / HIDDEN**0.5
         down = torch.randn(ranks * self.local, FFN, HIDDEN) / FFN**0.5
         self.up, self.down = nn.Parameter(up[mine].clone()), nn.Parameter(down[mine].clone())
-        self.reads_received = False
+        self.reads_received = self.pads = False
 
     def forward(self, x: Tensor) -> Tensor:
         weights, experts = self.router(x).float().softmax(-1).topk(CHOSEN)
@@ -52,14 +52,34 @@ class Experts(nn.Module):
         expert = torch.arange(self.local, device=x.device).repeat(ranks)
         expert = expert.repeat_interleave(received, output_size=rows.shape[0])
         by_expert = expert.argsort(stable=True)
-        ends = received.view(ranks, -1).sum(0).cumsum(0).int()
-        computed = self.compute(rows[by_expert], ends)
-        if self.reads_received:
-            computed = computed + rows[by_expert]
-        back = torch.empty_like(computed).index_put((by_expert,), computed)
+        tokens = received.view(ranks, -1).sum(0)
+        if self.pads:
+            back = self.compute_padded(rows, by_expert, tokens)
+        else:
+            computed = self.compute(rows[by_expert], tokens.cumsum(0).int())
+            if self.reads_received:
+                computed = computed + rows[by_expert]
+            back = torch.empty_like(computed).index_put((by_expert,), computed)
         back = all_to_all_single_autograd(back, sent, kept, group)
         back = back * weights.flatten()[order, None].to(x.dtype)
         return x + torch.zeros_like(x).index_add(0, order // CHOSEN, back)
+
+    def compute_padded(self, rows: Tensor, by_expert: Tensor, tokens: Tensor) -> Tensor:
+        """Pad the tokens of each expert with rows of zeros to a multiple of 8, as torchtitan."""
+        count = rows.shape[0]
+        padded = (tokens + 7) // 8 * 8
+        place = torch.arange(count + 8 * self.local, device=rows.device)
+        expert = (place[:, None] >= padded.cumsum(0)).sum(1).clamp_max(self.local - 1)
+        number = place - (padded.cumsum(0) - padded)[expert]
+        is_token = number < tokens[expert]
+        source = (tokens.cumsum(0) - tokens)[expert] + torch.where(is_token, number, 0)
+        order = F.pad(by_expert, (0, 1))  # a source may lie after the last token
+        indices = torch.where(is_token, order[source], count)
+        with_zeros = torch.vstack((rows, rows.new_zeros(rows.shape[-1])))
+        computed = self.compute(with_zeros[indices], padded.cumsum(0).int())
+        unpermuted = computed.new_empty(with_zeros.shape)
+        unpermuted[indices] = computed
+        return unpermuted[:-1]
 
     def compute(self, rows: Tensor, ends: Tensor) -> Tensor:
         return torch._grouped_mm(F.silu(torch._grouped_mm(rows, self.up, ends)), self.down, ends)
@@ -96,10 +116,12 @@ def capturing_sizes() -> Iterator[None]:
         yield
 
 
-def make(device: str, *, checkpoints: bool = False, frozen: bool = False) -> Model:
+def make(
+    device: str, *, checkpoints: bool = False, frozen: bool = False, pads: bool = False
+) -> Model:
     torch.manual_seed(0)
     model = Model().to(device, torch.bfloat16)
-    model.checkpoints = checkpoints
+    model.checkpoints, model.experts.pads = checkpoints, pads
     if frozen:
         model.experts.up.requires_grad_(False)
         model.experts.down.requires_grad_(False)
@@ -216,6 +238,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "checkpointing": ({}, {"checkpoints": True}),
     "frozen experts": ({}, {"frozen": True}),
+    "padded": ({}, {"pads": True}),
     "5 bits": ({"save_format": "e2m2"}, {}),
     "all saves compact": ({"compact_saves": "all"}, {}),
     "budget": ({"memory_budget": 0.7}, {}),
@@ -224,8 +247,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = "plain", "padded", "checkpointing"
+
+
+@pytest.mark.parametrize("case", QUICK)
 def test_exchanges_in_fp8_change_no_bit(two, case):
+    two(exchanged_data_changes_no_bit, *CASES[case])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
+def test_exchanges_beside_other_options(two, case):
     two(exchanged_data_changes_no_bit, *CASES[case])
 
 

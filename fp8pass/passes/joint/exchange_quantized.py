@@ -9,7 +9,8 @@
              t  = transpose_segments(dequantize(q, s), ...)
 
 `q` and `s` are bit-identical before and after, because an exchange moves whole rows. Wgrad
-(`transpose_segments`) reads the tokens after they were rounded to FP8.
+(`transpose_segments`) reads the tokens after they were rounded to FP8. Rows of zeros that the model
+appends to the received tokens are appended to `q` and `s`.
 
 An exchange stays in high precision if another operator reads its result. No decision depends on
 values that differ between ranks, so that all ranks run the same collectives.
@@ -28,10 +29,12 @@ from fp8pass.graph.collectives import (
     ALL_TO_ALL,
     WAIT_TENSOR,
     Exchange,
+    elements_read,
     find_exchanges,
     remove_unused,
+    skip_zero_rows,
 )
-from fp8pass.graph.nodes import emit, tensor
+from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import OPERAND_OF, WHY_NOT_QUANTIZED
 from fp8pass.passes.context import Context
 
@@ -48,15 +51,16 @@ def exchange_quantized(gm: fx.GraphModule, ctx: Context) -> None:
         if reason:
             exchange.node.meta[WHY_NOT_QUANTIZED] = reason
         else:
-            _rewrite(gm.graph, exchange)
+            Sender(gm.graph, exchange).rewrite()
     remove_unused(gm.graph)
 
 
 def why_not(exchange: Exchange) -> str:
-    if not any(user.target is fp8.quantize.default for user in exchange.readers):
+    readers = elements_read(exchange.matrix)
+    if not any(user.target is fp8.quantize.default for user in readers):
         return "no experts in FP8 read these tokens"
-    for user in exchange.readers:
-        if not _reads_by_row(user, exchange.wait):
+    for user in readers:
+        if not _reads_by_row(user, exchange.matrix):
             return f"{graph.operator_name(user)} reads it in high precision"
     return ""
 
@@ -72,40 +76,58 @@ def _reads_by_row(user: fx.Node, x: fx.Node) -> bool:
     return graph.is_call(scale, fp8.scale.default) and scale.args[0] in x.users
 
 
-def _rewrite(g: fx.Graph, exchange: Exchange) -> None:
-    readers: dict[Any, list[fx.Node]] = {}
-    for user in exchange.readers:
-        readers.setdefault(user.target, []).append(user)
-    first = readers[fp8.amax.default][0]
+class Sender:
+    """Quantizes the tokens of this rank, and sends their FP8 data."""
 
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit a node in the checkpointing region of the readers."""
-        node = emit(g, target, *args, like=exchange.node, **kwargs)
-        compat.copy_region(first, node)
-        return node
+    def __init__(self, g: fx.Graph, exchange: Exchange) -> None:
+        self.graph, self.exchange = g, exchange
+        self.matrix, self.readers = exchange.matrix, elements_read(exchange.matrix)
+        self.zero_rows = skip_zero_rows(self.matrix)[1]
 
-    def send(rows: fx.Node) -> fx.Node:
-        """Exchange a matrix with the rows of the tokens."""
-        shape = (tensor(exchange.wait).shape[0], tensor(rows).shape[1])
+    def rewrite(self) -> None:
+        rows = self.exchange.rows
+        with self.graph.inserting_before(self.exchange.node):
+            amax = self._emit(fp8.amax.default, rows, block_text(ROW))
+            scale = self._emit(fp8.scale.default, amax, BY_ROW)
+            sent = self._emit(fp8.quantize.default, rows, scale, BY_ROW)
+            received = self._send(amax)
+            amaxes = self._append_zeros(received)
+            scales = self._emit(fp8.scale.default, amaxes, BY_ROW)
+            data = self._append_zeros(self._send(self._emit(fp8.as_bytes.default, sent)))
+            data = self._emit(fp8.as_codes.default, data, "e4m3")
+        self.exchange.replace_sizes(received, amaxes)
+        for reader in self.readers:
+            if reader.target is fp8.amax.default:
+                reader.replace_all_uses_with(amaxes)
+            elif reader.target is fp8.quantize.default:
+                sent.meta[OPERAND_OF] = reader.meta[OPERAND_OF]
+                reader.replace_all_uses_with(data)
+            else:
+                reader.update_arg(0, self._dequantize(data, scales, reader))
+
+    def _dequantize(self, data: fx.Node, scales: fx.Node, reader: fx.Node) -> fx.Node:
+        dtype = tensor(self.matrix).dtype
+        with self.graph.inserting_before(reader):
+            args = [data], scales, BY_ROW, dtype
+            return emit(self.graph, fp8.dequantize.default, *args, like=reader)
+
+    def _send(self, rows: fx.Node) -> fx.Node:
+        shape = (tensor(self.exchange.wait).shape[0], tensor(rows).shape[1])
         received = tensor(rows).new_empty(shape)
-        node = add(ALL_TO_ALL, rows, *exchange.splits, fake=received)
-        exchange.measure(node)
-        return add(WAIT_TENSOR, node, fake=received)
+        node = self._emit(ALL_TO_ALL, rows, *self.exchange.splits, fake=received)
+        return self._emit(WAIT_TENSOR, node, fake=received)
 
-    with g.inserting_before(exchange.node):
-        amax = add(fp8.amax.default, exchange.rows, block_text(ROW))
-        scale = add(fp8.scale.default, amax, BY_ROW)
-        sent = add(fp8.quantize.default, exchange.rows, scale, BY_ROW)
-        amaxes = send(amax)
-        scales = add(fp8.scale.default, amaxes, BY_ROW)
-        data = add(fp8.as_codes.default, send(add(fp8.as_bytes.default, sent)), "e4m3")
-    for user in readers[fp8.amax.default]:
-        user.replace_all_uses_with(amaxes)
-    for user in readers[fp8.quantize.default]:
-        sent.meta[OPERAND_OF] = user.meta[OPERAND_OF]
-        user.replace_all_uses_with(data)
-    for user in readers.get(fp8.transpose_segments.default, ()):
-        with g.inserting_before(user):
-            dtype = tensor(exchange.wait).dtype
-            tokens = emit(g, fp8.dequantize.default, [data], scales, BY_ROW, dtype, like=user)
-        user.update_arg(0, tokens)
+    def _append_zeros(self, rows: fx.Node) -> fx.Node:
+        if not self.zero_rows:
+            return rows
+        val = tensor(rows)
+        shape = (self.zero_rows, val.shape[1])
+        with compat.fake_mode_of(val):
+            zeros = self._emit(aten.full.default, shape, 0, dtype=val.dtype, device=val.device)
+        return self._emit(aten.cat.default, [rows, zeros])
+
+    def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit a node in the checkpointing region of the readers."""
+        node = emit(self.graph, target, *args, like=self.exchange.node, **kwargs)
+        compat.copy_region(self.readers[0], node)
+        return node
