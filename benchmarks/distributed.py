@@ -10,7 +10,8 @@
 longer than the CPU takes to launch them. Weights are in FP32. FSDP2 shards each decoder layer, with
 gathers and gradients in BF16. Layers and the loss are compiled in place. `sequence` is a stack of
 16 decoder layers (models.Stack) in the sizes of the 1B Llama, with tensor parallelism and
-sequence-parallel norms.
+sequence-parallel norms. `experts` is a stack of four decoder layers with the experts of Qwen3-MoE
+(`moe.py`), of which each GPU has a part.
 
 Links: `nvlink` uses the links that NCCL finds; `host` sends through host memory
 (NCCL_P2P_DISABLE=1), as GPUs without peer access do. Each GPU has one process for all variants of a
@@ -43,7 +44,10 @@ from typing import Any
 import torch
 from layer import with_own_code
 from model import LEARNING_RATE, MODELS, TINY, WARM_UP, Size, new_llama, step_seconds
-from models import Stack, init_weights, rope_tables
+from models import ExpertLayer, Stack, init_weights, rope_tables
+from moe import CASES as EXPERTS
+from moe import TINY as SMALL_EXPERTS
+from moe import Case
 from report import environment, merge, print_rows, use_expandable_segments, write_json
 from tables_models import distributed_table
 from torch import Tensor, nn
@@ -66,6 +70,8 @@ LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}}
 # Sequences for each GPU. A sequence-parallel model has this batch for all GPUs together.
 BATCH = 4
 SIZES = {"1B": MODELS["1B"], "7B": replace(MODELS["7B"], layers=8)}
+EXPERT_LAYERS = 4
+EXPERT_CASES = {case.hidden: case for case in EXPERTS[1:]}  # Qwen3-MoE's sizes
 # Turns of a variant, and steps of a turn. The first step is not timed, because the CPU's caches
 # hold code of other variants. In the second step only the launches of the CPU are timed.
 TURNS, STEPS = 6, 8
@@ -76,7 +82,7 @@ class Variant:
     """A way to train.
 
     Attributes:
-        way: `fsdp` or `sequence`.
+        way: `fsdp`, `sequence` or `experts`.
         compiler: `bf16`, `torchao` or `fp8pass`.
         gather: whether torchao gathers weights in FP8.
         compress: arguments of `fp8pass.distributed.compress`; None does not call it.
@@ -125,6 +131,9 @@ VARIANTS = {
     "… sequence, gathers in BF16": Variant("sequence", "fp8pass", without="gather_quantized"),
     "bf16 compile, sequence, CUDA graphs": Variant("sequence", graphs=True),
     "fp8pass coat, sequence, CUDA graphs": Variant("sequence", "fp8pass", graphs=True),
+    "bf16 compile, experts": Variant("experts"),
+    "fp8pass coat, experts": Variant("experts", "fp8pass"),
+    "… experts, exchanges in BF16": Variant("experts", "fp8pass", without="exchange_quantized"),
 }
 
 
@@ -185,6 +194,20 @@ def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) 
     return stack
 
 
+def expert_parallel_stack(case: Case, variant: Variant, device: torch.device) -> Any:
+    """Return decoder layers with experts on all ranks, and equal weights elsewhere."""
+    heads = case.hidden // 128 or 2
+    sizes = case.hidden, heads, case.ffn, case.experts, case.top
+    stack: Any = Stack(0, *sizes[:3])
+    stack.layers.extend(ExpertLayer(*sizes) for _ in range(EXPERT_LAYERS))
+    stack.to(device, torch.bfloat16)
+    with torch.no_grad():
+        init_weights(stack)
+    torch._dynamo.config.capture_scalar_outputs = True  # the numbers of tokens
+    stack.compile(**_backend(variant))
+    return stack
+
+
 # --- measurements ---------------------------------------------------------------------------------
 
 
@@ -200,7 +223,7 @@ class Run:
         os.environ["FP8PASS_DISABLE_PASSES"] = self.variant.without
         cuda = device.type == "cuda"
         others = torch.cuda.memory_allocated(device) if cuda else 0
-        build = _fsdp_step if self.variant.way == "fsdp" else _sequence_step
+        build = BUILDERS[self.variant.way]
         self.step, self.done, self.tokens = build(size, self.variant, device, self.losses)
         (self.first_step_s,) = step_seconds(self.step, 1, device)
         step_seconds(self.step, WARM_UP - 2, device)
@@ -302,6 +325,28 @@ def _sequence_step(
     return step, None, size.batch * size.seq
 
 
+def _expert_step(
+    size: Size, variant: Variant, device: torch.device, losses: list[Tensor]
+) -> tuple[Callable[[], None], Any, int]:
+    case = EXPERT_CASES.get(size.hidden, SMALL_EXPERTS)
+    stack = expert_parallel_stack(case, variant, device)
+    torch.manual_seed(1 + dist.get_rank())
+    shape = size.batch, size.seq, case.hidden
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    tables = rope_tables(size.seq, case.hidden // stack.layers[0].heads, device)
+
+    def step() -> None:
+        y = stack(x, *tables)
+        y.backward(torch.ones_like(y))
+        stack.zero_grad()
+        x.grad = None
+
+    return step, None, size.batch * size.seq * dist.get_world_size()
+
+
+BUILDERS = {"fsdp": _fsdp_step, "sequence": _sequence_step, "experts": _expert_step}
+
+
 def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
     """Measure the share of a copy's bandwidth that the kernels of `compress` reach."""
     from fp8pass.distributed import weight_gather, wire
@@ -358,7 +403,7 @@ def child(args: argparse.Namespace) -> None:
     )  # fmt: skip
     # Layers of all variants share code objects, so Dynamo counts their compilations together.
     torch._dynamo.config.recompile_limit = len(VARIANTS) * 8
-    ways = [(model, "fsdp") for model in args.models] + [("1B", "sequence")]
+    ways = [(model, "fsdp") for model in args.models] + [("1B", "sequence"), ("1B", "experts")]
     for model, way in ways:
         names = [name for name in args.variants if VARIANTS[name].way == way]
         found = measure(names, _size(model, tiny=args.tiny), device)

@@ -9,6 +9,8 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.nn import functional as F
 
 from fp8pass.demo.model import Decoder
@@ -64,8 +66,10 @@ class DecoderLayer(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(attended.transpose(1, 2).flatten(2))
-        h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.mlp(self.norm2(x))
+
+    def mlp(self, h: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(h)) * self.up(h))
 
 
 class Stack(nn.Module):
@@ -165,6 +169,57 @@ class Experts(nn.Module):
         y = torch._grouped_mm(F.silu(gate) * up, down, offs=ends)
         y = y * (weights / weights.sum(-1, keepdim=True)).flatten()[order].unsqueeze(-1)
         return torch.zeros_like(y)[: len(flat)].index_add(0, order // self.TOP, y).view_as(x)
+
+
+class ParallelExperts(nn.Module):
+    """SwiGLU networks, of which each rank has a part. Tokens are exchanged as in torchtitan.
+
+    Needs `torch._dynamo.config.capture_scalar_outputs` to compile as one graph.
+    """
+
+    def __init__(self, hidden: int, ffn: int, count: int, top: int) -> None:
+        super().__init__()
+        self.ranks, self.top = dist.get_world_size(), top
+        self.local = count // self.ranks
+        self.router = nn.Linear(hidden, count, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(self.local, 2 * ffn, hidden))
+        self.down = nn.Parameter(torch.empty(self.local, hidden, ffn))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, group = x.flatten(0, 1), dist.group.WORLD
+        assert group is not None
+        weights, chosen = self.router(flat).float().softmax(-1).topk(self.top)
+        order = chosen.flatten().argsort(stable=True)
+        counts = F.one_hot(chosen.flatten(), self.ranks * self.local).sum(0)
+        with torch.no_grad():
+            arriving = all_to_all_single(counts, None, None, group)
+            sent, kept = (n.view(self.ranks, -1).sum(1).tolist() for n in (counts, arriving))
+        rows = all_to_all_single_autograd(flat[order // self.top], kept, sent, group)
+        expert = torch.arange(self.local, device=x.device).repeat(self.ranks)
+        expert = expert.repeat_interleave(arriving, output_size=rows.shape[0])
+        by_expert = expert.argsort(stable=True)
+        ends = arriving.view(self.ranks, -1).sum(0).cumsum(0, dtype=torch.int32)
+        gate_up, down = (w.transpose(-2, -1) for w in (self.gate_up, self.down))
+        gate, up = torch._grouped_mm(rows[by_expert], gate_up, offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * up, down, offs=ends)
+        y = torch.empty_like(y).index_put((by_expert,), y)
+        y = all_to_all_single_autograd(y, sent, kept, group)
+        y = y * (weights / weights.sum(-1, keepdim=True)).flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(flat).index_add(0, order // self.top, y).view_as(x)
+
+
+class ExpertLayer(DecoderLayer):
+    """A decoder layer with experts on several ranks instead of one network."""
+
+    def __init__(self, hidden: int, heads: int, ffn: int, count: int, top: int) -> None:
+        super().__init__(hidden, heads, ffn)
+        del self.gate, self.up, self.down
+        self.experts = ParallelExperts(hidden, ffn, count, top)
+
+    def mlp(self, h: Tensor) -> Tensor:
+        return self.experts(h)
 
 
 class MoEDecoder(Decoder):

@@ -120,7 +120,7 @@ class Captured:
         inner_compile: Callable[..., Any] | None = None,
     ) -> Program:
         """Compile `gm`, which is `self.gm` or a copy."""
-        patches = {**self.patches, "custom_partitioner_fn": Partitioner(compilation)}
+        patches = {**self.patches, "custom_partitioner_fn": Partitioner(compilation, self.stock)}
         program: Any = compat.compile_fx(
             gm,
             list(self.example_inputs),

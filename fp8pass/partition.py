@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +26,9 @@ from fp8pass.plan import Checkpointing
 class Partitioner(compat.CustomPartitionerFn):
     """Runs the passes on a joint graph and splits the graph into a forward and a backward graph."""
 
-    def __init__(self, compilation: Compilation) -> None:
-        self.compilation = compilation
+    def __init__(self, compilation: Compilation, stock_options: Iterable[str] = ()) -> None:
+        """`stock_options` names options of Inductor, as in `Captured.stock`, for the cache key."""
+        self.compilation, self.stock_options = compilation, sorted(stock_options)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -75,7 +76,7 @@ class Partitioner(compat.CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Return the key for Inductor's caches."""
-        return self.compilation.cache_key()
+        return f"{self.compilation.cache_key()} {self.stock_options}"
 
     # Inductor copies and pickles its options, which must not include a compiled graph.
 

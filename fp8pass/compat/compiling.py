@@ -50,7 +50,7 @@ __all__ = [
 if torch.__version__ < "2.13":
     dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
 
-# Buffers of a larger size are freed, as Inductor would hold them until another result needs them.
+# Larger buffers are freed after their last use. Inductor would hold them for later results.
 # Half of the allocations of a small model are smaller.
 _LARGEST_REUSED = 1 << 20
 

@@ -17,24 +17,30 @@ _LONGEST = 1024
 
 
 def hold_dequantized_rows() -> AbstractContextManager[None]:
-    """Compile reductions that read scales of groups like other reductions along rows.
+    """Read rows of up to 1,024 elements once, also if a kernel reads the scales of their groups.
 
     Inductor does not hold a row in registers if some index is not contiguous. The index of a
     group's scale, `column // 128`, is not.
     """
-    base: Any = type(V.choices)
+    return V.set_choices_handler(_Choices(V.choices))
 
-    class Choices(base):
-        @staticmethod
-        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            if base.should_use_persistent_reduction(features, cooperative_reduction):
-                return True
-            if cooperative_reduction or not inductor_config.triton.persistent_reductions:
-                return False
-            is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST)
-            return bool(is_short and _runs_along_rows(features))
 
-    return V.set_choices_handler(Choices())
+class _Choices:
+    """The choices of another handler, except for reductions along short rows."""
+
+    def __init__(self, others: Any) -> None:
+        self.others = others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.others, name)
+
+    def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:
+        if self.others.should_use_persistent_reduction(features, cooperative_reduction):
+            return True
+        if cooperative_reduction or not inductor_config.triton.persistent_reductions:
+            return False
+        is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST)
+        return bool(is_short and _runs_along_rows(features))
 
 
 def _runs_along_rows(features: Any) -> bool:

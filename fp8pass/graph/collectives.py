@@ -7,7 +7,7 @@ dimension, DTensor splits the result and concatenates the parts along that dimen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,11 +102,28 @@ def skip_zero_rows(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def find_exchanges(g: fx.Graph) -> Iterator[Exchange]:
-    """Yield a graph's exchanges of matrices in order. Other users of their nodes read sizes."""
+    """Yield a graph's exchanges of matrices, in order.
+
+    Other users of their nodes may only read the number of rows.
+    """
     for node in g.find_nodes(op="call_function", target=ALL_TO_ALL):
-        waits = [user for user in node.users if kind(user) is not Kind.SYMBOL]
+        waits = elements_read(node)
         if len(waits) == 1 and waits[0].target is WAIT_TENSOR and tensor(node).ndim == 2:
-            yield Exchange(node, waits[0])
+            found = Exchange(node, waits[0])
+            sizes = (user for n in (node, found.wait, found.matrix) for user in n.users)
+            if all(_counts_rows(user) for user in sizes if kind(user) is Kind.SYMBOL):
+                yield found
+
+
+def _counts_rows(node: fx.Node) -> bool:
+    return node.target is aten.sym_size.int and bool(node.args[1] == 0)
+
+
+def receives_tokens(node: fx.Node, received: Set[fx.Node]) -> bool:
+    """Whether a value has the rows of one of the tensors `received`, maybe in another order."""
+    while graph.is_call(node, aten.index.Tensor):
+        node = node.args[0]  # type: ignore[assignment]
+    return skip_zero_rows(node)[0] in received
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -36,10 +36,10 @@ from fp8pass.activation_memory.cuts import CutValue, solve_cut
 from fp8pass.config import GEMMS, Config
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import GROUPED_GEMMS
-from fp8pass.graph.collectives import find_exchanges, find_gathers, skip_zero_rows
+from fp8pass.graph.collectives import find_exchanges, find_gathers, receives_tokens
 from fp8pass.graph.launches import why_launch_bound
 from fp8pass.graph.linear_layers import Layer, gemm_operands
-from fp8pass.graph.nodes import aten, tensor
+from fp8pass.graph.nodes import tensor
 from fp8pass.graph.tags import ROLE
 from fp8pass.graph.traffic import assumed_size, count_elements
 from fp8pass.hardware import Gpu
@@ -133,8 +133,8 @@ def choose_gemms(
     """
     gemms = [(gemm, layer) for layer in layers for _, gemm in layer.gemms()]
     everything = config.fp8_gemms == "all" or not config.quantizes_linears
-    choice, received = Choice(), {gather.whole for gather in find_gathers(g)}
-    received |= {exchange.wait for exchange in find_exchanges(g)}
+    choice, gathered = Choice(), {gather.whole for gather in find_gathers(g)}
+    received = {exchange.wait for exchange in find_exchanges(g)}
     for gemm, layer in gemms:
         gpu = None if everything else hardware.rates_of(tensor(gemm).device)
         if gpu is None:
@@ -142,7 +142,7 @@ def choose_gemms(
             continue
         casts = casts_of(gemm, layer)
         choice.casts[gemm] = {key: cast.seconds(gpu) for key, cast in casts.items()}
-        is_needed = _must_be_fp8(gemm, received)
+        is_needed = _must_be_fp8(gemm, gathered, received)
         choice.gains[gemm] = math.inf if is_needed else _gain(gemm, layer, gpu, config)
     if choice.gains and all(map(math.isfinite, choice.gains.values())):
         _limit_gains(g, choice)
@@ -172,7 +172,7 @@ def _limit_gains(g: fx.Graph, choice: Choice) -> None:
         choice.gains = dict.fromkeys(choice.gains, 0.0)
 
 
-def _must_be_fp8(gemm: fx.Node, received: set[fx.Node]) -> bool:
+def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node], received: set[fx.Node]) -> bool:
     """Whether a GEMM runs in FP8 whatever it gains.
 
     This is true if one of the operands is stored in FP8, as a frozen weight, or a weight that FSDP2
@@ -180,17 +180,12 @@ def _must_be_fp8(gemm: fx.Node, received: set[fx.Node]) -> bool:
     the operands, or exchanges its rows: all ranks must send the same data, even if their sizes
     differ.
     """
-    sources = {_skip_moves(x) for x in gemm_operands(gemm)}
+    operands = gemm_operands(gemm)
+    sources = {graph.skip_views_and_casts(x) for x in operands}
     at_rest = any(graph.is_call(x, fp8.dequantize.default) for x in sources)
-    return at_rest or bool(sources & received)
-
-
-def _skip_moves(node: fx.Node) -> fx.Node:
-    """Skip views, casts, reorderings of rows, and rows of zeros after a matrix."""
-    source = graph.skip_views_and_casts(node)
-    while graph.is_call(source, aten.index.Tensor):
-        source = graph.skip_views_and_casts(source.args[0])  # type: ignore[arg-type]
-    return skip_zero_rows(source)[0]
+    matrices = (graph.skip_transposes(x)[0] for x in operands)
+    exchanged = any(receives_tokens(x, received) for x in matrices)
+    return at_rest or bool(sources & gathered) or exchanged
 
 
 def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu, config: Config) -> float:

@@ -230,6 +230,42 @@ def tokens_that_others_read_stay_in_bf16(device: str) -> list[str]:
     return [c.reason for c in sent if c.half == "forward"][1:2]
 
 
+class Fixed(nn.Module):
+    """Experts whose numbers of tokens are constants of the graph, and differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, HIDDEN, FFN) / HIDDEN**0.5)
+        self.down = nn.Parameter(torch.randn(2, FFN, HIDDEN) / FFN**0.5)
+
+    def forward(self, x: Tensor, kept: list[int], sent: list[int], chosen: Tensor) -> Tensor:
+        rows = all_to_all_single_autograd(torch.tanh(x), kept, sent, dist.group.WORLD)
+        count = chosen.shape[0]
+        ends = torch.tensor([count // 2, count], dtype=torch.int32, device=x.device)
+        h = F.silu(torch._grouped_mm(rows[chosen], self.up, ends))
+        out = torch._grouped_mm(h, self.down, ends)
+        out = rows.new_zeros(rows.shape).index_put((chosen,), out)
+        return all_to_all_single_autograd(out, sent, kept, dist.group.WORLD)
+
+
+def ranks_with_other_sizes_send_the_same(device: str, kept: list[list[int]], most: int) -> None:
+    """Rank r receives `kept[r]` tokens, and keeps at most `most` of them."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, rank, plans = Fixed().to(device, torch.bfloat16), dist.get_rank(), list[Any]()
+    mine, sent = kept[rank], [row[rank] for row in kept]
+    x = torch.randn(sum(sent), HIDDEN, device=device).bfloat16().requires_grad_()
+    chosen = torch.arange(min(sum(mine), most), device=device)
+    config = Config(compiler="eager")
+    with capturing_sizes():
+        program = torch.compile(model, backend=Backend(config, plans.append), fullgraph=True)
+        program(x, mine, sent, chosen).float().square().mean().backward()
+    found = [c.dtype for compiled in plans for c in compiled.plan.collectives]
+    assert found == ["float32", "uint8", "bfloat16"] * 2
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
 # --- tests --------------------------------------------------------------------------------------
 
 
@@ -282,6 +318,18 @@ def test_expert_parallel_training(two, function):
 def test_reasons_name_the_operator_that_reads_high_precision(two):
     for reasons in two(tokens_that_others_read_stay_in_bf16):
         assert reasons == ["aten.index.Tensor reads it in high precision"]
+
+
+# Tokens that each rank receives from each rank, and the most that it keeps.
+SIZES = {
+    "a rank without tokens": ([[32, 32], [0, 0]], 64),
+    "a rank drops tokens": ([[20, 20], [12, 12]], 32),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_ranks_with_other_sizes_send_the_same(two, case):
+    two(ranks_with_other_sizes_send_the_same, *SIZES[case])
 
 
 @pytest.mark.long

@@ -97,6 +97,19 @@ def test_other_losses_do_not_change(loss):
         assert torch.equal(a, b)
 
 
+def test_one_hot_rows_of_users_do_not_change():
+    """Their labels may be out of range, so that a row has no element."""
+
+    def function(x, labels, weights):
+        one_hot = torch.where(labels[:, None] == torch.arange(8), 1.0, 0.0) * weights
+        return x.sin() * one_hot.sum(1, keepdim=True)
+
+    labels = torch.tensor([3, -1, 7, 11])
+    x, weights = torch.randn(4, 8), torch.rand(4, 1) + 1
+    program = torch.compile(function, backend=Backend(Config(compiler="eager")))
+    torch.testing.assert_close(program(x, labels, weights), function(x, labels, weights))
+
+
 def test_one_hot_rows_are_not_summed():
     """The pass would leave the sum if a later PyTorch decomposed the loss differently."""
     sums = []

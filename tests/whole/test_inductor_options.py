@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from fp8pass import compat, compiler, hardware
 from fp8pass.compiler import Backend, inductor_defaults
 from fp8pass.config import Config
+from fp8pass.partition import Partitioner
 
 RECIPES = ("linear", "coat")
 
@@ -127,6 +128,13 @@ def test_small_buffers_are_reused(options, monkeypatch):
     program(torch.randn(128, 64)).sum().backward()
     assert [(reuses, key is before) for reuses, key in found] == [(True, bool(options))] * 2
     assert wrapper.buffer_reuse_key is before
+
+
+def test_cache_keys_contain_which_options_users_leave_to_fp8pass():
+    """Inductor's own key does not show which buffers are reused."""
+    compilation = compiler.Compilation(Config(), compiler.Inputs.of([], frozenset()), ())
+    keys = {Partitioner(compilation, options).uuid() for options in ({}, {"allow_buffer_reuse": 1})}
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(("rows", "reuses"), [(512, True), (4096, False)])

@@ -17,12 +17,13 @@ from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS, TRITON_TYPES
 from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
 from fp8pass.dialect.formats import FORMATS
 
-# Longer rows have chunks of `WIDE_CHUNK` elements.
 LONGEST_HELD = 16384
-# Longer rows are read in a loop, and so are rows of packed formats above `LONGEST_HELD`. On an H200
-# the loop takes 18% longer for SwiGLUs of 18,944 features, and 35% longer for 28,672.
+# Rows above `LONGEST_HELD` are held up to this length, in chunks of `WIDE_CHUNK`, if a kernel reads
+# at most `WIDE_LOADS` tensors and no format is packed. Other long rows are read in a loop. On an
+# H200 the loop takes 18% longer for SwiGLUs of 18,944 features, and 35% longer for 28,672.
 LONGEST_WIDE = 28672
 WIDE_CHUNK = 8192
+WIDE_LOADS = 2
 # For passes that fuse sums over rows.
 LONGEST_SUMMED = 8192
 # Elements that a thread holds at most. More would leave too few threads to hide the latency of
@@ -31,7 +32,8 @@ HELD = 44
 HELD_SUMMED = 32  # with one sum over rows
 # Elements of a chunk, if the row is read in a loop.
 ROW_CHUNK = 4096
-# The same in kernels that only reduce rows. `fuse_scales` reduces up to `LONGEST_REDUCED` elements.
+# Elements of a chunk, if a kernel stores only one number for each row of more than `LONGEST_HELD`
+# elements. `fuse_scales` reduces up to `LONGEST_REDUCED` elements.
 REDUCED_CHUNK = 16384
 LONGEST_REDUCED = 131072
 SMALLEST_CHUNK = 128
@@ -77,9 +79,9 @@ def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     if columns > LONGEST_HELD:
         if all(store.layouts == ("row",) for store in program.stores):
             return Shape(columns, REDUCED_CHUNK, held=False), 16
-        if columns > LONGEST_WIDE or _packs(program):
-            return Shape(columns, ROW_CHUNK, held=False), 4
-        return Shape(columns, WIDE_CHUNK, held=True), 8
+        if columns <= LONGEST_WIDE and _needs_few_registers(program):
+            return Shape(columns, WIDE_CHUNK, held=True), 8
+        return Shape(columns, ROW_CHUNK, held=False), 4
     sums = sum("sums" in store.layouts for store in program.stores)
     # Each sum takes as many registers as the elements of a row.
     held, vector = (2 * HELD_SUMMED // (1 + sums), VECTOR) if sums else (HELD, 2 * VECTOR)
@@ -89,9 +91,10 @@ def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     return Shape(columns, max(chunk, largest_group, SMALLEST_CHUNK), held=True), warps
 
 
-def _packs(program: Program) -> bool:
+def _needs_few_registers(program: Program) -> bool:
     formats = {x.format for x in program.loads} | {x.format for x in program.stores}
-    return any(FORMATS[name].packed for name in formats if name)
+    packs = any(FORMATS[name].packed for name in formats if name)
+    return not packs and sum(x.operand in ("full", "groups") for x in program.loads) <= WIDE_LOADS
 
 
 rows = define_kernel("rows", prepare)

@@ -46,7 +46,7 @@ def exchange_quantized(gm: fx.GraphModule, ctx: Context) -> None:
     if not exchanges:
         return
     remove_unused(gm.graph)  # unused reorderings would count as readers
-    for exchange in exchanges:
+    for exchange in reversed(exchanges):  # a later exchange may be the only reader of an earlier
         reason = why_not(exchange)
         if reason:
             exchange.node.meta[WHY_NOT_QUANTIZED] = reason
@@ -57,12 +57,11 @@ def exchange_quantized(gm: fx.GraphModule, ctx: Context) -> None:
 
 def why_not(exchange: Exchange) -> str:
     readers = elements_read(exchange.matrix)
-    if not any(user.target is fp8.quantize.default for user in readers):
-        return "no experts in FP8 read these tokens"
     for user in readers:
         if not _reads_by_row(user, exchange.matrix):
             return f"{graph.operator_name(user)} reads it in high precision"
-    return ""
+    is_quantized = any(user.target is fp8.quantize.default for user in readers)
+    return "" if is_quantized else "no experts in FP8 read these tokens"
 
 
 def _reads_by_row(user: fx.Node, x: fx.Node) -> bool:

@@ -42,7 +42,7 @@ Recipe `exact` does not change these GEMMs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Set
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +54,7 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import E4M3
 from fp8pass.dialect.quantization import BY_ROW, ROW, Quantization
 from fp8pass.graph.classify import BATCHED_GEMMS, GROUPED_GEMMS
+from fp8pass.graph.collectives import find_exchanges, receives_tokens
 from fp8pass.graph.linear_layers import Layer, Reason, find_layers, gemm_operands
 from fp8pass.graph.nodes import aten, emit, prims, tensor
 from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
@@ -87,11 +88,12 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
         return
     g, config, places = gm.graph, ctx.config, count_layers_before(gm.graph)
     layers = (layer for layer in find_layers(g, ctx.facts) if layer.experts)
-    reasons = [(layer, why_not(layer, config)) for layer in layers]
+    received = {exchange.wait for exchange in find_exchanges(g)}
+    reasons = [(layer, why_not(layer, config, received)) for layer in layers]
     for layer, reason in reasons:
         tag_gemms(layer, reason)
     eligible = [layer for layer, reason in reasons if not reason.text]
-    rewriter = ExpertRewriter(g, config)
+    rewriter = ExpertRewriter(g, config, received)
     choice = choose_gemms(g, eligible, rewriter.casts_of, config)
     ctx.spare_seconds += choice.saved_seconds
     ctx.launch_limit = ctx.launch_limit or choice.limit
@@ -103,8 +105,12 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     rewriter.remove_unused_rows()
 
 
-def why_not(layer: Layer, config: Config) -> Reason:
-    """Return why experts cannot or should not run in FP8; an empty reason if they run in FP8."""
+def why_not(layer: Layer, config: Config, received: Set[fx.Node]) -> Reason:
+    """Return why experts cannot or should not run in FP8; an empty reason if they run in FP8.
+
+    Tokens that are `received` from other ranks are quantized even if there are none, because all
+    ranks must send the same data.
+    """
     if (reason := why_not_at_all(layer, config)).text:
         return reason
     if not config.quantizes_linears:
@@ -132,11 +138,18 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(f"{sizes[0]} experts: PyTorch's FP8 GEMMs take at most {MOST_EXPERTS}")
     if 0 in sizes:
         return Reason("empty weight", routine=True)
-    if any(compat.statically_known_true(size == 0) for size in layer.rows):
+    is_empty = any(compat.statically_known_true(size == 0) for size in layer.rows)
+    if is_empty and not _exchanges(layer, received):
         return Reason("empty input", routine=True)
     if lacking := hardware.why_no_grouped_gemm(tensor(gemm).device):
         return Reason(lacking)
     return Reason()
+
+
+def _exchanges(layer: Layer, received: Set[fx.Node]) -> bool:
+    """Whether ranks exchange the tokens of a layer, or the gradients of its results."""
+    operands = (x for _, gemm in layer.gemms() for x in gemm_operands(gemm))
+    return any(receives_tokens(graph.skip_transposes(x)[0], received) for x in operands)
 
 
 def _weights_of(gemm: fx.Node, layer: Layer) -> fx.Node:
@@ -158,8 +171,9 @@ def _grouped_operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 class ExpertRewriter(Quantizer):
     """Replaces the GEMMs of experts by FP8 GEMMs, which share quantized tokens and weights."""
 
-    def __init__(self, g: fx.Graph, config: Config) -> None:
+    def __init__(self, g: fx.Graph, config: Config, received: Set[fx.Node]) -> None:
         super().__init__(g, config)
+        self.received = received
         self._emitted: dict[tuple[object, ...], Any] = {}
 
     def casts_of(self, gemm: fx.Node, layer: Layer) -> Casts:
@@ -179,7 +193,9 @@ class ExpertRewriter(Quantizer):
             casts[identity, "amax"] = Cast(0) if is_computed(base) else Cast(size, 1)
             if _is_wgrad(gemm):
                 casts[identity, "group"] = Cast(count + size, 1)
-            elif not _gathers_all_rows(base):  # gathering FP8 data saves more than the cast costs
+            elif not _gathers_all_rows(
+                base, self.received
+            ):  # gathering FP8 data saves more than the cast costs
                 casts[identity, "row"] = Cast(count)
         return casts
 
@@ -257,7 +273,7 @@ class ExpertRewriter(Quantizer):
     def _quantize_by_row(self, matrix: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return data and row scales of a matrix that is contracted over its last dimension."""
         key = "gathered", matrix
-        if key in self._emitted or _gathers_all_rows(matrix):
+        if key in self._emitted or _gathers_all_rows(matrix, self.received):
             return self._once(key, lambda: self._quantize_gathered(matrix))
         return self.quantize(matrix, Quantization(E4M3, ROW), contract_rows=False)
 
@@ -277,7 +293,7 @@ class ExpertRewriter(Quantizer):
 
     def _amax_rows(self, tokens: fx.Node) -> fx.Node:
         """Return the amax of each token, from the matrix that tokens are gathered from, if any."""
-        if not _gathers_all_rows(tokens):
+        if not _gathers_all_rows(tokens, self.received):
             return self.amax(tokens, ROW)
         x, indices = tokens.args
         assert isinstance(x, fx.Node)
@@ -290,7 +306,7 @@ class ExpertRewriter(Quantizer):
         amax = self.emit(fp8.segment_amax.default, self._amax_rows(x), offsets)
         scale = self.emit(fp8.scale.default, amax, BY_ROW)
         operands: tuple[Any, ...] = x, scale, offsets, E4M3.name
-        if _gathers_all_rows(x):  # the kernel gathers the rows
+        if _gathers_all_rows(x, self.received):  # the kernel gathers the rows
             matrix, indices = x.args
             operands = matrix, scale, offsets, E4M3.name, indices[0]  # type: ignore[index]
         return self.emit(fp8.transpose_segments.default, *operands), scale
@@ -403,8 +419,11 @@ def _shared_matrix(batch: fx.Node) -> fx.Node | None:
     return x if is_one else None
 
 
-def _gathers_all_rows(node: fx.Node) -> bool:
-    """Whether `node` gathers rows of a matrix that is not larger than the result."""
+def _gathers_all_rows(node: fx.Node, received: Set[fx.Node]) -> bool:
+    """Whether `node` gathers rows of a matrix that is not larger than the result, or `received`.
+
+    The ranks that exchange tokens may have different sizes, but must decide equally.
+    """
     if not graph.is_call(node, aten.index.Tensor):
         return False
     x, indices = node.args
@@ -413,4 +432,6 @@ def _gathers_all_rows(node: fx.Node) -> bool:
     rows = indices[0] if len(indices) == 1 else None
     if not isinstance(rows, fx.Node) or tensor(x).ndim != 2 or tensor(rows).ndim != 1:
         return False
-    return not graph.skip_transposes(x)[1] and graph.nbytes(node) >= graph.nbytes(x)
+    if graph.skip_transposes(x)[1]:
+        return False
+    return receives_tokens(x, received) or graph.nbytes(node) >= graph.nbytes(x)

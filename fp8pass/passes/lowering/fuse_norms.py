@@ -23,7 +23,6 @@ from fp8pass.codegen.kernels.supported import why_not_a_matrix
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace, replace_column_sum
 from fp8pass.codegen.program.ir import NotAMatrix, Step, Store
 from fp8pass.codegen.program.reader import Reader
-from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.order import depends_on, sort_around
 from fp8pass.graph.patterns import (
@@ -42,26 +41,25 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:  # kernels round less often than recipe `exact` must
         return
     candidates = [n for n in gm.graph.nodes if n.op == "call_function"]
-    fused = [_fuse(node) for node in candidates if is_residual_sum(node) or _is_last_sum(node)]
+    fused = [_fuse(node) for node in candidates if is_residual_sum(node) or _is_returned_sum(node)]
     if any(fused):
         graph.sort_and_prune(gm.graph)
 
 
-def _is_last_sum(node: fx.Node) -> bool:
-    """Whether the graph returns a sum, or an operator reads it that Inductor cannot inline."""
-    return is_same_shape_addition(node) and _is_read_whole(node)
+def _is_returned_sum(node: fx.Node) -> bool:
+    """Whether a node adds two tensors, and the graph returns the sum."""
+    return is_same_shape_addition(node) and _is_returned(node)
 
 
-def _is_read_whole(node: fx.Node) -> bool:
-    inlining = (Kind.POINTWISE, Kind.REDUCTION)
+def _is_returned(node: fx.Node) -> bool:
     return any(
-        _is_read_whole(user) if user.target in RESHAPES else kind(user) not in inlining
+        user.op == "output" or (user.target in RESHAPES and _is_returned(user))
         for user in node.users
     )
 
 
 def _fuse(total: fx.Node) -> bool:
-    """Replace a residual sum that contains the backward of a norm by a kernel, if possible."""
+    """Replace a sum that contains the backward of a norm by a kernel, if possible."""
     if why_not_a_matrix(total) or tensor(total).shape[-1] > LONGEST_SUMMED:
         return False
     reader = Reader(total, by_row=True)

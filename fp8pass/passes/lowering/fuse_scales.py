@@ -28,6 +28,7 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
+# Inductor reduces more elements in two kernels.
 LONGEST_UNSPLIT = 8192
 
 
@@ -41,7 +42,7 @@ def fuse_scales(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _saves_launches(amaxes: list[fx.Node]) -> bool:
-    """Inductor reduces more than `LONGEST_UNSPLIT` elements in two kernels."""
+    """Whether one kernel replaces several: Inductor splits reductions of many elements in two."""
     return len(amaxes) > 1 or tensor(amaxes[0].args[0]).numel() > LONGEST_UNSPLIT  # type: ignore[arg-type]
 
 
