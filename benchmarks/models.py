@@ -172,7 +172,7 @@ class Experts(nn.Module):
 
 
 class ParallelExperts(nn.Module):
-    """SwiGLU networks, of which each rank has a part. Tokens are exchanged as in torchtitan.
+    """SwiGLU networks, divided among ranks. Tokens are exchanged as in torchtitan.
 
     Needs `torch._dynamo.config.capture_scalar_outputs` to compile as one graph.
     """

@@ -72,7 +72,7 @@ class Exchange:
         return readers[0] if padded else self.wait
 
     def replace_sizes(self, rows: fx.Node, matrix: fx.Node) -> None:
-        """Let nodes that read sizes of `wait` or `matrix` read those of `rows` or `matrix`."""
+        """Replace the tensors whose rows other nodes count: `self.wait` and `self.matrix`."""
         for node, other in ((self.node, rows), (self.wait, rows), (self.matrix, matrix)):
             for user in [user for user in node.users if kind(user) is Kind.SYMBOL]:
                 user.replace_input_with(node, other)

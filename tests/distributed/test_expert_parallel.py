@@ -231,7 +231,7 @@ def tokens_that_others_read_stay_in_bf16(device: str) -> list[str]:
 
 
 class Fixed(nn.Module):
-    """Experts whose numbers of tokens are constants of the graph, and differ between ranks."""
+    """Experts with constant numbers of tokens, which may differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()

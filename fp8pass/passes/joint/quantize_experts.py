@@ -108,8 +108,8 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
 def why_not(layer: Layer, config: Config, received: Set[fx.Node]) -> Reason:
     """Return why experts cannot or should not run in FP8; an empty reason if they run in FP8.
 
-    Tokens that are `received` from other ranks are quantized even if there are none, because all
-    ranks must send the same data.
+    A rank that has received no tokens also quantizes them, because all ranks must send the same
+    data.
     """
     if (reason := why_not_at_all(layer, config)).text:
         return reason
