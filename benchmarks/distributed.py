@@ -10,8 +10,8 @@
 longer than the CPU takes to launch them. Weights are in FP32. FSDP2 shards each decoder layer, with
 gathers and gradients in BF16. Layers and the loss are compiled in place. `sequence` is a stack of
 16 decoder layers (models.Stack) in the sizes of the 1B Llama, with tensor parallelism and
-sequence-parallel norms. `experts` is a stack of four decoder layers with the experts of Qwen3-MoE
-(`moe.py`), of which each GPU has a part.
+sequence-parallel norms. `experts` is a stack of four decoder layers. The experts of Qwen3-MoE
+(`moe.py`) are divided among the GPUs.
 
 Links: `nvlink` uses the links that NCCL finds; `host` sends through host memory
 (NCCL_P2P_DISABLE=1), as GPUs without peer access do. Each GPU has one process for all variants of a
@@ -195,7 +195,7 @@ def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) 
 
 
 def expert_parallel_stack(case: Case, variant: Variant, device: torch.device) -> Any:
-    """Return decoder layers with experts on all ranks, and equal weights elsewhere."""
+    """Return decoder layers whose experts are divided among the ranks."""
     heads = case.hidden // 128 or 2
     sizes = case.hidden, heads, case.ffn, case.experts, case.top
     stack: Any = Stack(0, *sizes[:3])

@@ -7,8 +7,8 @@
 Weights, gradients and optimizer states are in BF16 (FP8 states with fp8pass's AdamW), and weights
 are random. As in torchtitan, layers are compiled one by one and share their code; head and loss are
 one module that returns only the loss. Measured: median seconds of a micro-batch (forward, backward,
-and the sum of gradients), median seconds of an optimizer step, and the memory peak. Tokens per
-second are those of a whole step: 524,288 tokens in micro-batches, and one optimizer step.
+and the sum of gradients), median seconds of an optimizer step, and the memory peak. A step is
+524,288 tokens in micro-batches and one optimizer step; tokens per second refer to a step.
 
 LLMQ's figures are its own, on one H100: https://github.com/IST-DASLab/llmq, `benchmarks/H100x1.md`.
 """

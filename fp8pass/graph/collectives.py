@@ -72,7 +72,7 @@ class Exchange:
         return readers[0] if padded else self.wait
 
     def replace_sizes(self, rows: fx.Node, matrix: fx.Node) -> None:
-        """Replace the tensors whose rows other nodes count: `self.wait` and `self.matrix`."""
+        """Replace `self.wait` and `self.matrix` in the nodes that count rows."""
         for node, other in ((self.node, rows), (self.wait, rows), (self.matrix, matrix)):
             for user in [user for user in node.users if kind(user) is Kind.SYMBOL]:
                 user.replace_input_with(node, other)
