@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch._inductor.config as inductor_config
+from sympy import sympify
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
@@ -58,5 +59,6 @@ def _runs_along(access: Any) -> bool:
         return True
     *others, last = access.var_names
     start = dict.fromkeys(others, 0)
-    step = access.index.subs({**start, last: 1}) - access.index.subs({**start, last: 0})
+    index = sympify(access.index)  # a number if the kernel loads a random seed
+    step = index.subs({**start, last: 1}) - index.subs({**start, last: 0})
     return step in (0, 1)

@@ -21,6 +21,7 @@ ADDRESSES = {
     "rows": (768 * ROW + COLUMN, True),
     "scales of groups": (6 * ROW + FloorDiv(COLUMN, 128), True),
     "one value for each row": (ROW, True),
+    "a random seed": (3, True),
     "columns": (ROW + 512 * COLUMN, False),
     "every other element": (1536 * ROW + 2 * COLUMN, False),
 }
