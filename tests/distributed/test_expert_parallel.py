@@ -233,6 +233,8 @@ def tokens_that_others_read_stay_in_bf16(device: str) -> list[str]:
 class Fixed(nn.Module):
     """Experts with constant numbers of tokens, which may differ between ranks."""
 
+    more_exchanges = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(2, HIDDEN, FFN) / HIDDEN**0.5)
@@ -240,6 +242,8 @@ class Fixed(nn.Module):
 
     def forward(self, x: Tensor, kept: list[int], sent: list[int], chosen: Tensor) -> Tensor:
         rows = all_to_all_single_autograd(torch.tanh(x), kept, sent, dist.group.WORLD)
+        for _ in range(self.more_exchanges):
+            rows = all_to_all_single_autograd(rows, kept, sent, dist.group.WORLD)
         count = chosen.shape[0]
         ends = torch.tensor([count // 2, count], dtype=torch.int32, device=x.device)
         h = F.silu(torch._grouped_mm(rows[chosen], self.up, ends))
@@ -264,6 +268,19 @@ def ranks_with_other_sizes_send_the_same(device: str, kept: list[list[int]], mos
     assert found == ["float32", "uint8", "bfloat16"] * 2
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+def all_exchanges_of_a_chain_send_fp8(device: str) -> None:
+    torch._dynamo.reset()
+    model, plans = Fixed().to(device, torch.bfloat16), list[Any]()
+    model.more_exchanges = 1
+    x = torch.randn(32, HIDDEN, device=device).bfloat16().requires_grad_()
+    with capturing_sizes():
+        backend = Backend(Config(compiler="eager"), plans.append)
+        program = torch.compile(model, backend=backend, fullgraph=True)
+        program(x, [16, 16], [16, 16], torch.arange(32, device=device)).float().sum().backward()
+    found = [c.dtype for c in plans[0].plan.collectives if c.half == "forward"]
+    assert sorted(found) == ["bfloat16", "float32", "float32", "uint8", "uint8"]
 
 
 # --- tests --------------------------------------------------------------------------------------
@@ -330,6 +347,10 @@ SIZES = {
 @pytest.mark.parametrize("case", SIZES)
 def test_ranks_with_other_sizes_send_the_same(two, case):
     two(ranks_with_other_sizes_send_the_same, *SIZES[case])
+
+
+def test_all_exchanges_of_a_chain_send_fp8(two):
+    two(all_exchanges_of_a_chain_send_fp8)
 
 
 @pytest.mark.long

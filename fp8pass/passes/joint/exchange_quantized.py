@@ -52,7 +52,7 @@ def exchange_quantized(gm: fx.GraphModule, ctx: Context) -> None:
             exchange.node.meta[WHY_NOT_QUANTIZED] = reason
         else:
             Sender(gm.graph, exchange).rewrite()
-    remove_unused(gm.graph)
+            remove_unused(gm.graph)
 
 
 def why_not(exchange: Exchange) -> str:
