@@ -195,7 +195,7 @@ def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) 
 
 
 def expert_parallel_stack(case: Case, variant: Variant, device: torch.device) -> Any:
-    """Return decoder layers whose experts are divided among the ranks."""
+    """Return decoder layers. Each rank has a part of the experts."""
     heads = case.hidden // 128 or 2
     sizes = case.hidden, heads, case.ffn, case.experts, case.top
     stack: Any = Stack(0, *sizes[:3])

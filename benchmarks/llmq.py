@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from layer import torchao, with_fp8pass
-from model import OPTIMIZERS, Compile, LossOnly, step_seconds
+from model import OPTIMIZERS, Compile, LossOnly, new_llama, step_seconds
 from report import add_result, print_rows, record_parser, resume, use_expandable_segments
 from tables_models import llmq_table
 from torch import Tensor
@@ -83,30 +83,14 @@ class Result:
     error: str | None = None
 
 
-def new_qwen(size: Size, device: torch.device) -> Any:
-    """Return a Qwen2.5 in BF16, initialized on the device."""
-    config = transformers.Qwen2Config(
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        tie_word_embeddings=size.tied,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=size.seq,
-        use_cache=False,
-    )
-    with device:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
 def measure(size: Size, variant: str, device: torch.device) -> dict[str, Any]:
     """Train one variant from scratch. Return the fields of a `Result`."""
     torch.manual_seed(0)
     compile_layer, optimizer = VARIANTS[variant]
     # torchao converts layers only: its head stays in BF16, as fp8pass's head does.
     compile_head: Compile = torch.compile if "torchao" in variant else compile_layer  # type: ignore[assignment]
-    model = LossOnly(new_qwen(size, device), compile_layer, compile_head)
+    qwen = new_llama(size, device, transformers.Qwen2Config, tie_word_embeddings=size.tied)
+    model = LossOnly(qwen, compile_layer, compile_head)
     batches = torch.randint(size.vocabulary, (2, size.batch, size.seq), device=device)
     with OPTIMIZERS[optimizer](model) as update:
         return train(model, update, batches)

@@ -130,9 +130,11 @@ class Result:
     error: str | None = None
 
 
-def new_llama(size: Size, device: torch.device) -> Any:
-    """Return a Llama in BF16, initialized on the device."""
-    config = transformers.LlamaConfig(
+def new_llama(
+    size: Any, device: torch.device, family: Any = transformers.LlamaConfig, **options: Any
+) -> Any:
+    """Return a Llama, or a model of a similar family, in BF16 and initialized on the device."""
+    config = family(
         hidden_size=size.hidden,
         intermediate_size=size.ffn,
         num_hidden_layers=size.layers,
@@ -141,6 +143,7 @@ def new_llama(size: Size, device: torch.device) -> Any:
         vocab_size=size.vocabulary,
         max_position_embeddings=size.seq,
         use_cache=False,
+        **options,
     )
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
