@@ -36,6 +36,7 @@ from tables_layers import (
     layer_table,
     moe_table,
     never_slower_table,
+    steps_table,
     zoo_operators_table,
     zoo_table,
 )
@@ -96,6 +97,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "ablation": ablation_table,
     "gpt2": gpt2_table,
     "never_slower": never_slower_table,
+    "steps": steps_table,
     "model_8b": model_table,
     "lora": lora_table,
     "lora_experts": lora_experts_table,

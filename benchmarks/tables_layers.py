@@ -10,6 +10,8 @@ from fp8pass.graph.pointwise import POINTWISE
 BASELINE = "torchao tensorwise"
 # Suffix of variants that replay CUDA graphs. Their memory cannot be measured.
 GRAPHED = ", CUDA graphs"
+# Suffix of variants whose whole step is one CUDA graph.
+CAPTURED = ", captured"
 # Variant with stock `torch.compile`, instead of a recipe.
 BF16 = "bf16"
 # The variant of `never_slower.py` that has all parts of fp8pass.
@@ -102,6 +104,16 @@ def never_slower_table(data: dict[str, Any]) -> list[list[str]]:
         numbers = [f"{r['gpu_ms']:.2f}", f"{r['cpu_ms']:.2f}", str(r["kernels"])]
         first = [r["case"], r["variant"], f"{r['ms']:.2f}", time]
         rows.append([*first, *numbers, _mib(r["saved_bytes"]), bytes_])
+    return rows
+
+
+def steps_table(data: dict[str, Any]) -> list[list[str]]:
+    """Return time and memory of whole training steps, relative to stock `torch.compile`."""
+    rows = [["", "", "ms", "× bf16", "CPU ms", "reserved MiB"]]
+    for r in data["results"]:
+        base = next(b for b in data["results"] if b["case"] == r["case"])
+        numbers = [f"{r['ms']:.2f}", f"{r['ms'] / base['ms']:.3f}", f"{r['cpu_ms']:.2f}"]
+        rows.append([r["case"], r["variant"], *numbers, _mib(r["reserved_bytes"])])
     return rows
 
 

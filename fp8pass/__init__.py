@@ -73,6 +73,7 @@ __all__ = [*_MODULES, *_SUBMODULES]
 _ELSEWHERE = {
     "AdamW": "optim",
     "Muon": "optim",
+    "capture_step": "optim",
     "compress": "distributed",
     "offload_weights": "optim",
     "split_parameters": "optim",

@@ -157,6 +157,7 @@ class Compilation:
             repr(self.inputs),
             self.by_name,
             disabled_passes(),
+            hardware.launches_at_once(),
         )
         return hashlib.sha256(repr(key).encode()).hexdigest()
 

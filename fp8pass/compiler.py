@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass import compat, graph
+from fp8pass import compat, graph, hardware
 from fp8pass.compilation import Compilation, Inputs, match_names
 from fp8pass.config import Config, split_options
 from fp8pass.dialect import ops as ops  # defines the dialect
@@ -234,11 +234,17 @@ def _check_can_compile(
         _check_cpp_compiler()
     if torch.is_grad_enabled():
         _check_has_memory(example_inputs)
-    if config.offload and compat.uses_cuda_graphs(patches):
+    graphed = compat.uses_cuda_graphs(patches)
+    if config.offload and (graphed or hardware.launches_at_once()):
         raise ConfigError(
             "offload=True is incompatible with CUDA graphs, which own their memory across replays: "
-            "remove offload=True, or the option that turns CUDA graphs on, "
-            "mode='reduce-overhead' or triton.cudagraphs."
+            "remove offload=True, or what turns CUDA graphs on: mode='reduce-overhead', "
+            "triton.cudagraphs, or capture_step."
+        )
+    if graphed and hardware.launches_at_once():
+        raise ConfigError(
+            "capture_step captures the whole step in one CUDA graph: compile the model without "
+            "mode='reduce-overhead' and triton.cudagraphs."
         )
 
 

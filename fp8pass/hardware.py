@@ -34,7 +34,8 @@ LAUNCH = 10e-6
 # Seconds in which the CPU launches a kernel of Inductor's code, and allocates its results: the
 # median of 21 measurements on four hosts, which range from 22 to 57 µs.
 CPU_LAUNCH = 40e-6
-
+# Whether all kernels of a step are launched at once.
+_launches_at_once: ContextVar[bool] = ContextVar("launches_at_once", default=False)
 
 # The GPU that CPU tensors stand for inside `planning_for`; None outside.
 _planned_gpu: ContextVar[Gpu | None] = ContextVar("planned_gpu", default=None)
@@ -48,6 +49,21 @@ def planning_for(gpu: Gpu) -> Iterator[None]:
         yield
     finally:
         _planned_gpu.reset(token)
+
+
+@contextmanager
+def launching_at_once() -> Iterator[None]:
+    """Within the context, compile for a step that is captured in one CUDA graph."""
+    token = _launches_at_once.set(True)
+    try:
+        yield
+    finally:
+        _launches_at_once.reset(token)
+
+
+def launches_at_once() -> bool:
+    """Whether `launching_at_once` is active."""
+    return _launches_at_once.get()
 
 
 def why_no_fp8_gemm(device: torch.device) -> str | None:

@@ -35,7 +35,9 @@ def why_launch_bound(g: fx.Graph, gpu: Gpu) -> str:
     launch all kernels at once. Ranks with different sizes must run the same collectives, so graphs
     with collectives have no limit.
     """
-    if compat.uses_cuda_graphs({}) or any(map(starts_communication, g.nodes)):
+    if hardware.launches_at_once() or compat.uses_cuda_graphs({}):
+        return ""
+    if any(map(starts_communication, g.nodes)):
         return ""
     kernels = find_kernels(g)
     launching = MORE_LAUNCHES * len(kernels) * hardware.CPU_LAUNCH
@@ -44,7 +46,7 @@ def why_launch_bound(g: fx.Graph, gpu: Gpu) -> str:
         return ""
     return (
         f"the CPU launches the kernels in {1e3 * launching:.2g} ms, the GPU runs them in "
-        f"{1e3 * running:.2g} ms: try mode='reduce-overhead'"
+        f"{1e3 * running:.2g} ms: try mode='reduce-overhead' or fp8pass.optim.capture_step"
     )
 
 

@@ -15,6 +15,7 @@
     fused.py         launches of the kernel, also with offloaded states
     offload.py       host memory, staging buffers, and `offload_weights`
     backward.py      `step_in_backward`: updates within the backward
+    captured_step.py `capture_step`: a training step as one CUDA graph
     clipping.py      norms and buckets of sums of gradients
     sums.py          sums of the gradients of several backwards
     sum_kernel.py    Triton kernels for sums of gradients
@@ -26,8 +27,17 @@ from __future__ import annotations
 
 from fp8pass.optim.adamw import AdamW
 from fp8pass.optim.backward import step_in_backward
+from fp8pass.optim.captured_step import capture_step
 from fp8pass.optim.group_options import PRESETS
 from fp8pass.optim.muon import Muon, split_parameters
 from fp8pass.optim.offload import offload_weights
 
-__all__ = ["PRESETS", "AdamW", "Muon", "offload_weights", "split_parameters", "step_in_backward"]
+__all__ = [
+    "PRESETS",
+    "AdamW",
+    "Muon",
+    "capture_step",
+    "offload_weights",
+    "split_parameters",
+    "step_in_backward",
+]

@@ -143,4 +143,4 @@ def test_generated_code_computes_the_gradients_of_stock_code(chunks):
         value = compiled(x, targets)
         results.append([value, *torch.autograd.grad(value, [x, *head.parameters()])])
     for stock, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, stock, rtol=1e-2, atol=1e-5)
+        assert (got - stock).norm() <= 0.01 * stock.norm()

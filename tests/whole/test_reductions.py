@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
+from fp8pass import compat
 from fp8pass.compat import reductions
 
 ROW, COLUMN = sympy.symbols("row column", integer=True, nonnegative=True)
@@ -74,23 +76,24 @@ class Block(nn.Module):
 
 
 @pytest.mark.gpu
-def test_backwards_of_norms_read_a_row_once():
-    torch.manual_seed(0)
-    model = nn.ModuleList(Block() for _ in range(2)).cuda().bfloat16()
-    x = torch.randn(64, 256, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+def test_backwards_of_norms_read_a_row_once(monkeypatch):
+    """Names of kernels with many operators do not contain the operators, so kernels are counted."""
     scale = torch.randn(64, 768, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(64, 256, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    model = nn.ModuleList(Block() for _ in range(2)).cuda().bfloat16()
 
     def forward(x):
         for block in model:
             x = block(x, scale)
         return x
 
-    def step(x):
-        compiled(x).sum().backward()
+    def count() -> int:
+        torch._dynamo.reset()
+        options = {"compact_saves": "all", "force_disable_caches": True}
+        compiled = torch.compile(forward, backend="fp8pass", options=options)
+        _, codes = run_and_get_code(lambda: compiled(x).sum().backward())
+        return sum("def triton_per" in line for line in codes[-1].splitlines())
 
-    compiled = torch.compile(forward, backend="fp8pass", options={"compact_saves": "all"})
-    _, codes = run_and_get_code(step, x)
-    assert "triton_per_fused" in codes[-1]
-    assert "native_layer_norm_backward" in codes[-1]
-    looped = [line for line in codes[-1].splitlines() if "def triton_red" in line]
-    assert not any("native_layer_norm_backward" in line for line in looped)
+    held = count()
+    monkeypatch.setattr(compat, "hold_dequantized_rows", nullcontext)
+    assert held > count()

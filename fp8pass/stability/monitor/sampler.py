@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass import compat, graph
+from fp8pass import compat, graph, hardware
 from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
 from fp8pass.dialect.ops import OPERATORS
@@ -24,6 +24,7 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.patterns import is_quantized_operand, is_quantized_saved_value, quantization_of
 from fp8pass.graph.tags import OPERAND_OF
 from fp8pass.hooks import CompiledGraph, CompileVersion, Hooks, Program, Wrap
+from fp8pass.option_checks import ConfigError
 from fp8pass.stability.monitor.monitor import Monitor
 from fp8pass.stability.monitor.statistics import TensorName, measure
 
@@ -228,6 +229,11 @@ def dispatch(monitor: Monitor, sampled: Program, careful: Program, normal: Progr
     """Run the version that the monitor selects for each step."""
 
     def run(*args: object) -> object:
+        if hardware.launches_at_once():
+            raise ConfigError(
+                "capture_step replays one version of the model, and a Monitor selects the version "
+                "of each step: train with one of the two."
+            )
         if monitor.falls_back:
             return careful(*args)
         samples = monitor.sampling and not compat.in_shape_inference()

@@ -1,0 +1,343 @@
+"""`capture_step` trains as the same step without a CUDA graph, and refuses what it would skip."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass import hardware
+from fp8pass.config import Config
+from fp8pass.optim import AdamW, Muon, capture_step, step_in_backward
+from fp8pass.option_checks import ConfigError
+
+STEPS = 8
+
+
+class Model(nn.Module):
+    def __init__(self, *, dropout: float = 0.0, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.dropout, self.checkpointed = dropout, checkpointed
+
+    def block(self, x):
+        h = nn.functional.dropout(nn.functional.gelu(self.up(x)), self.dropout)
+        return x + self.down(h)
+
+    def forward(self, x):
+        y = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        return (y.float() - x.float().roll(1, -1)).square().mean()
+
+
+def adamw(model):
+    return [AdamW(model.parameters(), lr=0.01)]
+
+
+def stock_adamw(model):
+    return [torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)]
+
+
+def muon(model):
+    weights = [model.up.weight, model.down.weight]
+    return [Muon(weights, lr=0.02), AdamW([model.up.bias, model.down.bias], lr=0.01)]
+
+
+def batches(steps=STEPS, micro=2, rows=128, device="cpu"):
+    torch.manual_seed(1)
+    return torch.randn(steps, micro, rows, 64, device=device).bfloat16()
+
+
+def step_of(model, optimizers, program):
+    def step(xs):
+        total = 0.0
+        for x in xs:
+            loss = program(x) / len(xs)
+            loss.backward()
+            total = total + loss
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"loss": total, "norm": norm}
+
+    return step
+
+
+def make(optimizers=adamw, *, device="cpu", backend="fp8pass", options=None, **model):
+    """Return a model, its optimizers, and a step that compiles the model."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    network = Model(**model).to(device, torch.bfloat16)
+    program = torch.compile(network, backend=backend, options=options)
+    chosen = optimizers(network)
+    return network, chosen, step_of(network, chosen, program)
+
+
+def train(step, data, between=lambda i: None):
+    results = []
+    for i, xs in enumerate(data):
+        results.append(step(xs))
+        between(i)
+    return [r["loss"].item() for r in results], [r["norm"].item() for r in results]
+
+
+def both(between=lambda network, optimizers, i: None, data=None, **how):
+    """Train with and without a CUDA graph. Return losses, norms and weights of both."""
+    found = []
+    data = batches(device="cuda") if data is None else data
+    for captures in (False, True):
+        network, optimizers, step = make(device="cuda", **how)
+        if captures:
+            step = capture_step(step, *optimizers)
+        numbers = train(step, data, lambda i, n=network, o=optimizers: between(n, o, i))
+        found.append((*numbers, [p.detach().clone() for p in network.parameters()]))
+        if captures:
+            assert step._graph is not None
+    return found
+
+
+def assert_equal(plain, captured):
+    for want, got in zip(plain[:2], captured[:2], strict=True):
+        assert got == pytest.approx(want, rel=1e-4)
+    for want, got in zip(plain[2], captured[2], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizers", [adamw, stock_adamw, muon])
+@pytest.mark.parametrize("backend", ["fp8pass", "inductor"])
+def test_training_is_the_same(backend, optimizers):
+    assert_equal(*both(optimizers=optimizers, backend=backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"recipe": "agoq"}, {"memory_budget": 0.5}])
+def test_training_with_low_bit_saves_is_the_same(options):
+    assert_equal(*both(options=options))
+
+
+@pytest.mark.gpu
+def test_training_with_checkpointing_is_the_same():
+    assert_equal(*both(checkpointed=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizers", [adamw, stock_adamw, muon])
+def test_learning_rates_are_read_in_each_step(optimizers):
+    schedulers = {}
+
+    def schedule(network, chosen, i):
+        if network not in schedulers:
+            schedulers[network] = [LambdaLR(o, lambda n: 1 / (1 + n)) for o in chosen]
+        for scheduler in schedulers[network]:
+            scheduler.step()
+
+    def assign(network, chosen, i):
+        for optimizer in chosen:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + i)
+
+    for between in (schedule, assign):
+        plain, captured = both(between, optimizers=optimizers)
+        assert_equal(plain, captured)
+
+
+@pytest.mark.gpu
+def test_other_numbers_are_captured_again():
+    def weaken(network, chosen, i):
+        if i == STEPS // 2:
+            chosen[0].param_groups[0]["betas"] = (0.5, 0.9)
+
+    assert_equal(*both(weaken, data=batches(2 * STEPS, device="cuda")))
+
+
+@pytest.mark.gpu
+def test_loaded_checkpoints_are_captured_again():
+    states = {}
+
+    def reload(network, chosen, i):
+        if i == 1:
+            states[network] = [
+                {k: v.clone() for k, v in network.state_dict().items()},
+                chosen[0].state_dict(),
+            ]
+        if i == STEPS // 2:
+            network.load_state_dict(states[network][0])
+            chosen[0].load_state_dict(states[network][1])
+
+    assert_equal(*both(reload, data=batches(2 * STEPS, device="cuda")))
+
+
+@pytest.mark.gpu
+def test_layers_that_are_unfrozen_are_captured_again():
+    def freeze(network, chosen, i):
+        network.up.weight.requires_grad_(i >= STEPS // 2)
+
+    plain, captured = both(freeze, data=batches(2 * STEPS, device="cuda"))
+    assert_equal(plain, captured)
+
+
+@pytest.mark.gpu
+def test_other_shapes_run_as_usual():
+    long, short = batches(device="cuda"), batches(1, rows=64, device="cuda")
+    data = [*long[:6], short[0], *long[6:]]
+    assert_equal(*both(data=data))
+
+
+@pytest.mark.gpu
+def test_replays_draw_other_random_numbers():
+    _, optimizers, step = make(device="cuda", dropout=0.5)
+    for group in optimizers[0].param_groups:
+        group["lr"] = 0.0
+    losses, _ = train(capture_step(step, *optimizers), batches(1, device="cuda").repeat(8, 1, 1, 1))
+    assert len(set(losses)) == 8
+
+
+@pytest.mark.gpu
+def test_invalid_values_reach_the_caller():
+    data = batches(device="cuda")
+    data[-1, 0, 0, 0] = math.nan
+    _, optimizers, step = make(device="cuda")
+    losses, norms = train(capture_step(step, *optimizers), data)
+    assert [math.isnan(x) for x in losses] == [False] * (STEPS - 1) + [True]
+    assert math.isnan(norms[-1])
+
+
+@pytest.mark.gpu
+def test_results_are_copies():
+    _, optimizers, step = make(device="cuda")
+    step = capture_step(step, *optimizers)
+    data = batches(device="cuda")
+    first, second = [step(xs)["loss"] for xs in data][-2:]
+    assert first.item() != second.item()
+    assert not first.requires_grad
+
+
+@pytest.mark.gpu
+def test_reading_a_value_is_an_error():
+    """A failed capture can leave PyTorch's generator in the state of a capture."""
+    weight = nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = AdamW([weight])
+
+    def step(x):
+        loss = (weight * x).sum()
+        loss.backward()
+        print(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = capture_step(step, optimizer)
+    x = torch.ones(4, device="cuda")
+    for _ in range(3):
+        step(x)
+    with pytest.raises(RuntimeError, match=r"cannot be captured.*\n.*\.item\(\)"):
+        step(x)
+
+
+def test_a_step_on_the_cpu_runs_as_usual():
+    want = train(make()[2], batches(3))
+    _, optimizers, step = make()
+    assert train(capture_step(step, *optimizers), batches(3)) == want
+
+
+def test_launches_are_not_counted(monkeypatch):
+    monkeypatch.setattr(hardware, "rates_of", lambda device: hardware.GPUS["H200"])
+    monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
+    limits, keys = [], []
+    for captures in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        network = Model().bfloat16()
+        seen = []
+        backend = fp8pass.dynamo.Backend(Config(compiler="eager"), seen.append)
+        optimizers = adamw(network)
+        step = step_of(network, optimizers, torch.compile(network, backend=backend))
+        step = capture_step(step, *optimizers) if captures else step
+        step(batches(1)[0])
+        limits.append(bool(seen[0].ctx.launch_limit))
+        with hardware.launching_at_once() if captures else hardware.planning_for(None):
+            keys.append(fp8pass.compilation.Compilation(Config(), None).cache_key())
+    assert limits == [True, False]
+    assert keys[0] != keys[1]
+
+
+def test_optimizers_are_required():
+    with pytest.raises(ConfigError, match="Pass all optimizers"):
+        capture_step(lambda: None)
+
+
+def test_gradients_must_be_dropped():
+    network = Model()
+    optimizer = AdamW(network.parameters())
+    step = capture_step(lambda x: network(x).backward(), optimizer)
+    with pytest.raises(RuntimeError, match=r"Call optimizer\.zero_grad\(\)"):
+        step(torch.randn(4, 64))
+
+
+@pytest.mark.parametrize("argument", [torch.nn.Linear(2, 2), {"x": object()}])
+def test_arguments_must_have_known_types(argument):
+    _, optimizers, step = make()
+    with pytest.raises(ConfigError, match="must be tensors, numbers"):
+        capture_step(step, *optimizers)(argument)
+
+
+@pytest.mark.gpu
+def test_the_batch_must_be_on_the_gpu():
+    _, optimizers, step = make(device="cuda")
+    with pytest.raises(ConfigError, match="move the batch to cuda:0"):
+        capture_step(step, *optimizers)(batches(1)[0])
+
+
+@pytest.mark.gpu
+def test_optimizers_must_be_capturable():
+    network, _, _ = make(device="cuda")
+    optimizer = torch.optim.AdamW(network.parameters())
+    with pytest.raises(ConfigError, match="Create AdamW with capturable=True"):
+        capture_step(step_of(network, [optimizer], network), optimizer)(batches(1)[0].cuda())
+
+
+def test_offloaded_states_are_refused():
+    network, _, step = make()
+    optimizer = AdamW(network.parameters(), offload=("states",))
+    with pytest.raises(ConfigError, match="cannot capture offload="):
+        capture_step(step, optimizer)(batches(1)[0])
+
+
+def test_steps_in_the_backward_are_refused():
+    network, optimizers, step = make()
+    step_in_backward(network, *optimizers)
+    with pytest.raises(ConfigError, match=r"Hooks of AdamW\.step\(\)"):
+        capture_step(step, *optimizers)(batches(1)[0])
+
+
+def test_a_guard_is_refused():
+    network, optimizers, step = make()
+    monitor = fp8pass.Monitor()
+    guard = fp8pass.Guard(monitor, *optimizers, model=network)
+    with pytest.raises(ConfigError, match="such as a Guard's"):
+        capture_step(step, *optimizers)(batches(1)[0])
+    guard.close()
+    monitor.close()
+
+
+def test_a_monitor_is_refused():
+    monitor = fp8pass.Monitor()
+    backend = fp8pass.backend(fp8pass.Config(), monitor=monitor)
+    _, optimizers, step = make(backend=backend)
+    with pytest.raises(ConfigError, match="capture_step replays one version"):
+        capture_step(step, *optimizers)(batches(1)[0])
+    monitor.close()
+
+
+@pytest.mark.parametrize("options", [{"offload": True}, {"triton.cudagraphs": True}])
+def test_other_owners_of_memory_are_refused(options):
+    _, optimizers, step = make(options=options)
+    with pytest.raises(BackendCompilerFailed, match="capture_step"):
+        capture_step(step, *optimizers)(batches(1)[0])
