@@ -133,8 +133,13 @@ class CapturedStep:
         return self._equal >= WARM_UP
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        """Run a step without a graph, on the stream of the capture."""
-        with self._on_stream(), hardware.launching_at_once():
+        """Run a step without a graph, on the stream of the capture.
+
+        The last call before a capture fails where a capture would fail, but with a clear error. A
+        failed capture leaves PyTorch's random generator unusable.
+        """
+        is_last = self._stream is not None and self._equal == WARM_UP - 1
+        with self._on_stream(), hardware.launching_at_once(), _refuse_waits(is_last):
             results = _detach(self._step(*args, **kwargs))
         if any(p.grad is not None for p in self._parameters):
             raise RuntimeError(
@@ -164,15 +169,9 @@ class CapturedStep:
 
         args, kwargs = tree_map_only(Tensor, keep, (args, kwargs))
         graph = torch.cuda.CUDAGraph()
-        try:
+        with _explain_errors():
             with torch.cuda.graph(graph, stream=stream), hardware.launching_at_once():
                 results = _detach(self._step(*args, **kwargs))
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"The step cannot be captured in a CUDA graph: {error}\nA captured step must not "
-                "read values of GPU tensors (.item(), .cpu(), print), copy tensors from the CPU, "
-                "or use mode='reduce-overhead'. PyTorch may need a new process after this error."
-            ) from error
         return _Graph(key, graph, inputs, results)
 
     def _key_of(self, leaves: list[Any], structure: Any) -> Any:
@@ -231,6 +230,32 @@ class CapturedStep:
     def _forget(self, *_: Any) -> None:
         """Capture again, because a checkpoint replaces states and options."""
         self._graph = self._key = None
+
+
+@contextmanager
+def _explain_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"The step cannot be captured in a CUDA graph: {error}\nA captured step must not read "
+            "values of GPU tensors (.item(), .cpu(), print) or copy tensors from the CPU."
+        ) from error
+
+
+@contextmanager
+def _refuse_waits(active: bool) -> Iterator[None]:
+    """Raise RuntimeError if the CPU waits for the GPU, if `active` is set."""
+    if not active:
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with _explain_errors():
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _reads_rate(optimizer: Any, group: Mapping[str, Any]) -> bool:

@@ -106,7 +106,8 @@ def assert_equal(plain, captured):
     for want, got in zip(plain[:2], captured[:2], strict=True):
         assert got == pytest.approx(want, rel=1e-4)
     for want, got in zip(plain[2], captured[2], strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+        # Learning rates in FP32 instead of FP64 change some stochastic roundings of weights.
+        assert (got - want).norm() <= 0.02 * want.norm()
 
 
 @pytest.mark.gpu
@@ -221,7 +222,6 @@ def test_results_are_copies():
 
 @pytest.mark.gpu
 def test_reading_a_value_is_an_error():
-    """A failed capture can leave PyTorch's generator in the state of a capture."""
     weight = nn.Parameter(torch.ones(4, device="cuda"))
     optimizer = AdamW([weight])
 
@@ -235,9 +235,9 @@ def test_reading_a_value_is_an_error():
 
     step = capture_step(step, optimizer)
     x = torch.ones(4, device="cuda")
-    for _ in range(3):
+    for _ in range(2):
         step(x)
-    with pytest.raises(RuntimeError, match=r"cannot be captured.*\n.*\.item\(\)"):
+    with pytest.raises(RuntimeError, match=r"(?s)cannot be captured.*synchronizing.*\.item\(\)"):
         step(x)
 
 
