@@ -169,9 +169,9 @@ class CapturedStep:
 
         args, kwargs = tree_map_only(Tensor, keep, (args, kwargs))
         graph = torch.cuda.CUDAGraph()
-        with _explain_errors():
-            with torch.cuda.graph(graph, stream=stream), hardware.launching_at_once():
-                results = _detach(self._step(*args, **kwargs))
+        capture = torch.cuda.graph(graph, stream=stream)
+        with _explain_errors(), capture, hardware.launching_at_once():
+            results = _detach(self._step(*args, **kwargs))
         return _Graph(key, graph, inputs, results)
 
     def _key_of(self, leaves: list[Any], structure: Any) -> Any:
