@@ -202,7 +202,7 @@ def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
     if data.target is WAIT_TENSOR and tensor(data).device.type == "cuda":  # type: ignore[union-attr,arg-type]
         gather: Any = data.args[0]  # type: ignore[union-attr]
         sent = gather.args[0]
-        if sent.target is aten.view.dtype:
+        if gather.target is ALL_GATHER and sent.target is aten.view.dtype:
             return sent.args[0], format, *gather.args[1:]
     return node.args
 

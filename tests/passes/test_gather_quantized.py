@@ -22,7 +22,7 @@ from fp8pass import compat, explain
 from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
 from fp8pass.graph import spec
-from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
+from fp8pass.graph.collectives import ALL_GATHER, ALL_TO_ALL, WAIT_TENSOR
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import ROLE, WHY_NOT_QUANTIZED
 from fp8pass.hardware import GPUS, planning_for
@@ -278,6 +278,20 @@ def test_inductor_finds_the_gemm_that_reads_a_gather():
     assert gather.shard_node.meta["val"].dtype is torch.float8_e4m3fn
     assert len(micro_pipeline_tp._find_consumer_matmuls(gather.res_node)) == 1
     assert len(g.find_nodes(op="call_function", target=ALL_GATHER)) == 1
+
+
+def test_exchanged_bytes_are_not_gathered_on_gpus():
+    g = fx.Graph()
+    with FakeTensorMode():
+        x = g.placeholder("x")
+        x.meta["val"] = torch.empty(ROWS, WIDTH, dtype=torch.float8_e4m3fn, device="cuda")
+        add = partial(emit, g, like=x)
+        sent = add(ALL_TO_ALL, add(aten.view.dtype, x, torch.uint8), [ROWS], [ROWS], "0")
+        g.output(add(fp8.as_codes.default, add(WAIT_TENSOR, sent), "e4m3"))
+        lower(fx.GraphModule({}, g))
+    (exchange,) = g.find_nodes(op="call_function", target=ALL_TO_ALL)
+    assert exchange.args[1:] == ([ROWS], [ROWS], "0")
+    assert not g.find_nodes(op="call_function", target=ALL_GATHER)
 
 
 @pytest.mark.long

@@ -89,9 +89,9 @@ def test_backwards_of_norms_read_a_row_once(monkeypatch):
 
     def count() -> int:
         torch._dynamo.reset()
-        options = {"compact_saves": "all", "force_disable_caches": True}
-        compiled = torch.compile(forward, backend="fp8pass", options=options)
-        _, codes = run_and_get_code(lambda: compiled(x).sum().backward())
+        compiled = torch.compile(forward, backend="fp8pass", options={"compact_saves": "all"})
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, codes = run_and_get_code(lambda: compiled(x).sum().backward())
         return sum("def triton_per" in line for line in codes[-1].splitlines())
 
     held = count()
