@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gpu_lowering import LoweredError, lowered_for_gpus
 from ranks import ranks
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
+from fp8pass.graph.collectives import ALL_TO_ALL
 
 HIDDEN, FFN, CHOSEN, TOKENS = 64, 128, 2, 48
 
@@ -283,6 +285,25 @@ def all_exchanges_of_a_chain_send_fp8(device: str) -> None:
     assert sorted(found) == ["bfloat16", "float32", "float32", "uint8", "uint8"]
 
 
+def graphs_are_lowered_for_gpus(device: str, pads: bool, more_exchanges: int) -> None:
+    torch._dynamo.reset()
+    model: Any = make(device, pads=pads)
+    x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16().requires_grad_()
+    arguments: tuple[Any, ...] = (x,)
+    if more_exchanges:
+        model = Fixed().to(device, torch.bfloat16)
+        model.more_exchanges = more_exchanges
+        arguments = (x, [24, 24], [24, 24], torch.arange(TOKENS, device=device))
+    program = torch.compile(model, backend=Backend(Config()), fullgraph=True)
+    raised = pytest.raises(LoweredError)
+    with capturing_sizes(), lowered_for_gpus() as halves, raised:
+        program(*arguments)
+    for gm in halves:
+        exchanged = [n for n in gm.graph.nodes if n.target is ALL_TO_ALL]
+        dtypes = [n.meta["val"].dtype for n in exchanged]
+        assert dtypes.count(torch.uint8) == 1 + (more_exchanges if gm is halves[0] else 0)
+
+
 # --- tests --------------------------------------------------------------------------------------
 
 
@@ -358,3 +379,9 @@ def test_four_ranks_exchange_in_fp8(tmp_path):
     with ranks(tmp_path, "cpu", world=4) as four:
         four(exchanged_data_changes_no_bit, {}, {})
         four(a_rank_without_tokens_waits_for_none)
+
+
+def test_graphs_are_lowered_for_gpus(tmp_path):
+    with ranks(tmp_path, "cpu") as two:
+        for pads, more_exchanges in ((False, 0), (True, 0), (False, 1)):
+            two(graphs_are_lowered_for_gpus, pads, more_exchanges)
