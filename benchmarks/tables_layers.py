@@ -10,7 +10,7 @@ from fp8pass.graph.pointwise import POINTWISE
 BASELINE = "torchao tensorwise"
 # Suffix of variants that replay CUDA graphs. Their memory cannot be measured.
 GRAPHED = ", CUDA graphs"
-# Suffix of variants whose whole step is one CUDA graph.
+# Suffix of variants with the whole step in one CUDA graph.
 CAPTURED = ", captured"
 # Variant with stock `torch.compile`, instead of a recipe.
 BF16 = "bf16"

@@ -1,4 +1,4 @@
-"""All lowering passes accept graphs whose values are on a GPU."""
+"""All lowering passes accept graphs with values on a GPU."""
 
 from __future__ import annotations
 
