@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -75,6 +76,26 @@ def reduce_separately(model: nn.Module) -> AbstractContextManager[None]:
         *((x, "grad", None) for x in unsharded),
     ]
     return set_attributes(changes)
+
+
+# Gets the number of a parameter, the gathered parameter, and whether FSDP2 reduces its gradient.
+# Returns the gradient that FSDP2 reduces.
+TakeGradient = Callable[[int, Tensor, bool], "Tensor | None"]
+
+
+def replace_accumulation(module: FSDPModule, take: TakeGradient, numbers: Iterator[int]) -> None:
+    """Call `take` after each backward, instead of adding up gradients that are not reduced."""
+    for group in _list_groups(module):
+        for each in group.fsdp_params:
+            each.accumulate_unsharded_grad_if_needed = partial(
+                _take_gradient, group, each, take, next(numbers)
+            )
+
+
+def _take_gradient(group: Any, parameter: Any, take: TakeGradient, number: int) -> None:
+    gathered = getattr(parameter, "_unsharded_param", None)  # None before the first forward
+    if gathered is not None:
+        gathered.grad = take(number, gathered, group.reduce_grads)
 
 
 class GradientBuffer(Tensor):

@@ -26,7 +26,10 @@ from fp8pass.compat.data_parallel import (
     replicas_have_begun,
 )
 from fp8pass.distributed.gradient_sums import GradientSums, Traffic
+from fp8pass.distributed.local_sums import LocalSums
 from fp8pass.distributed.weight_gather import gather_quantized_weights
+from fp8pass.optim.backward import BUFFERS
+from fp8pass.optim.state_formats import moment_format
 from fp8pass.option_checks import ConfigError, check_choice, checked_patterns
 from fp8pass.stability.monitor import Monitor
 
@@ -45,6 +48,8 @@ class Compression:
     layers: tuple[str, ...] = ()  # linear layers whose weights are gathered in FP8
     gradients: Traffic = field(default_factory=Traffic)
     weights: Traffic = field(default_factory=Traffic)  # of `layers`
+    # Sums of gradients that are not reduced yet; None without `sums`.
+    sums: LocalSums | None = None
 
 
 def compress(
@@ -53,6 +58,7 @@ def compress(
     weights: str = "row",
     skip: str | Sequence[str] = (),
     monitor: Monitor | None = None,
+    sums: str = "none",
 ) -> Compression:
     """Make the ranks that train `model` send gradients and weights in FP8.
 
@@ -76,6 +82,11 @@ def compress(
         skip: paths or patterns, as in `Config.skip`, of layers whose weights are gathered in high
             precision. Name the layers that the compiled model runs in high precision.
         monitor: measures the gradients that this rank sends, in the steps that the monitor samples.
+        sums: format of the sums of gradients that are not reduced, under DDP's `no_sync()` or
+            FSDP2's `set_requires_gradient_sync(False)`: `e4m3`, `e5m2`, `de8`, `fp16`, or `none`
+            for PyTorch's own sums. Formats of 8 bits fit up to 8 gradients, as in
+            `step_in_backward`. `zero_grad` does not drop these sums; `sums.drop()` of the returned
+            object does.
 
     Raises:
         ConfigError: the model is not distributed in one of these ways, is compressed already, or
@@ -95,6 +106,8 @@ def compress(
     try:
         check_choice("gradients", gradients, ("groups", "none"))
         check_choice("weights", weights, ("row", "none"))
+        check_choice("sums", sums, (*BUFFERS, "none"))
+        _check_sums(reducers, sums, gradients)
         _check_model(reducers, gradients != "none" and not alone, weights != "none")
         if monitor is not None and not isinstance(monitor, Monitor):
             raise ConfigError(f"monitor must be a fp8pass.Monitor, got {type(monitor).__name__}.")
@@ -102,17 +115,28 @@ def compress(
     except ConfigError as error:
         _check_ranks_agree(groups, f"refused: {error}")
         raise
-    _check_ranks_agree(groups, f"gradients={gradients!r}, weights={weights!r}, skip={skip!r}")
+    arguments = f"gradients={gradients!r}, weights={weights!r}, skip={skip!r}, sums={sums!r}"
+    _check_ranks_agree(groups, arguments)
     if alone:
         log.info("compress has no effect, because there is only one rank.")
         return Compression()
     of_gradients, of_weights = Traffic(), Traffic()
+    local = None if sums == "none" else LocalSums(moment_format(sums, signed=True))
     modules = tuple(reducers) if gradients != "none" else ()
     for path in modules:  # before weights are changed: this may raise an error
-        _replace_reduction(path, reducers[path], GradientSums(of_gradients, monitor, path))
+        _replace_reduction(path, reducers[path], GradientSums(of_gradients, monitor, path), local)
     layers = gather_quantized_weights(model, skip, of_weights) if weights != "none" else ()
     _COMPRESSED.update(reducers.values())
-    return Compression(modules, layers, of_gradients, of_weights)
+    return Compression(modules, layers, of_gradients, of_weights, local)
+
+
+def _check_sums(reducers: dict[str, nn.Module], sums: str, gradients: str) -> None:
+    if sums == "none":
+        return
+    if gradients == "none":
+        raise ConfigError("sums needs compressed gradients: leave out gradients='none'.")
+    if any(isinstance(module, Replicated) for module in reducers.values()):
+        raise ConfigError("sums supports DistributedDataParallel and fully_shard, not replicate.")
 
 
 def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool) -> None:
@@ -212,14 +236,21 @@ def _is_scattered(parameter: Tensor) -> bool:
     return any(not p.is_replicate() and parameter.device_mesh.size(i) > 1 for i, p in placements)
 
 
-def _replace_reduction(path: str, module: nn.Module, sums: GradientSums) -> None:
+def _replace_reduction(
+    path: str, module: nn.Module, sums: GradientSums, local: LocalSums | None
+) -> None:
     try:
         if isinstance(module, DistributedDataParallel | Replicated):
-            module.register_comm_hook(DDPReduction(_find_group(module), sums), _reduce)
+            module.register_comm_hook(DDPReduction(_find_group(module), sums, local), _reduce)
+            if local is not None:
+                assert isinstance(module, DistributedDataParallel)
+                local.watch_ddp(module)
         else:
             assert isinstance(module, FSDPModule)
             scatter: Any = FSDPReduceScatter(sums)
             module.set_custom_reduce_scatter(scatter)
+            if local is not None:
+                local.watch_fsdp(module)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Gradients of {path or 'the model'} cannot be compressed, because PyTorch raised an "
@@ -270,18 +301,20 @@ class DDPReduction:
     Copies and pickles of a DDP contain an empty instance, and use PyTorch's own reduction.
     """
 
-    def __init__(self, group: Any, sums: GradientSums) -> None:
-        self.group, self.sums = group, sums
+    def __init__(self, group: Any, sums: GradientSums, local: LocalSums | None = None) -> None:
+        self.group, self.sums, self.local = group, sums, local
         self.stream: torch.cuda.Stream | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out process groups and streams, which belong to this process."""
-        return {"group": None, "sums": None, "stream": None}
+        return {"group": None, "sums": None, "local": None, "stream": None}
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         x = bucket.buffer()
         devices = [x.device] if x.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        if self.local is not None:
+            self.local.add_to_bucket(bucket)
         with self._use_side_stream(x):
             sizes = tuple(gradient.numel() for gradient in bucket.gradients())
             self.sums.all_reduce(x, sizes, self.group, 1 / self.group.size())

@@ -1,0 +1,113 @@
+"""Quantized sums of the gradients that DDP and FSDP2 do not reduce yet.
+
+Under `no_sync()` (DDP) and `set_requires_gradient_sync(False)` (FSDP2), PyTorch adds up whole
+gradients on each rank. `LocalSums` stores them quantized instead, and adds a sum to the gradient of
+the first backward that is reduced (section 5 of the paper AGoQ).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8pass import compat
+from fp8pass.compat.data_parallel import replace_accumulation
+from fp8pass.optim.state_formats import StateFormat
+from fp8pass.optim.sums import GradientSum
+
+
+class LocalSums:
+    """The sums of a model's gradients on this rank, by the number of the parameter."""
+
+    def __init__(self, format: StateFormat) -> None:
+        self.format = format
+        self._next = count()
+        # DDP's parameters. Their hooks refer to this object, so it must not refer to them.
+        self._numbers = compat.WeakIdKeyDictionary()
+        self._sums: dict[int, GradientSum] = {}
+        # Reductions so far, fp32 [], for the random bits of stochastic rounding.
+        self._reductions: dict[torch.device, Tensor] = {}
+        self._moved: set[int] = set()  # the sums of the current reduction
+
+    def watch_fsdp(self, module: FSDPModule) -> None:
+        """Take the gradients of a module's own parameters, before FSDP2 accumulates them."""
+        replace_accumulation(module, self._take, self._next)
+
+    def watch_ddp(self, module: DistributedDataParallel) -> None:
+        """Take the gradients of backwards under `no_sync()`."""
+        # The garbage collector does not see references of hooks, so they must not form a cycle.
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                self._numbers[parameter] = next(self._next)
+                hook = partial(_take_unreduced, ref(module), self)
+                parameter.register_post_accumulate_grad_hook(torch.compiler.disable(hook))
+
+    def add(self, number: int, gradient: Tensor) -> None:
+        """Add a gradient to the sum of a parameter."""
+        local = _local(gradient).contiguous()
+        step = self._reductions.setdefault(local.device, torch.zeros((), device=local.device))
+        made = GradientSum(self.format, number=number)
+        self._sums.setdefault(number, made).add(local, seed=0, step=step)
+
+    def move_to(self, number: int, gradient: Tensor) -> None:
+        """Add the sum of a parameter to its contiguous gradient in place, and start a new sum."""
+        found = self._sums.get(number)
+        if found is None or not found.count:
+            return
+        if not self._moved or number in self._moved:
+            self._moved.clear()
+            for count in self._reductions.values():
+                count.add_(1)
+        self._moved.add(number)
+        found.move_to(_local(gradient))
+
+    def add_to_bucket(self, bucket: Any) -> None:
+        """Add the sums of the parameters in a bucket of DDP to their gradients."""
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter in self._numbers:
+                self.move_to(self._numbers[parameter], gradient)
+
+    def take(self, parameter: Tensor) -> None:
+        """Add the gradient of a parameter of DDP to its sum, and drop the gradient."""
+        assert parameter.grad is not None
+        self.add(self._numbers[parameter], parameter.grad)
+        parameter.grad = None
+
+    def drop(self) -> None:
+        """Drop all sums, for example after a micro-batch that must not count."""
+        self._sums.clear()
+
+    @torch.no_grad()
+    def _take(self, number: int, parameter: Tensor, reduces: bool) -> Tensor | None:
+        """Return the gradient that FSDP2 should reduce, or None if it should reduce nothing."""
+        gradient = parameter.grad
+        if not reduces:
+            if gradient is not None:
+                self.add(number, gradient)
+            return None
+        if number not in self._sums or not self._sums[number].count:
+            return gradient
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+        self.move_to(number, gradient)
+        return gradient
+
+
+@torch.no_grad()
+def _take_unreduced(
+    module: ref[DistributedDataParallel], sums: LocalSums, parameter: Tensor
+) -> None:
+    wrapper = module()
+    if wrapper is not None and not wrapper.require_backward_grad_sync:
+        sums.take(parameter)
+
+
+def _local(gradient: Any) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
