@@ -75,7 +75,7 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
 
-        self.run = capture_step(step, optimizer) if variant.endswith(CAPTURED) else step
+        self.run = capture_step(step) if variant.endswith(CAPTURED) else step
 
     def step(self) -> None:
         """Run the step."""

@@ -201,9 +201,8 @@ def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
     data, format = node.args
     if data.target is WAIT_TENSOR and tensor(data).device.type == "cuda":  # type: ignore[union-attr,arg-type]
         gather: Any = data.args[0]  # type: ignore[union-attr]
-        sent = gather.args[0]
-        if gather.target is ALL_GATHER and sent.target is aten.view.dtype:
-            return sent.args[0], format, *gather.args[1:]
+        if gather.target is ALL_GATHER and gather.args[0].target is aten.view.dtype:
+            return gather.args[0].args[0], format, *gather.args[1:]
     return node.args
 
 

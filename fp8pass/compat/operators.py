@@ -16,15 +16,21 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    arg_tree_leaves,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
     "FLEX_ATTENTION", "StorageWeakRef", "arg_tree_leaves", "calls_graphs", "coefficient",
     "enable_dynamic_shapes", "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm",
     "guard_count", "has_unbacked", "is_mutable", "is_opaque", "is_operator", "is_sym_node",
     "real_tensors", "restrictions", "scaled_mm", "schema_of", "size_hint", "statically_known_true",
-    "stream_of", "tensor_leaves", "tree_leaves", "tree_map_only", "version_of", "weak_storage",
-    "wrapper",
+    "stream_of", "tensor_leaves", "tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten",
+    "version_of", "weak_storage", "wrapper",
 ]  # fmt: skip
 
 # Older code calls this instead of `torch.nn.functional.grouped_mm`.

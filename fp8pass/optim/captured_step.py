@@ -1,25 +1,24 @@
 """`capture_step`: replay a whole training step as one CUDA graph.
 
 A replay is one launch, so the CPU does not limit the step. The first calls run as usual, because
-they compile the model and create the states of the optimizer. The next call is captured, if the
-shapes of the batch and the options of the optimizer have not changed since.
+they compile the model and create the states of the optimizers. A later call is captured.
 
 A capture records addresses and numbers. So the batch and the learning rates are copied into tensors
-that the graph reads. If another number changes, or an address of a parameter, or if a checkpoint is
-loaded, steps run as usual until they can be captured again.
+that the graph reads. If another option of an optimizer changes, or if a parameter or a state is
+replaced, steps run as usual until they can be captured again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8pass import compat, hardware
 from fp8pass.optim.optimizer import Optimizer
@@ -27,33 +26,32 @@ from fp8pass.option_checks import ConfigError
 
 log = logging.getLogger("fp8pass")
 
-# Equal calls before a capture, as PyTorch recommends for code with a backward.
-WARM_UP = 3
-# A warning appears after this number of calls that could not be captured.
+# Calls with existing states before a capture: the second of them finds operations that wait.
+WARM_UP = 2
+# A warning appears after this number of calls in a row without a capture.
 PATIENCE = 20
 NUMBERS = (bool, int, float, str, type(None))
 
 
+class Key(NamedTuple):
+    """What a capture records. A change of `state` makes a graph invalid."""
+
+    inputs: Any  # shapes, dtypes, layouts; numbers among the arguments; autocast
+    state: Any  # options of optimizers; addresses of parameters; identities of states
+
+
 @dataclass(frozen=True)
 class _Graph:
-    """A captured step: what it was captured for, and its static inputs and results."""
-
-    key: Any
+    key: Key
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     results: Any
-
-    def replay(self, tensors: list[Tensor]) -> Any:
-        for mine, given in zip(self.inputs, tensors, strict=True):
-            mine.copy_(given, non_blocking=True)
-        self.graph.replay()
-        return tree_map_only(Tensor, Tensor.clone, self.results)
+    # The states that the graph updates. While they exist, no other state has the same identity.
+    states: list[Any]
 
 
-def capture_step(
-    step: Callable[..., Any], *optimizers: torch.optim.Optimizer
-) -> Callable[..., Any]:
-    """Return a function that runs a training step as one CUDA graph.
+def capture_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs a training step on one GPU as one CUDA graph.
 
         def step(ids, labels):  # [micro-batches, batch, sequence]
             for x, y in zip(ids, labels):
@@ -64,196 +62,281 @@ def capture_step(
             optimizer.zero_grad()
             return loss
 
-        step = fp8pass.optim.capture_step(step, optimizer)
+        step = fp8pass.optim.capture_step(step)
 
-    Forward, backward, clipping, optimizer steps and `zero_grad` must be inside `step`. Its tensor
-    arguments must be on the GPU. It must not read values of tensors (`.item()`), and its Python
-    code runs only in calls that are not replayed. The returned function takes the same arguments
-    and returns copies of the same results, detached from autograd.
+    The first three calls run as usual, the fourth call is captured, and later calls replay it.
+    Calls with other shapes run as usual. On a CPU all calls do. Use the returned function for all
+    steps of a model, from the first: then fp8pass does not count launches when it selects GEMMs for
+    FP8.
 
-    The first three calls run as usual, and calls with other shapes, too. Call it before the model
-    has run, so that fp8pass does not count launches when it selects GEMMs for FP8. Learning rates
-    become tensors: schedulers and assignments to `group["lr"]` work as before.
+    `step` contains forward, backward, clipping, optimizer steps, and at the end `zero_grad()`.
+    Every trained weight must be in one of its optimizers; optimizers of PyTorch need
+    `capturable=True`. `step` must not read values of tensors (`.item()`) or change its arguments.
+    Its Python code does not run in replays. So call learning rate schedulers and random decisions
+    outside of `step`. Learning rates may change in each step. Buffers, and weights that are in no
+    optimizer, must be changed in place. `train()` and `eval()` do not affect replays.
 
     Args:
-        step: a training step on one GPU. On a CPU, it always runs as usual.
-        optimizers: all optimizers that `step` uses. PyTorch's AdamW needs `capturable=True`.
+        step: a function of tensors on the GPU, numbers, strings, and containers of these. It
+            returns tensors and constants.
+
+    Returns:
+        A function with the same arguments and results. Results are copies, without autograd.
 
     Raises:
-        ConfigError: a feature runs code on the CPU in each step: a Guard, `step_in_backward`,
-            offloaded states, several processes; or an optimizer is missing or not capturable.
-        RuntimeError: `step` leaves gradients, or has an operation that cannot be captured.
+        ConfigError: an argument has another type or is not on the GPU; a feature needs the CPU in
+            each step (a Guard or Monitor, `step_in_backward`, offloaded states, several
+            processes); or an optimizer cannot be captured.
+        RuntimeError: `step` leaves gradients, or waits for the GPU.
     """
-    return CapturedStep(step, optimizers)
+    return CapturedStep(step)
 
 
 class CapturedStep:
     """The function that `capture_step` returns."""
 
-    def __init__(self, step: Callable[..., Any], optimizers: tuple[Any, ...]) -> None:
-        self._step, self._optimizers = step, optimizers
-        self._parameters = [p for x in optimizers for g in x.param_groups for p in g["params"]]
-        if not self._parameters:
-            raise ConfigError("Pass all optimizers of the step: capture_step(step, optimizer).")
-        self._device = self._parameters[0].device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+        self._optimizers: list[torch.optim.Optimizer] = []  # those that `step` has used
         self._rates: dict[tuple[int, int], Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._graph: _Graph | None = None
-        self._key: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._key: Key | None = None
+        self._inputs: list[Tensor] = []
         self._equal = self._waited = 0
-        for optimizer in optimizers:
-            optimizer.register_load_state_dict_post_hook(self._forget)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step: as usual, or as a replay."""
-        leaves, structure = tree_flatten((args, kwargs))
-        self._check(leaves)
-        self._copy_rates()
-        if self._stream is None:
-            return self._run(args, kwargs)
-        key = self._key_of(leaves, structure)
+        leaves, structure = compat.tree_flatten((args, kwargs))
+        device = self._find_device(leaves)
+        _check_arguments(leaves, device)
+        if not _captures(device):
+            with self._observe_optimizers(device):
+                return _detach(self._step(*args, **kwargs))
+        key = self._make_key(leaves, structure)
+        if self._graph is not None and self._graph.key.state != key.state:
+            self._graph = None
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self._graph is None or self._graph.key != key:
-            if not self._is_warm(key):
-                return self._run(args, kwargs)
-            self._graph = self._capture(self._stream, key, args, kwargs)
-        return self._graph.replay([x for x in leaves if isinstance(x, Tensor)])
+            is_warm = self._is_warm(key, tensors)
+            _copy(tensors, self._inputs)
+            remaining = iter(self._inputs)
+            static = [next(remaining) if isinstance(x, Tensor) else x for x in leaves]
+            args, kwargs = compat.tree_unflatten(static, structure)
+            if not is_warm:
+                return self._run(device, args, kwargs)
+            self._capture(device, key, args, kwargs)
+        assert self._graph is not None
+        self._reset()
+        _copy(tensors, self._graph.inputs)
+        with self._rates_in_groups():
+            pass
+        self._graph.graph.replay()
+        return compat.tree_map_only(Tensor, Tensor.clone, self._graph.results)
 
-    def _is_warm(self, key: Any) -> bool:
+    def _find_device(self, leaves: list[Any]) -> torch.device:
+        """Return the device of the optimizers' parameters; before the first step of the batch."""
+        tensors = (*self._parameters(), *(x for x in leaves if isinstance(x, Tensor)))
+        return next((x.device for x in tensors), torch.device("cpu"))
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _states(self) -> list[Any]:
+        states = [compat.tree_flatten(dict(x.state))[0] for x in self._optimizers]
+        return [value for each in states for value in each]
+
+    def _make_key(self, leaves: list[Any], structure: Any) -> Key:
+        inputs = [
+            (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves
+        ]
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        options = [
+            (name, _describe(value))
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for name, value in group.items()
+            if name != "params" and not (name == "lr" and _reads_rate(optimizer, group))
+        ]
+        parameters = [(p.requires_grad, _address(p)) for p in self._parameters()]
+        states = list(map(id, self._states()))
+        return Key((inputs, structure, autocast), (options, parameters, states))
+
+    def _is_warm(self, key: Key, tensors: list[Tensor]) -> bool:
         """Count a call, and return whether enough calls before it had the same key."""
         self._equal = self._equal + 1 if key == self._key else 0
+        self._waited += 1
+        if self._key is None or key.inputs != self._key.inputs:
+            # Calls before the capture read the same tensors, so the capture does not recompile.
+            self._inputs = [_empty_like(x) for x in tensors]
         self._key = key
-        self._waited = 0 if self._equal >= WARM_UP else self._waited + 1
         if self._waited == PATIENCE:
             log.warning(
                 "capture_step has captured none of the last %d calls, because shapes of the batch, "
-                "numbers among the arguments, or options of the optimizer change. Pass numbers "
-                "that change as tensors on the GPU, and pad batches to one shape.",
+                "numbers among the arguments, or options of an optimizer other than its learning "
+                "rate change. Pass numbers that change as tensors on the GPU, and pad batches to "
+                "one shape.",
                 PATIENCE,
             )
         return self._equal >= WARM_UP
 
-    def _run(self, args: Any, kwargs: Any) -> Any:
+    def _run(self, device: torch.device, args: Any, kwargs: Any) -> Any:
         """Run a step without a graph, on the stream of the capture.
 
         The last call before a capture fails where a capture would fail, but with a clear error. A
         failed capture leaves PyTorch's random generator unusable.
         """
-        is_last = self._stream is not None and self._equal == WARM_UP - 1
-        with self._on_stream(), hardware.launching_at_once(), _refuse_waits(is_last):
+        waits = _refuse_waits() if self._equal == WARM_UP - 1 else nullcontext()
+        with self._on_stream(device), self._observe_optimizers(device), waits:
             results = _detach(self._step(*args, **kwargs))
-        if any(p.grad is not None for p in self._parameters):
+        if any(p.grad is not None for p in self._parameters()):
             raise RuntimeError(
                 "The step leaves gradients. Call optimizer.zero_grad() at the end of the step that "
                 "capture_step captures, without set_to_none=False."
             )
         return results
 
+    def _capture(self, device: torch.device, key: Key, args: Any, kwargs: Any) -> None:
+        for value in self._states():
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.is_cuda):
+                raise ConfigError(
+                    "capture_step cannot capture an optimizer with numbers or CPU tensors among "
+                    "its states, which do not change in replays: use an optimizer with "
+                    "capturable=True, or one of fp8pass.optim."
+                )
+        graph, states = torch.cuda.CUDAGraph(), self._states()
+        # "thread_local": threads that load data may use the GPU.
+        capture = torch.cuda.graph(
+            graph, stream=self._streams[device], capture_error_mode="thread_local"
+        )
+        caller = torch.cuda.stream(torch.cuda.current_stream(device))  # restored after errors, too
+        try:
+            with caller, self._observe_optimizers(device), capture:
+                results = _detach(self._step(*args, **kwargs))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(f"The step cannot be captured in a CUDA graph: {error}") from (
+                error.__context__ or error
+            )
+        self._graph = _Graph(key, graph, self._inputs, results, states)
+
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        caller = torch.cuda.current_stream(device)
+        stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            caller.wait_stream(stream)
+
+    @contextmanager
+    def _observe_optimizers(self, device: torch.device) -> Iterator[None]:
+        """Find and check the optimizers of a step, which reads learning rates from tensors."""
+
+        def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            _check_optimizer(optimizer, device)
+            if not any(optimizer is x for x in self._optimizers):
+                self._optimizers.append(optimizer)
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(check).remove)
+            stack.enter_context(hardware.launching_at_once())
+            if _captures(device):
+                stack.enter_context(self._rates_in_groups())
             yield
-            return
-        caller = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
-            yield
-        caller.wait_stream(self._stream)
 
-    def _capture(self, stream: torch.cuda.Stream, key: Any, args: Any, kwargs: Any) -> _Graph:
-        self._graph = None  # frees the memory of the graph before it
-        inputs: list[Tensor] = []
-
-        def keep(x: Tensor) -> Tensor:
-            inputs.append(x.clone())
-            return inputs[-1]
-
-        args, kwargs = tree_map_only(Tensor, keep, (args, kwargs))
-        graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, stream=stream)
-        with _explain_errors(), capture, hardware.launching_at_once():
-            results = _detach(self._step(*args, **kwargs))
-        return _Graph(key, graph, inputs, results)
-
-    def _key_of(self, leaves: list[Any], structure: Any) -> Any:
-        """Return everything that a capture records, except for the batch and learning rates."""
-        described = [(x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in leaves]
-        options = [_constants(g) for x in self._optimizers for g in x.param_groups]
-        trained = [p.data_ptr() if p.requires_grad else None for p in self._parameters]
-        return described, structure, options, trained
-
-    def _copy_rates(self) -> None:
-        """Write the learning rates into the tensors that the graph reads."""
+    @contextmanager
+    def _rates_in_groups(self) -> Iterator[None]:
+        """Copy the learning rates to the GPU, and place the copies in the optimizers' groups."""
+        given: list[tuple[dict[str, Any], Any, Tensor]] = []
         for i, optimizer in enumerate(self._optimizers):
             for j, group in enumerate(optimizer.param_groups):
-                if not _reads_rate(optimizer, group):
-                    continue
-                given, rate = group["lr"], self._rates.get((i, j))
-                if rate is None:
-                    rate = torch.as_tensor(given, dtype=torch.float32, device=self._device)
-                    self._rates[i, j] = rate
-                elif given is not rate:
-                    rate.copy_(given) if isinstance(given, Tensor) else rate.fill_(given)
+                if _reads_rate(optimizer, group) and group["params"]:
+                    rate = group["lr"]
+                    if (i, j) not in self._rates:
+                        device = group["params"][0].device
+                        self._rates[i, j] = torch.empty((), dtype=torch.float32, device=device)
+                    mine = self._rates[i, j]
+                    mine.copy_(rate.reshape(())) if isinstance(rate, Tensor) else mine.fill_(rate)
+                    given.append((group, rate, mine))
+        try:
+            for group, _, mine in given:
+                group["lr"] = mine
+            yield
+        finally:
+            for group, rate, _ in given:
                 group["lr"] = rate
 
-    def _check(self, leaves: list[Any]) -> None:
-        """Raise ConfigError if a replay would leave something out."""
-        for x in leaves:
-            if not isinstance(x, (Tensor, *NUMBERS)):
-                raise ConfigError(
-                    "Arguments of a captured step must be tensors, numbers, strings, and lists, "
-                    f"tuples and dicts of these; got {type(x).__name__}."
-                )
-            if isinstance(x, Tensor) and x.device != self._device:
-                raise ConfigError(
-                    f"A tensor of shape {tuple(x.shape)} is on {x.device}: move the batch to "
-                    f"{self._device} before the step, which capture_step captures."
-                )
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise ConfigError("capture_step captures steps of one process, and not collectives.")
-        for optimizer in self._optimizers:
-            name = type(optimizer).__name__
-            if compat.has_step_hooks(optimizer):
-                raise ConfigError(
-                    f"Hooks of {name}.step(), such as a Guard's or step_in_backward's, run on the "
-                    "CPU in each step, and a CUDA graph would leave them out: do not use "
-                    "capture_step with them."
-                )
-            for group in optimizer.param_groups:
-                if group.get("capturable") is False and self._stream:
-                    raise ConfigError(f"Create {name} with capturable=True for capture_step.")
-                if group.get("offload"):
-                    raise ConfigError(
-                        f"capture_step cannot capture offload={group['offload']} of {name}, which "
-                        "copies through host memory: remove one of the two."
-                    )
 
-    def _forget(self, *_: Any) -> None:
-        """Capture again, because a checkpoint replaces states and options."""
-        self._graph = self._key = None
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
-@contextmanager
-def _explain_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"The step cannot be captured in a CUDA graph: {error}\nA captured step must not read "
-            "values of GPU tensors (.item(), .cpu(), print) or copy tensors from the CPU."
-        ) from error
+def _check_arguments(leaves: list[Any], device: torch.device) -> None:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() > 1:
+        raise ConfigError("capture_step captures steps of one process, without collectives.")
+    for x in leaves:
+        if not isinstance(x, (Tensor, *NUMBERS)):
+            raise ConfigError(
+                "Arguments of a captured step must be tensors, numbers, strings, and lists, tuples "
+                f"and dicts of these; got {type(x).__name__}."
+            )
+        if isinstance(x, Tensor) and x.device != device:
+            raise ConfigError(
+                f"A tensor of shape {tuple(x.shape)} is on {x.device}: move the batch to {device} "
+                "before the step that capture_step captures."
+            )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raise ConfigError if a replay would leave out a part of an optimizer's step."""
+    name = type(optimizer).__name__
+    if compat.has_step_hooks(optimizer):
+        raise ConfigError(
+            f"Hooks of {name}.step(), such as a Guard's or step_in_backward's, run on the CPU in "
+            "each step, and a CUDA graph would leave them out: do not use capture_step with them."
+        )
+    for group in optimizer.param_groups:
+        if group.get("offload"):
+            raise ConfigError(
+                f"capture_step cannot capture offload={group['offload']} of {name}, which copies "
+                "through host memory: remove one of the two."
+            )
+        if any(p.device != device for p in group["params"]):
+            raise ConfigError(
+                f"{name} updates parameters that are not on {device}, where the batch is: "
+                "capture_step needs the batch and all parameters on one GPU."
+            )
+        if _captures(device) and group.get("capturable") is False:
+            raise ConfigError(f"Create {name} with capturable=True for capture_step.")
 
 
 @contextmanager
-def _refuse_waits(active: bool) -> Iterator[None]:
-    """Raise RuntimeError if the CPU waits for the GPU, if `active` is set."""
-    if not active:
-        yield
-        return
+def _refuse_waits() -> Iterator[None]:
+    """Raise RuntimeError if the CPU waits for the GPU."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with _explain_errors():
-            yield
+        yield
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        raise RuntimeError(
+            "The step waits for the GPU, which a CUDA graph cannot do. A step that capture_step "
+            "captures must not read values of GPU tensors (.item(), .cpu(), print) or copy "
+            f"tensors from the CPU: {error}"
+        ) from error
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 
@@ -263,14 +346,30 @@ def _reads_rate(optimizer: Any, group: Mapping[str, Any]) -> bool:
     return isinstance(optimizer, Optimizer) or bool(group.get("capturable"))
 
 
-def _constants(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Describe the options of a group: a capture records numbers, and addresses of tensors."""
-    return [
-        (name, value.data_ptr() if isinstance(value, Tensor) else repr(value))
-        for name, value in group.items()
-        if name != "params"
-    ]
+def _describe(value: Any) -> Any:
+    """Return what a capture records of an option: a number, or the address of a tensor."""
+    if isinstance(value, (tuple, list)):
+        return [_describe(x) for x in value]
+    if isinstance(value, Tensor):
+        return ("address", value.data_ptr()) if value.is_cuda else value.tolist()
+    return repr(value)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x).requires_grad_(x.requires_grad)
+
+
+def _address(parameter: Tensor) -> int:
+    """A quantized weight has no address."""
+    is_plain = type(parameter) in (Tensor, nn.Parameter)
+    return parameter.data_ptr() if is_plain else id(parameter)
+
+
+@torch.no_grad()
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def _detach(results: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.detach, results)
+    return compat.tree_map_only(Tensor, Tensor.detach, results)

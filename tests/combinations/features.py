@@ -413,14 +413,21 @@ class Compressed(Feature):
     """Gradients, and the weights that FSDP2 gathers, in 8 bits on the wire."""
 
     ranks = 2
+    one_of = "compress"
+
+    def __init__(self, name: str, sums: str = "none") -> None:
+        super().__init__(name)
+        self.sums = sums
 
     def configure(self, t: Training) -> None:
+        if self.sums != "none":
+            t.accumulate = 2
         # Weights are gathered in 8 bits where layers compute in BF16.
         t.param_dtype = None if t.autocast else torch.bfloat16
 
     def after_distribution(self, t: Training) -> None:
         if not t.plain:
-            t.sent = fp8pass.distributed.compress(t.outer)
+            t.sent = fp8pass.distributed.compress(t.outer, sums=self.sums)
 
     def finish(self, t: Training) -> None:
         if t.plain:
@@ -429,6 +436,8 @@ class Compressed(Feature):
         if t.way is BY_NAME["FSDP2"] and t.param_dtype:
             assert 0 < t.sent.weights.ratio < 0.6, t.sent
 
+
+SUMS = "sums of micro-batches in 8 bits"
 
 FEATURES: tuple[Feature, ...] = (
     Option("recipe linear", "recipe", recipe="linear"),
@@ -471,6 +480,7 @@ FEATURES: tuple[Feature, ...] = (
     Explained("explain"),
     *WAYS,
     Compressed("compress"),
+    Compressed(SUMS, sums="e4m3"),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 
@@ -519,12 +529,13 @@ REFUSED: dict[tuple[str, str], Refused] = {
         "GradScaler cannot unscale DTensors and other tensors together",
     ),
     **{
-        (way, "compress"): Refused(
+        (way, name): Refused(
             "fp8pass",
             "No module of this .* reduces gradients over ranks",
             "no gradients are reduced over ranks",
         )
         for way in ("average_sums", "tensor parallel", "pipeline")
+        for name in ("compress", SUMS)
     },
     **{
         ("LoRA", way): Refused(
@@ -534,11 +545,14 @@ REFUSED: dict[tuple[str, str], Refused] = {
         )
         for way in ("tensor parallel", "tensor parallel and FSDP2")
     },
-    ("a block unfrozen later", "compress"): Refused(
-        "PyTorch",
-        "attempting to assign a gradient with dtype",
-        "FSDP2 with mixed precision cannot train a block that was frozen when it was sharded",
-    ),
+    **{
+        ("a block unfrozen later", name): Refused(
+            "PyTorch",
+            "attempting to assign a gradient with dtype",
+            "FSDP2 with mixed precision cannot train a block that was frozen when it was sharded",
+        )
+        for name in ("compress", SUMS)
+    },
     ("a block unfrozen later", "DDP"): Refused(
         "PyTorch",
         "drifted apart",
@@ -564,6 +578,6 @@ def ranks_of(pair: Sequence[Feature]) -> int:
 
 def trained_with(pair: Sequence[Feature]) -> tuple[Feature, ...]:
     """Return the features of a training: `compress` alone needs a way to distribute the model."""
-    if BY_NAME["compress"] in pair and not any(way in pair for way in WAYS):
+    if any(isinstance(x, Compressed) for x in pair) and not any(way in pair for way in WAYS):
         return (*pair, BY_NAME["FSDP2"])
     return tuple(pair)

@@ -30,7 +30,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 def accumulate(way: str, device: str, model: nn.Module, micro_batches: int) -> None:
-    """Run backwards of which only the last reduces gradients."""
+    """Run backwards. Only the last backward reduces gradients."""
     with parallel.no_sync(model):
         for seed in range(micro_batches - 1):
             backward(way, device, model, seed=seed)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -14,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass import hardware
 from fp8pass.config import Config
-from fp8pass.optim import AdamW, Muon, capture_step, step_in_backward
+from fp8pass.optim import AdamW, Muon, capture_step, captured_step, step_in_backward
+from fp8pass.optim.captured_step import CapturedStep
 from fp8pass.option_checks import ConfigError
 
 STEPS = 8
@@ -94,7 +99,7 @@ def both(between=lambda network, optimizers, i: None, data=None, **how):
     for captures in (False, True):
         network, optimizers, step = make(device="cuda", **how)
         if captures:
-            step = capture_step(step, *optimizers)
+            step = capture_step(step)
         numbers = train(step, data, lambda i, n=network, o=optimizers: between(n, o, i))
         found.append((*numbers, [p.detach().clone() for p in network.parameters()]))
         if captures:
@@ -196,7 +201,7 @@ def test_replays_draw_other_random_numbers():
     _, optimizers, step = make(device="cuda", dropout=0.5)
     for group in optimizers[0].param_groups:
         group["lr"] = 0.0
-    losses, _ = train(capture_step(step, *optimizers), batches(1, device="cuda").repeat(8, 1, 1, 1))
+    losses, _ = train(capture_step(step), batches(1, device="cuda").repeat(8, 1, 1, 1))
     assert len(set(losses)) == 8
 
 
@@ -204,16 +209,16 @@ def test_replays_draw_other_random_numbers():
 def test_invalid_values_reach_the_caller():
     data = batches(device="cuda")
     data[-1, 0, 0, 0] = math.nan
-    _, optimizers, step = make(device="cuda")
-    losses, norms = train(capture_step(step, *optimizers), data)
+    *_, step = make(device="cuda")
+    losses, norms = train(capture_step(step), data)
     assert [math.isnan(x) for x in losses] == [False] * (STEPS - 1) + [True]
     assert math.isnan(norms[-1])
 
 
 @pytest.mark.gpu
 def test_results_are_copies():
-    _, optimizers, step = make(device="cuda")
-    step = capture_step(step, *optimizers)
+    *_, step = make(device="cuda")
+    step = capture_step(step)
     data = batches(device="cuda")
     first, second = [step(xs)["loss"] for xs in data][-2:]
     assert first.item() != second.item()
@@ -228,23 +233,143 @@ def test_reading_a_value_is_an_error():
     def step(x):
         loss = (weight * x).sum()
         loss.backward()
-        print(loss.item())
+        loss.item()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    step = capture_step(step, optimizer)
+    step = capture_step(step)
     x = torch.ones(4, device="cuda")
     for _ in range(2):
         step(x)
-    with pytest.raises(RuntimeError, match=r"(?s)cannot be captured.*synchronizing.*\.item\(\)"):
+    with pytest.raises(RuntimeError, match=r"waits for the GPU.*\.item\(\)"):
         step(x)
+
+
+# Without a GPU, a replay calls the step with the tensors of the capture.
+
+
+@pytest.fixture
+def replays_on_cpu(monkeypatch):
+    """Capture steps on the CPU. Return the list of captures and replays."""
+    calls = []
+
+    def capture(self, device, key, args, kwargs):
+        def replay():
+            calls.append("replay")
+            with self._observe_optimizers(device):
+                for old, new in zip(
+                    results.values(), self._step(*args, **kwargs).values(), strict=True
+                ):
+                    old.copy_(new.detach())
+
+        calls.append("capture")
+        results = {name: torch.zeros(()) for name in ("loss", "norm")}
+        graph = SimpleNamespace(replay=replay)
+        self._graph = captured_step._Graph(key, graph, self._inputs, results, self._states())
+
+    monkeypatch.setattr(CapturedStep, "_capture", capture)
+    monkeypatch.setattr(CapturedStep, "_on_stream", lambda self, device: nullcontext())
+    monkeypatch.setattr(captured_step, "_captures", lambda device: True)
+    monkeypatch.setattr(captured_step, "_refuse_waits", nullcontext)
+    return calls
+
+
+def on_cpu(between=lambda network, optimizers, i: None, data=None, **how):
+    """Return losses, norms and weights without and with captures on the CPU."""
+    found = []
+    data = batches() if data is None else data
+    for captures in (False, True):
+        network, optimizers, step = make(**how, backend="eager")
+        step = capture_step(step) if captures else step
+        numbers = train(step, data, lambda i, n=network, o=optimizers: between(n, o, i))
+        found.append((*numbers, [p.detach().clone() for p in network.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("optimizers", [adamw, muon])
+def test_three_calls_run_as_usual(replays_on_cpu, optimizers):
+    assert_equal(*on_cpu(optimizers=optimizers))
+    assert replays_on_cpu == ["capture", *["replay"] * (STEPS - 3)]
+
+
+def test_slices_and_expanded_tensors_are_copied(replays_on_cpu):
+    data = [xs[:, :, :64] for xs in torch.cat([batches(), batches()], -1)]
+    expanded = [xs[:, :1].expand(-1, 128, -1) for xs in data]
+    assert_equal(*on_cpu(data=[*data[:5], *expanded[5:]]))
+    assert replays_on_cpu.count("capture") == 1
+
+
+def test_users_learning_rates_stay_theirs(replays_on_cpu):
+    rates = []
+
+    def restore(network, optimizers, i):
+        for group in optimizers[0].param_groups:
+            rates.append(group["lr"])
+            group["lr"] = 0.0 if i % 2 else 0.01
+
+    assert_equal(*on_cpu(restore))
+    assert all(isinstance(rate, float) for rate in rates)
+
+
+def test_shared_rate_tensors_are_not_overwritten(replays_on_cpu):
+    rate = torch.tensor(0.01, dtype=torch.float64)
+    groups = lambda n: [{"params": [n.up.weight]}, {"params": [n.down.weight, n.down.bias]}]  # noqa: E731
+
+    def change(network, optimizers, i):
+        optimizers[0].param_groups[0]["lr"] = 0.02
+        rate.fill_(0.01 / (1 + i))
+
+    def make_optimizer(network):
+        network.up.bias.requires_grad_(False)
+        rate.fill_(0.01)
+        return [AdamW(groups(network), lr=rate)]
+
+    assert_equal(*on_cpu(change, optimizers=make_optimizer))
+    assert "replay" in replays_on_cpu
+
+
+def test_a_call_that_replaces_states_drops_the_graph(replays_on_cpu):
+    """The graph would update states that no longer exist."""
+
+    def freeze(network, optimizers, i):
+        network.up.weight.requires_grad_(i != 4)
+
+    assert_equal(*on_cpu(freeze, data=batches(12)))
+    assert replays_on_cpu.count("capture") == 2
+
+
+def test_other_batches_do_not_count_as_equal_calls(replays_on_cpu, caplog):
+    long, short = batches(30), batches(30, rows=64)
+    data = [*long[:4], *(xs for pair in zip(short, long, strict=True) for xs in pair)]
+    assert_equal(*on_cpu(data=data))
+    assert replays_on_cpu.count("capture") == 1
+    assert not caplog.records
+
+
+def test_steps_that_are_never_captured_are_reported(replays_on_cpu, caplog):
+    def change(network, optimizers, i):
+        optimizers[0].param_groups[0]["weight_decay"] = 0.1 / (1 + i)
+
+    on_cpu(change, data=batches(22))
+    assert not replays_on_cpu
+    assert "captured none of the last 20 calls" in caplog.text
+
+
+def test_graphs_are_freed_with_the_function(replays_on_cpu):
+    *_, step = make(backend="eager")
+    step = capture_step(step)
+    train(step, batches(5))
+    found = ref(step)
+    del step
+    gc.collect()
+    assert found() is None
 
 
 def test_a_step_on_the_cpu_runs_as_usual():
     want = train(make()[2], batches(3))
-    _, optimizers, step = make()
-    assert train(capture_step(step, *optimizers), batches(3)) == want
+    *_, step = make()
+    assert train(capture_step(step), batches(3)) == want
 
 
 def test_launches_are_not_counted(monkeypatch):
@@ -259,7 +384,7 @@ def test_launches_are_not_counted(monkeypatch):
         backend = fp8pass.dynamo.Backend(Config(compiler="eager"), seen.append)
         optimizers = adamw(network)
         step = step_of(network, optimizers, torch.compile(network, backend=backend))
-        step = capture_step(step, *optimizers) if captures else step
+        step = capture_step(step) if captures else step
         step(batches(1)[0])
         limits.append(bool(seen[0].ctx.launch_limit))
         with hardware.launching_at_once() if captures else hardware.planning_for(None):
@@ -268,31 +393,30 @@ def test_launches_are_not_counted(monkeypatch):
     assert keys[0] != keys[1]
 
 
-def test_optimizers_are_required():
-    with pytest.raises(ConfigError, match="Pass all optimizers"):
-        capture_step(lambda: None)
-
-
-def test_gradients_must_be_dropped():
+def test_gradients_must_be_dropped(replays_on_cpu):
     network = Model()
     optimizer = AdamW(network.parameters())
-    step = capture_step(lambda x: network(x).backward(), optimizer)
+
+    def step(x):
+        network(x).backward()
+        optimizer.step()
+
     with pytest.raises(RuntimeError, match=r"Call optimizer\.zero_grad\(\)"):
-        step(torch.randn(4, 64))
+        capture_step(step)(torch.randn(4, 64))
 
 
 @pytest.mark.parametrize("argument", [torch.nn.Linear(2, 2), {"x": object()}])
 def test_arguments_must_have_known_types(argument):
-    _, optimizers, step = make()
+    *_, step = make()
     with pytest.raises(ConfigError, match="must be tensors, numbers"):
-        capture_step(step, *optimizers)(argument)
+        capture_step(step)(argument)
 
 
 @pytest.mark.gpu
 def test_the_batch_must_be_on_the_gpu():
-    _, optimizers, step = make(device="cuda")
-    with pytest.raises(ConfigError, match="move the batch to cuda:0"):
-        capture_step(step, *optimizers)(batches(1)[0])
+    *_, step = make(device="cuda")
+    with pytest.raises(ConfigError, match="batch and all parameters on one GPU"):
+        capture_step(step)(batches(1)[0])
 
 
 @pytest.mark.gpu
@@ -300,21 +424,21 @@ def test_optimizers_must_be_capturable():
     network, _, _ = make(device="cuda")
     optimizer = torch.optim.AdamW(network.parameters())
     with pytest.raises(ConfigError, match="Create AdamW with capturable=True"):
-        capture_step(step_of(network, [optimizer], network), optimizer)(batches(1)[0].cuda())
+        capture_step(step_of(network, [optimizer], network))(batches(1)[0].cuda())
 
 
 def test_offloaded_states_are_refused():
-    network, _, step = make()
+    network, _, _ = make()
     optimizer = AdamW(network.parameters(), offload=("states",))
     with pytest.raises(ConfigError, match="cannot capture offload="):
-        capture_step(step, optimizer)(batches(1)[0])
+        capture_step(step_of(network, [optimizer], network))(batches(1)[0])
 
 
 def test_steps_in_the_backward_are_refused():
     network, optimizers, step = make()
-    step_in_backward(network, *optimizers)
+    step_in_backward(network, *optimizers, accumulate=8)
     with pytest.raises(ConfigError, match=r"Hooks of AdamW\.step\(\)"):
-        capture_step(step, *optimizers)(batches(1)[0])
+        capture_step(step)(batches(1)[0])
 
 
 def test_a_guard_is_refused():
@@ -322,7 +446,7 @@ def test_a_guard_is_refused():
     monitor = fp8pass.Monitor()
     guard = fp8pass.Guard(monitor, *optimizers, model=network)
     with pytest.raises(ConfigError, match="such as a Guard's"):
-        capture_step(step, *optimizers)(batches(1)[0])
+        capture_step(step)(batches(1)[0])
     guard.close()
     monitor.close()
 
@@ -330,14 +454,14 @@ def test_a_guard_is_refused():
 def test_a_monitor_is_refused():
     monitor = fp8pass.Monitor()
     backend = fp8pass.backend(fp8pass.Config(), monitor=monitor)
-    _, optimizers, step = make(backend=backend)
+    *_, step = make(backend=backend)
     with pytest.raises(ConfigError, match="capture_step replays one version"):
-        capture_step(step, *optimizers)(batches(1)[0])
+        capture_step(step)(batches(1)[0])
     monitor.close()
 
 
 @pytest.mark.parametrize("options", [{"offload": True}, {"triton.cudagraphs": True}])
 def test_other_owners_of_memory_are_refused(options):
-    _, optimizers, step = make(options=options)
+    *_, step = make(options=options)
     with pytest.raises(BackendCompilerFailed, match="capture_step"):
-        capture_step(step, *optimizers)(batches(1)[0])
+        capture_step(step)(batches(1)[0])
