@@ -34,7 +34,7 @@ NUMBERS = (bool, int, float, str, type(None))
 
 
 class Key(NamedTuple):
-    """What a capture records. A change of `state` makes a graph invalid."""
+    """Facts that a capture records. A change of `state` makes a graph invalid."""
 
     inputs: Any  # shapes, dtypes, layouts; numbers among the arguments; autocast
     state: Any  # options of optimizers; addresses of parameters; identities of states
@@ -97,7 +97,7 @@ class CapturedStep:
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = step
-        self._optimizers: list[torch.optim.Optimizer] = []  # those that `step` has used
+        self._optimizers: list[torch.optim.Optimizer] = []  # used by `step` so far
         self._rates: dict[tuple[int, int], Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._graph: _Graph | None = None
