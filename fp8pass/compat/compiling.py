@@ -41,8 +41,8 @@ __all__ = [
     "has_cpp_compiler", "interpret", "is_checkpointing", "is_of_fsdp", "is_region",
     "list_mode_options", "list_options", "match_generated_code", "multiplies_bf16_on_cpu",
     "original_of", "patch_options", "recompile", "reuse_small_buffers", "run_uncompiled",
-    "running_backward", "source_of", "static_inputs", "trace_structured", "type_of_option",
-    "uncached", "uses_cuda_graphs",
+    "running_backward", "runs_gradient_hooks", "source_of", "static_inputs", "trace_structured",
+    "type_of_option", "uncached", "uses_cuda_graphs",
 ]  # fmt: skip
 
 # Before 2.13, Dynamo does not check a parameter again while its dict is unchanged. If the user
@@ -253,6 +253,11 @@ def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for h, before in zip(hooks, registered, strict=True):
             h.update(before)
+
+
+def runs_gradient_hooks(leaf: torch.Tensor) -> bool:
+    """Whether a leaf has hooks on accumulated gradients, which are not disabled."""
+    return bool(leaf._post_accumulate_grad_hooks)
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:

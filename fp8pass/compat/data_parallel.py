@@ -73,6 +73,8 @@ def reduce_separately(model: nn.Module) -> AbstractContextManager[None]:
         *((g, "all_reduce_grads", True) for g in groups),
         *((g, "_partial_reduce_output", None) for g in groups),
         *((p, "unsharded_accumulated_grad", None) for p in parameters),
+        # The sums of `replace_accumulation` stay where they are.
+        *((p, "accumulate_unsharded_grad_if_needed", lambda: None) for p in parameters),
         *((x, "grad", None) for x in unsharded),
     ]
     return set_attributes(changes)

@@ -72,7 +72,8 @@ class LocalSums:
     def add_to_bucket(self, bucket: Any) -> None:
         """Add the sums of the parameters in a bucket of DDP to their gradients."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if parameter in self._numbers:
+            # Tools disable the hooks during backwards of their own, which leave the sums alone.
+            if parameter in self._numbers and compat.runs_gradient_hooks(parameter):
                 self.move_to(self._numbers[parameter], gradient)
 
     def take(self, parameter: Tensor) -> None:

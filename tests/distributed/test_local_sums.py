@@ -104,6 +104,22 @@ def training_is_reproducible(device: str, way: str) -> None:
     assert torch.equal(*found)
 
 
+def tools_leave_the_sums(device: str, way: str) -> None:
+    """Tools run backwards of their own in the middle of an accumulation."""
+    found = []
+    for measures in (False, True):
+        model = distributed(way, device, "coat")
+        fp8pass.distributed.compress(model, sums="e4m3")
+        with parallel.no_sync(model):
+            backward(way, device, model, seed=0)
+        if measures:
+            ids = parallel.batch(device, 5, of_rank=True)
+            fp8pass.diagnose(model, lambda m, x: parallel.loss_of(m(x), x), ids)
+        backward(way, device, model, seed=1)
+        found.append(flat(gradients(model)))
+    assert torch.equal(*found)
+
+
 class Branches(nn.Module):
     """Uses its second layer only if asked to."""
 
@@ -222,7 +238,12 @@ def test_training_with_clipping(two, way, checkpoints):
 @pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
 @pytest.mark.parametrize(
     "function",
-    [training_is_reproducible, sums_of_unused_parameters_are_reduced, a_nan_reaches_the_gradients],
+    [
+        training_is_reproducible,
+        tools_leave_the_sums,
+        sums_of_unused_parameters_are_reduced,
+        a_nan_reaches_the_gradients,
+    ],
 )
 def test_sums(two, function, way):
     two(function, way)
