@@ -53,28 +53,36 @@ class LocalSums:
     def add(self, number: int, gradient: Tensor) -> None:
         """Add a gradient to the sum of a parameter."""
         local = _local(gradient).contiguous()
-        step = self._reductions.setdefault(local.device, torch.zeros((), device=local.device))
-        made = GradientSum(self.format, number=number)
-        self._sums.setdefault(number, made).add(local, seed=0, step=step)
+        if local.device not in self._reductions:
+            self._reductions[local.device] = torch.zeros((), device=local.device)
+        if number not in self._sums:
+            self._sums[number] = GradientSum(self.format, number=number)
+        self._sums[number].add(local, seed=0, step=self._reductions[local.device])
 
     def move_to(self, number: int, gradient: Tensor) -> None:
-        """Add the sum of a parameter to its contiguous gradient in place, and start a new sum."""
+        """Add the sum of a parameter to its gradient in place, and start a new sum."""
         found = self._sums.get(number)
         if found is None or not found.count:
             return
         if not self._moved or number in self._moved:
             self._moved.clear()
-            for count in self._reductions.values():
-                count.add_(1)
+            for reductions in self._reductions.values():
+                reductions.add_(1)
         self._moved.add(number)
-        found.move_to(_local(gradient))
+        local = _local(gradient)
+        dense = local.contiguous()
+        found.move_to(dense)
+        if dense is not local:
+            local.copy_(dense)
 
     def add_to_bucket(self, bucket: Any) -> None:
         """Add the sums of the parameters in a bucket of DDP to their gradients."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             # Tools disable the hooks during backwards of their own, which leave the sums alone.
             if parameter in self._numbers and compat.runs_gradient_hooks(parameter):
-                self.move_to(self._numbers[parameter], gradient)
+                # `gradient` has the memory of the parameter's layout, but contiguous strides.
+                placed = gradient.as_strided(parameter.size(), parameter.stride())
+                self.move_to(self._numbers[parameter], placed)
 
     def take(self, parameter: Tensor) -> None:
         """Add the gradient of a parameter of DDP to its sum, and drop the gradient."""

@@ -170,6 +170,21 @@ def a_nan_reaches_the_gradients(device: str, way: str) -> None:
     assert flat(gradients(model)).isfinite().all()
 
 
+def other_layouts_under_ddp(device: str) -> None:
+    found = []
+    for sums in ("none", "fp16"):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(8, 16, 3).to(device, memory_format=torch.channels_last)
+        model = DistributedDataParallel(conv)
+        fp8pass.distributed.compress(model, sums=sums)
+        x = torch.randn(2, 8, 6, 6, device=device)
+        with model.no_sync():
+            model(x).square().mean().backward()
+        model(x).square().mean().backward()
+        found.append(flat(gradients(model)))
+    assert relative(found[1], found[0]) < 0.06, relative(found[1], found[0])
+
+
 def mixed_precision_of_fsdp(device: str) -> None:
     found = []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -247,6 +262,10 @@ def test_training_with_clipping(two, way, checkpoints):
 )
 def test_sums(two, function, way):
     two(function, way)
+
+
+def test_other_layouts_under_ddp(two):
+    two(other_layouts_under_ddp)
 
 
 def test_mixed_precision_of_fsdp(two):
