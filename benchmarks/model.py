@@ -182,9 +182,9 @@ class LossOnly(nn.Module):
             layers[i] = compile_layer(layer)
         self.model = llama.model
 
-    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
+    def forward(self, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Any:
         """Return an object with the `loss`."""
-        hidden = self.model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
+        hidden = self.model(input_ids=input_ids, **inputs).last_hidden_state
         return SimpleNamespace(loss=self.head(hidden, labels))
 
 

@@ -83,6 +83,7 @@ PARTS = {
     "dgrads apart": Variant(without="merge_dgrads"),
     "launches apart": Variant(without=APART),
     "launches apart, combo_kernels": Variant(without=APART, how=COMBINED),
+    "losses generated": Variant(without="fuse_losses"),
     ALL_PARTS + GRAPHED: Variant(how=REPLAYED),
     "dgrads apart" + GRAPHED: Variant(without="merge_dgrads", how=REPLAYED),
     "launches apart" + GRAPHED: Variant(without=APART, how=REPLAYED),

@@ -312,6 +312,32 @@ def norm_backward(columns: int, saved: str = "e4m3") -> Program:
     )
 
 
+def cross_entropy() -> Program:
+    """Return a program for the loss of each row, and the gradient of the logits `x`."""
+    return Program(
+        (Load("label", "row"), Load("weight", "row"), Load("x", "full")),
+        (
+            Step("largest", "row_max", ("x",)),
+            Step("shifted", "aten.sub.Tensor", ("x", "largest")),
+            Step("power", "aten.exp.default", ("shifted",)),
+            Step("total", "row_sum", ("power",)),
+            Step("log", "aten.log.default", ("total",)),
+            Step("log_p", "aten.sub.Tensor", ("shifted", "log")),
+            Step("is_label", "is_column", ("label",)),
+            Step("picked", "aten.where.self", ("is_label", "log_p", 0.0)),
+            Step("loss", "row_sum", ("picked",)),
+            Step("one_hot", "aten.where.self", ("is_label", -1.0, 0.0)),
+            Step("p", "aten.exp.default", ("log_p",)),
+            Step("sum", "aten.add.Tensor", ("one_hot", "p")),
+            Step("gradient", "aten.mul.Tensor", ("sum", "weight")),
+        ),
+        (
+            Store("gradient", ("full",), dtype="bfloat16"),
+            Store("loss", ("row",), dtype="float32"),
+        ),
+    )
+
+
 # --- graphs ---------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import sympy
+from torch import fx
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import ir as inductor_ir
 from torch._inductor.async_compile import shutdown_compile_workers
@@ -64,23 +65,57 @@ def lower_to_parts(op: Any) -> None:
         return inductor_ir.TensorBox(inductor_ir.ConcatKernel.create(parts, dim))
 
 
-def lower_to_triton(op: Any, prepare: Callable[[Sequence[Any], str], Iterable[Any]]) -> None:
-    """Lower `op(inputs, programs)` on a GPU to the launches that `prepare` returns."""
+def lower_to_triton(
+    op: Any,
+    prepare: Callable[[Sequence[Any], str], Iterable[Any]],
+    overwritten: Callable[[fx.Node], dict[int, int]],
+) -> None:
+    """Lower `op(inputs, programs)` on a GPU to the launches that `prepare` returns.
+
+    `overwritten` returns the inputs that nothing else reads and that results may replace: the
+    number of an input by the number of the result.
+    """
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
     @register_lowering(op, type_promotion_kind=None)
     def lowering(inputs: Sequence[Any], programs: str) -> Any:
-        results = V.graph.current_node.meta["val"]
+        node = V.graph.current_node
+        results, replaced = node.meta["val"], overwritten(node)
         if results[0].device.type != "cuda":
             return fallback(inputs, programs)
         tensors = [inductor_ir.ExternKernel.require_contiguous(x) for x in inputs]
-        outputs = [
-            empty_strided(convert_shape_to_inductor(x.shape), None, dtype=x.dtype, device=x.device)
-            for x in results
-        ]
+        outputs = []
+        for i, x in enumerate(results):
+            if i in replaced and _may_overwrite(tensors[replaced[i]]):
+                output = tensors[replaced[i]] = _rename(tensors[replaced[i]])
+            else:
+                shape = convert_shape_to_inductor(x.shape)
+                output = empty_strided(shape, None, dtype=x.dtype, device=x.device)
+            outputs.append(output)
         for launch in prepare(tensors, programs):
             _launch(launch, tensors, outputs)
         return outputs
+
+
+def _may_overwrite(x: Any) -> bool:
+    """Whether a tensor is a result of a kernel, or saved for this backward alone."""
+    source: Any = V.graph.graph_inputs.get(x.get_name())
+    return source is None or isinstance(source.data.data, inductor_ir.DonatedBuffer)
+
+
+def _rename(x: Any) -> Any:
+    """Return a buffer with the memory of `x`, which no kernel may read afterwards.
+
+    Kernels that write to `x` would keep a graph input until the graph returns. So Inductor treats
+    the new name as a new tensor.
+    """
+    V.graph.never_reuse_buffers.add(x.get_name())
+    size = x.get_size()
+    layout = inductor_ir.FixedLayout(
+        x.get_device(), x.get_dtype(), size, inductor_ir.FlexibleLayout.contiguous_strides(size)
+    )
+    renamed = inductor_ir.ExternKernelAlloc(layout, [x], python_kernel_name="")  # `buf1 = (buf0)`
+    return inductor_ir.TensorBox.create(renamed)
 
 
 def _launch(launch: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

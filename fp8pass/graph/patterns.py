@@ -155,6 +155,7 @@ ONES = (aten.ones.default, aten.ones_like.default)
 
 
 def filled_with(node: fx.Node) -> float | None:
+    """Return the number that all elements of a tensor equal, if the graph contains it."""
     while node.target in RESHAPES or node.target in CASTS:
         node = node.all_input_nodes[0]
     if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):
@@ -164,6 +165,17 @@ def filled_with(node: fx.Node) -> float | None:
     if node.target in ZEROS:
         return 0.0
     return 1.0 if node.target in ONES else None
+
+
+def counts_columns(node: Any, columns: int) -> bool:
+    """Whether a value is 0, 1, ... along its last dimension of size `columns`."""
+    if not isinstance(node, fx.Node) or tensor(node).shape[-1] != columns:
+        return False
+    while node.target in RESHAPES:
+        node = node.all_input_nodes[0]
+    if not is_call(node, prims.iota.default):
+        return False
+    return (node.args[0], node.kwargs["start"], node.kwargs["step"]) == (columns, 0, 1)
 
 
 SUM_OPERATORS = {aten.add.Tensor, aten.sub.Tensor}

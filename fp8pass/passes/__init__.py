@@ -36,6 +36,7 @@ from fp8pass.passes.joint.simulate_format import simulate_format
 from fp8pass.passes.lowering.buffer_residual_sums import buffer_residual_sums
 from fp8pass.passes.lowering.describe_kernels import describe_kernels
 from fp8pass.passes.lowering.fuse_launches import fuse_launches
+from fp8pass.passes.lowering.fuse_losses import fuse_losses
 from fp8pass.passes.lowering.fuse_norms import fuse_norms
 from fp8pass.passes.lowering.fuse_rows import fuse_rows
 from fp8pass.passes.lowering.fuse_scales import fuse_scales
@@ -93,6 +94,10 @@ _JOINT = (
 _LOWERING = (
     # in_chunks -> the operators of each chunk
     Entry(unroll_chunks, required=True),
+    # Sums of one-hot rows -> their elements; values of a row -> stored in buffers
+    Entry(simplify_losses, rewrites_stock=True),
+    # Cross entropies and their gradients -> row kernels
+    Entry(fuse_losses, rewrites_stock=True),
     # Quantization by row, and the operators that compute its input -> row kernels
     Entry(fuse_rows),
     # The backward of norms -> row kernels
@@ -107,8 +112,6 @@ _LOWERING = (
     Entry(describe_kernels),
     # Dialect operators that no kernel replaced -> aten
     Entry(lower_dialect, required=True),
-    # Sums of one-hot rows -> their elements; values of a row -> stored in buffers
-    Entry(simplify_losses, rewrites_stock=True),
     # cat of computed parts -> one buffer, in which each part is stored in place
     Entry(split_cats, rewrites_stock=True),
     # Sums of the residual stream -> stored in buffers

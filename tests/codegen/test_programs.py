@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from kernel_helpers import assert_same, by_row, norm, operands, swiglu
+from kernel_helpers import assert_same, by_row, cross_entropy, norm, operands, swiglu
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
@@ -38,6 +39,14 @@ def test_formulas_are_computed_once():
     targets = [step.target for step in simplify(spelled_out_silu()).steps]
     assert targets[:3] == ["aten.sigmoid.default", "aten.mul.Tensor", "aten.mul.Tensor"]
     assert targets[3:] == ["row_amax", "scale"]
+
+
+def test_denominators_of_a_softmax_are_computed_with_the_maximum():
+    """Not if the exponentials are relative to the maximum of another matrix."""
+    assert "row_exp_sum" in [step.target for step in simplify(cross_entropy()).steps]
+    other = replace(cross_entropy().steps[0], args=("label",))
+    unusual = replace(cross_entropy(), steps=(other, *cross_entropy().steps[1:]))
+    assert "row_exp_sum" not in [step.target for step in simplify(unusual).steps]
 
 
 @pytest.mark.parametrize("make", [spelled_out_silu, lambda: norm(96, 32), lambda: swiglu(32)])

@@ -15,6 +15,7 @@ from kernel_helpers import (
     both_devices,
     by_row,
     check,
+    cross_entropy,
     in_parts,
     norm,
     norm_backward,
@@ -28,8 +29,9 @@ from fp8pass.codegen.kernels import row_kernel
 from fp8pass.codegen.kernels.row_source import Shape, write
 from fp8pass.codegen.program import ir as program_module
 from fp8pass.codegen.program import reference as reference_module
-from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.ir import ROW_EXP_SUM, Load, Program, Step, Store
 from fp8pass.codegen.program.reference import compute_program
+from fp8pass.codegen.program.simplify import simplify
 
 pytest.importorskip("triton")
 EDGES = math.inf, -math.inf, math.nan
@@ -57,6 +59,7 @@ def reading(request, monkeypatch):
 )
 def test_shapes_of_long_rows(columns, packed, chunk, held, warps):
     """A packed format needs more registers than wide rows leave."""
+    assert row_kernel._choose_shape(cross_entropy(), 32768) == (Shape(32768, 4096, False), 8)
     program = swiglu(128)
     if packed:
         stores = (replace(s, format="e2m2") if s.group_size else s for s in program.stores)
@@ -97,6 +100,26 @@ def test_norm(device, reading, columns, group):
     program = norm(columns, group)
     inputs = operands(program, 19, columns, device)
     check(row_kernel, program, inputs)
+
+
+@both_devices
+@pytest.mark.parametrize("columns", [16, 250, 640])
+def test_cross_entropy(device, reading, columns):
+    """Also of rows with infinities or NaN, of masked classes, and of labels out of range."""
+    program = simplify(cross_entropy())
+    assert ROW_EXP_SUM in [step.target for step in program.steps]
+    label, weight, x = operands(program, 21, columns, device)
+    label = torch.randint(columns, label.shape, device=device)
+    label[7], label[8] = -100, columns
+    for row, edge in enumerate(EDGES):
+        x[row, 5] = edge
+    x[3] = -math.inf
+    x[4, : columns // 2] = -math.inf
+    inputs = [label, weight, x]
+    for got, want in zip(
+        run(row_kernel, program, inputs), compute_program(cross_entropy(), inputs), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=8e-3, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.long

@@ -119,6 +119,18 @@ MALFORMED = {
         program(steps=(replace(SUM, target="row_sum"),)),
         "step y = row_sum(x, r): takes one value",
     ),
+    "exponentials of one": (
+        program(steps=(Step("m", "row_max", ("x",)), Step("y", "row_exp_sum", ("x",)))),
+        "step y = row_exp_sum(x): takes two values",
+    ),
+    "exponentials of another maximum": (
+        program(steps=(Step("m", "row_amax", ("x",)), Step("y", "row_exp_sum", ("x", "m")))),
+        "step y = row_exp_sum(x, m): m is not the maximum of each row of x",
+    ),
+    "columns of a matrix": (
+        program(steps=(Step("y", "is_column", ("x",)),)),
+        "step y = is_column(x): compares columns with a value that varies along a row",
+    ),
     "a scale of nothing": (program(steps=(Step("y", "scale", ("x",)),)), "an amax and a format"),
     "a scale of no format": (
         program(steps=(Step("y", "scale", ("r", "e9m9")),)),

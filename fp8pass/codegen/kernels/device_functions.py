@@ -25,6 +25,11 @@ def smallest(a, b):
 
 
 @triton.jit
+def finite(x):
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
 def quotient_of(amax, step):
     return largest(amax * step, {smallest_scale!r})
 

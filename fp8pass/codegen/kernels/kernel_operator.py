@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from fp8pass import compat
-from fp8pass.codegen.buffers import library
+from fp8pass import compat, graph
+from fp8pass.codegen.buffers import buffer, library
 from fp8pass.codegen.kernels.launch import Launch, LaunchPart, plan_launches
 from fp8pass.codegen.program.ir import Program
 from fp8pass.codegen.program.program_batch import Batch
+from fp8pass.graph.classify import Kind, kind
 
 # Prepares a program, given M, which may be symbolic, and N.
 Prepare = Callable[[Program, Any, int], LaunchPart]
@@ -26,7 +28,12 @@ Prepare = Callable[[Program, Any, int], LaunchPart]
 KERNELS: dict[Any, Prepare] = {}
 
 
-def define_kernel(name: str, prepare: Prepare) -> Any:
+def define_kernel(name: str, prepare: Prepare, *, overwrites: bool = False) -> Any:
+    """Define an operator, and return its overload.
+
+    With `overwrites`, a result may take the memory of an input that nothing else reads. Each
+    element of the kernel's matrices must be read before its result is stored.
+    """
 
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
         batch = Batch.parse(programs)
@@ -50,9 +57,35 @@ def define_kernel(name: str, prepare: Prepare) -> Any:
         sizes = [x.get_size() for x in inputs]
         return plan_launches(prepare_batch(prepare, Batch.parse(programs), sizes))
 
-    compat.lower_to_triton(op, prepare_all)
+    compat.lower_to_triton(op, prepare_all, _find_overwritten if overwrites else lambda node: {})
     KERNELS[op] = prepare
     return op
+
+
+def _find_overwritten(node: fx.Node) -> dict[int, int]:
+    """Return the number of an input by the number of the result that may take its memory."""
+    inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    results, found = node.meta["val"], {}
+    for program, read, numbers in Batch.parse(str(node.args[1])).split(range(len(inputs))):
+        firsts = accumulate((load.tensor_count for load in program.loads), initial=0)
+        loads = zip(program.loads, firsts, strict=False)
+        whole = [read[first] for load, first in loads if load.operand == "full" and not load.width]
+        free = [i for i in whole if inputs.count(inputs[i]) == 1 and _is_last_use(inputs[i])]
+        for store, number in zip(program.stores_of_results, numbers, strict=True):
+            for i in free if store.layouts == ("full",) else ():
+                x, result = graph.tensor(inputs[i]), results[number]
+                if (x.shape, x.dtype) == (result.shape, result.dtype):
+                    found[number] = i
+                    free.remove(i)
+                    break
+    return found
+
+
+def _is_last_use(x: fx.Node) -> bool:
+    """Whether `x` is a GEMM's result or a graph input, and has only one user."""
+    while len(x.users) == 1 and (kind(x) is Kind.VIEW or graph.is_call(x, buffer)):
+        x = x.args[0]  # type: ignore[assignment]
+    return len(x.users) == 1 and (kind(x) is Kind.GEMM or x.op == "placeholder")
 
 
 def run(prepare: Prepare, batch: Batch, inputs: Sequence[Tensor], results: list[Tensor]) -> None:

@@ -14,7 +14,7 @@ from fp8pass.codegen.kernels.launch import LaunchPart
 from fp8pass.codegen.kernels.row_source import VECTOR, Shape, sums_rows, write
 from fp8pass.codegen.kernels.supported import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS, TRITON_TYPES
-from fp8pass.codegen.program.ir import PARTIAL_SUMS, Program
+from fp8pass.codegen.program.ir import IS_COLUMN, PARTIAL_SUMS, ROW_EXP_SUM, Program
 from fp8pass.dialect.formats import FORMATS
 
 LONGEST_HELD = 16384
@@ -77,6 +77,8 @@ def _check(program: Program, columns: int) -> None:
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     """Return the chunks, which contain whole groups, and the number of warps."""
     if columns > LONGEST_HELD:
+        if any(step.target in (ROW_EXP_SUM, IS_COLUMN) for step in program.steps):
+            return Shape(columns, ROW_CHUNK, held=False), 8
         if all(store.layouts == ("row",) for store in program.stores):
             return Shape(columns, REDUCED_CHUNK, held=False), 16
         if columns <= LONGEST_WIDE and _needs_few_registers(program):
@@ -97,4 +99,4 @@ def _needs_few_registers(program: Program) -> bool:
     return not packs and sum(x.operand in ("full", "groups") for x in program.loads) <= WIDE_LOADS
 
 
-rows = define_kernel("rows", prepare)
+rows = define_kernel("rows", prepare, overwrites=True)

@@ -29,7 +29,15 @@ from fp8pass.codegen.kernels.triton_ops import (
     name_pointers,
     write_expression,
 )
-from fp8pass.codegen.program.ir import REDUCTION_STEPS, Load, Program, Step, Store
+from fp8pass.codegen.program.ir import (
+    IS_COLUMN,
+    REDUCTION_STEPS,
+    ROW_EXP_SUM,
+    Load,
+    Program,
+    Step,
+    Store,
+)
 from fp8pass.dialect.formats import FORMATS
 
 # One load instruction: 16 bytes of BF16.
@@ -72,6 +80,23 @@ _GROUPS = [
     "tl.store({scales} + row * ({N} // {size}) + group, {v}_scales.to({scale_type}){if_group})",
     "{v}_groups = {v}_groups * tl.div_rn(1.0, {v}_scales)[:, None]",
 ]
+# `ROW_EXP_SUM` in one pass over the row: each of `few` elements is a partial sum relative to the
+# largest element so far.
+_EXP_SUM = [
+    "{v}_few = tl.reshape({value}, ({chunk} // {few}, {few}))",
+    "{v}_max = largest({largest}_chunk, tl.reduce({v}_few, 1, largest))",
+    "{v}_shift = finite({v}_max)",
+    "{v}_chunk *= exp2(({largest}_chunk - {v}_shift) * 1.4426950408889634)",
+    "{v}_chunk += tl.sum(exp2(({v}_few - {v}_shift[:, None]) * 1.4426950408889634), 1)",
+    "{largest}_chunk = {v}_max",
+]
+# The result of each reduction of all elements, given its partial results for a chunk.
+_RESULTS = {
+    "row_sum": "tl.sum({0}, 0)",
+    "row_amax": "tl.reduce({0}, 0, largest)",
+    "row_max": "tl.reduce({0}, 0, largest)",
+    ROW_EXP_SUM: "tl.sum({0} * exp2(({1}_chunk - finite({1})) * 1.4426950408889634), 0)",
+}
 # How scales of groups are rounded and stored, by `Store.scale_form`.
 _SCALE_FORMS = {"": ("truncated", "tl.bfloat16"), "fp32": ("power_of_two", "tl.float32")}
 _STORE_ELEMENTS = (
@@ -118,6 +143,8 @@ class RowWriter:
         self.rounded = {s.name: s.dtype for s in program.stores if "full" in s.layouts}
         self.where = name_pointers(program)
         self.results = self._name_results()
+        steps = program.steps
+        self.exp_sums = {s.args[1]: s.name for s in steps if s.target == ROW_EXP_SUM}
         self.varying: set[str] = set()
         self.stages: dict[str, int] = {}
         for definition in self.definitions.values():
@@ -148,8 +175,10 @@ class RowWriter:
                 self.varying.add(name)
             return
         needs, reduces = _operands(definition), definition.target in REDUCTION_STEPS
-        self.stages[name] = max((self.stages[x] for x in needs), default=0) + reduces
-        if not reduces and not self.varying.isdisjoint(needs):
+        same = definition.target == ROW_EXP_SUM  # as the maximum, which it is computed with
+        stage = max((self.stages[x] for x in needs), default=0)
+        self.stages[name] = stage + (reduces and not same)
+        if definition.target == IS_COLUMN or (not reduces and not self.varying.isdisjoint(needs)):
             self.varying.add(name)
 
     def before(self) -> list[str]:
@@ -204,14 +233,15 @@ class RowWriter:
         for value in self._row_values([x for x in needed if x]):
             self.define(value, 0)
         if self.shape.held:
+            self._write_initial([r for r in reductions if self._in_groups(r)])
             for i in self.shape.chunks:
                 self._write_chunk(i, reductions, along, is_first=i == 0)
         elif reductions or along:
             self._write_loop(reductions, along)
         for r in reductions:
-            combine = "sum" if r.target == "row_sum" else "reduce"
-            rest = "" if combine == "sum" else ", largest"
-            self.lines.append(f"{r.name} = tl.{combine}({r.name}_chunk, 0{rest})")
+            so_far = f"{r.name}_chunk"
+            result = _RESULTS[r.target].format(so_far, *r.args[1:])
+            self.lines.append(f"{r.name} = {result}")
             self.known.add(r.name)
         for number, layout in stores:
             if layout == "row":
@@ -236,8 +266,7 @@ class RowWriter:
 
     def _write_loop(self, reductions: list[Step], stores: list[tuple[int, str]]) -> None:
         chunk = self.shape.chunk
-        for r in reductions:
-            self.lines.append(f"{r.name}_chunk = tl.zeros(({chunk},), tl.float32)")
+        self._write_initial(reductions)
         self.lines.append(f"for start in range(0, {self.shape.columns}, {chunk}):")
         outside, self.lines, known = self.lines, [], set(self.known)
         self._write_columns(0)
@@ -245,13 +274,31 @@ class RowWriter:
         self.lines = outside + [f"    {line}" for line in self.lines]
         self.known = known
 
+    def _in_groups(self, reduction: Step) -> bool:
+        """Whether a reduction has a partial result for each few elements of a chunk."""
+        return reduction.target == ROW_EXP_SUM or reduction.name in self.exp_sums
+
+    def _write_initial(self, reductions: list[Step]) -> None:
+        for r in reductions:
+            size = self.shape.chunk // (VECTOR if self._in_groups(r) else 1)
+            self.lines.append(f"{r.name}_chunk = tl.full(({size},), {_initial(r)}, tl.float32)")
+
     def _write_chunk(
         self, i: int, reductions: list[Step], stores: list[tuple[int, str]], *, is_first: bool
     ) -> None:
         for number, layout in stores:
             self._write_store(i, number, layout)
         for r in reductions:
-            value, so_far = self._only_there(self._along(r.args[0], i), i), f"{r.name}_chunk"
+            if r.name in self.exp_sums:
+                continue
+            initial = "float('-inf')" if r.target == ROW_EXP_SUM else _initial(r)
+            value = self._only_there(self._along(r.args[0], i), i, initial)
+            if r.target == ROW_EXP_SUM:
+                names = {"v": r.name, "value": value, "largest": r.args[1]}
+                names |= {"chunk": self.shape.chunk, "few": VECTOR}
+                self.lines += [line.format(**names) for line in _EXP_SUM]
+                continue
+            so_far = f"{r.name}_chunk"
             if r.target == "row_amax":
                 value = f"tl.abs({value})"
             if not is_first:
@@ -272,8 +319,8 @@ class RowWriter:
         """Mask a load or store, unless the chunk is full."""
         return "" if self.shape.is_full(i) else f", {condition or f'there_{i}'}"
 
-    def _only_there(self, value: str, i: int) -> str:
-        return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, 0.0)"
+    def _only_there(self, value: str, i: int, otherwise: str = "0.0") -> str:
+        return value if self.shape.is_full(i) else f"tl.where(there_{i}, {value}, {otherwise})"
 
     def name(self, value: str, i: int) -> str:
         return f"{value}_{i}" if value in self.varying else value
@@ -296,7 +343,10 @@ class RowWriter:
             args = definition.args
             renamed = {x: self.define(x, i) for x in _operands(definition)}
             step = replace(definition, args=tuple(renamed.get(x, x) for x in args))
-            self.lines.append(f"{name} = {write_expression(step)}")
+            expression = write_expression(step)
+            if step.target == IS_COLUMN:
+                expression = f"column_{i} == {step.args[0]}.to(tl.int32)"
+            self.lines.append(f"{name} = {expression}")
         if value in self.rounded:
             self.lines.append(f"{name} = {name}.to(tl.{self.rounded[value]}).to(tl.float32)")
         self.known.add(name)
@@ -415,6 +465,10 @@ ROW_STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
     "full": RowWriter._store_full,
     "sums": RowWriter._store_sums,
 }
+
+
+def _initial(reduction: Step) -> str:
+    return "float('-inf')" if reduction.target == "row_max" else "0.0"
 
 
 def _first(load: Load) -> str:

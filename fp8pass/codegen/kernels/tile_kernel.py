@@ -19,7 +19,7 @@ from fp8pass.codegen.kernels.launch import Function, LaunchPart
 from fp8pass.codegen.kernels.supported import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.tile_source import TileWriter
 from fp8pass.codegen.kernels.triton_ops import TRITON_TYPES
-from fp8pass.codegen.program.ir import AMAX_TILE, REDUCTION_STEPS, SIDE, Program
+from fp8pass.codegen.program.ir import AMAX_TILE, IS_COLUMN, REDUCTION_STEPS, SIDE, Program
 from fp8pass.dialect.encoding import padded_size
 from fp8pass.graph.nodes import tensor
 
@@ -40,7 +40,7 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
     """
     check_stores("tile", program, FORMATS_BY_LAYOUT)
     for step in program.steps:
-        if step.target in REDUCTION_STEPS:
+        if step.target in (IS_COLUMN, *REDUCTION_STEPS):
             raise UnsupportedProgram(f"the tile kernel cannot compute {step.target} {step.name}")
     m, n = AMAX_TILE
     if program.has_squares:

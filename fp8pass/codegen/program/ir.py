@@ -34,8 +34,12 @@ AMAX_TILE = 64, 128
 TILE_REDUCTIONS = frozenset({"amax", "tile_sums"})
 # Partial sum i adds rows i, i + 1024, ...
 PARTIAL_SUMS = 1024
+# `ROW_EXP_SUM` sums exp(x - max) over each row; its operands are x and the row's `row_max`.
+ROW_EXP_SUM = "row_exp_sum"
 # Their results are [M, 1].
-REDUCTION_STEPS = ("row_sum", "row_amax")
+REDUCTION_STEPS = ("row_sum", "row_amax", "row_max", ROW_EXP_SUM)
+# Whether an element is in the column that its row's value names.
+IS_COLUMN = "is_column"
 
 
 class NotAMatrix(Exception):
@@ -71,7 +75,8 @@ class Load:
 class Step:
     """`name = target(*args)`. Arguments are names of values, or constants.
 
-    The target is a pointwise aten operator, one of `REDUCTION_STEPS`, or `scale` (amax, format).
+    The target is a pointwise aten operator, one of `REDUCTION_STEPS`, `IS_COLUMN` (numbers of
+    columns, below 2^24), or `scale` (amax, format).
     """
 
     name: str
@@ -168,6 +173,11 @@ class Program:
             tuple(replace(x, name=new[x.name], args=_rename(x.args, new)) for x in self.steps),
             tuple(replace(x, name=new[x.name], scale=new.get(x.scale, "")) for x in self.stores),
         )
+
+    @property
+    def stores_of_results(self) -> list[Store]:
+        """The store of each result."""
+        return [store for store in self.stores for _ in range(store.result_count)]
 
     @property
     def finishes_amax(self) -> bool:

@@ -5,7 +5,8 @@ A reader starts at a node, and follows operands until it reaches tensors in memo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.codegen.buffers import buffer
-from fp8pass.codegen.program.ir import Load, NotAMatrix, Step
+from fp8pass.codegen.program.ir import IS_COLUMN, Load, NotAMatrix, Step
 from fp8pass.dialect.encoding import is_fp8
 from fp8pass.dialect.quantization import parse
 from fp8pass.graph.classify import Kind, kind
@@ -23,6 +24,8 @@ from fp8pass.graph.patterns import (
     CASTS,
     RESHAPES,
     ColumnSlice,
+    counts_columns,
+    filled_with,
     is_dequantized_saved_value,
     is_residual_sum,
     quantization_of,
@@ -34,6 +37,9 @@ fp8 = torch.ops.fp8pass
 
 # Threads can then load 16 bytes at once in any dtype.
 ALIGNED = 16
+
+# Kernels hold numbers of columns in FP32.
+MOST_COLUMNS = 1 << 24
 
 # These do not change values.
 TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
@@ -71,7 +77,7 @@ class Reader:
 
     def read(self, node: fx.Node) -> None:
         """Raises NotAMatrix, as `load` does."""
-        if node not in self.names and not self._compute(node):
+        if not self.compute(node):
             self.load(node)
 
     def load(self, node: fx.Node) -> None:
@@ -107,8 +113,10 @@ class Reader:
             return "column"
         raise NotAMatrix
 
-    def _compute(self, node: fx.Node) -> bool:
-        """Add `node` and return True, or add nothing and return False."""
+    def compute(self, node: fx.Node) -> bool:
+        """Add `node`, unless it is known, and return True; or add nothing and return False."""
+        if node in self.names:
+            return True
         if node.op != "call_function":
             return False
         if is_residual_sum(node) and not (self.by_row and self.sum in (None, node)):
@@ -202,11 +210,15 @@ class Reader:
             return [Step(node.name, str(aten.mul.Tensor), (data, scale))]
         if not _is_pointwise(node):
             return []
-        for x in node.args:
-            if isinstance(x, fx.Node):
-                self.read(x)
-        args = tuple(self.names[x] if isinstance(x, fx.Node) else x for x in node.args)
+        args = tuple(map(self._argument, node.args))
         return [Step(node.name, str(node.target), args)]
+
+    def _argument(self, x: Any) -> Any:
+        """Return the name of a value, or a constant."""
+        if not isinstance(x, fx.Node):
+            return x
+        number = filled_with(x) if self.operand(x) == "scalar" else None
+        return self._name(x) if number is None or math.isnan(number) else number
 
     def _row_steps(self, node: fx.Node) -> list[Step] | None:
         """Return None for operators that are not scales or reductions along rows."""
@@ -218,8 +230,14 @@ class Reader:
             return [Step(name, "scale", (self._name(args[0]), how.format.name))]
         if node.target is aten.sum.dim_IntList and _over_rows(node, columns):
             return [Step(name, "row_sum", (self._name(args[0]),))]
+        if node.target is aten.amax.default and _over_rows(node, columns):
+            return [Step(name, "row_max", (self._name(args[0]),))]
         if node.target is aten.mean.dim and _over_rows(node, columns):
             return self._mean(name, self._name(args[0]), columns)
+        if node.target is aten.eq.Tensor and counts_columns(args[1], columns):
+            return [Step(name, IS_COLUMN, (self._column_numbers(args[0]),))]
+        if node.target is aten.gather.default and args[1] in (-1, tensor(node).ndim - 1):
+            return self._pick(name, self._name(args[0]), self._column_numbers(args[2]))
         source = args[0] if graph.is_getitem(node) else None
         if isinstance(source, fx.Node) and source.target is aten.var_mean.correction:
             return self._var_mean(node, source)
@@ -246,6 +264,42 @@ class Reader:
             Step(f"{name}_square", "aten.square.default", (f"{name}_off",)),
             *self._mean(name, f"{name}_square", count),
         ]
+
+    def _column_numbers(self, node: Any) -> str:
+        """Load a number of a column for each row."""
+        while node.target is aten.expand.default:
+            node = node.args[0]
+        val, columns = tensor(node), tensor(self.matrix).shape[-1]
+        if val.dtype is not torch.int64 or self.operand(node) != "row" or columns > MOST_COLUMNS:
+            raise NotAMatrix
+        self.loads[node] = Load(node.name, "row")
+        self.names[node] = node.name
+        return node.name
+
+    def _pick(self, name: str, x: str, number: str) -> list[Step]:
+        """Return the steps that compute the element of each row in column `number`."""
+        found, picked = f"{name}_found", f"{name}_picked"
+        return [
+            Step(found, IS_COLUMN, (number,)),
+            Step(picked, str(aten.where.self), (found, x, 0.0)),
+            Step(name, "row_sum", (picked,)),
+        ]
+
+    def used_outside(self, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return computed nodes whose values other nodes use, also through views and casts.
+
+        The users of conditions (booleans) recompute them.
+        """
+        inside = set(self.names) | set(absorbed)
+
+        def is_used(node: fx.Node) -> bool:
+            return any(
+                user not in inside or (user.target in TRANSPARENT and is_used(user))
+                for user in node.users
+            )
+
+        values = [n for n in sorted(self.steps) if tensor(n).is_floating_point()]
+        return [n for n in values if is_used(n)]
 
     def _name(self, node: Any) -> str:
         self.read(node)

@@ -11,8 +11,10 @@ from torch import Tensor
 from fp8pass.codegen.program.ir import (
     AMAX_TILE,
     BLOCKS,
+    IS_COLUMN,
     PARTIAL_SUMS,
     REDUCTION_STEPS,
+    ROW_EXP_SUM,
     Program,
     Store,
     count_tiles,
@@ -27,8 +29,11 @@ from fp8pass.dialect.scaling import operand_scale
 _OPERATORS: dict[str, Callable[..., Tensor]] = {
     "row_sum": lambda x: x.sum(-1, keepdim=True),
     "row_amax": lambda x: x.abs().amax(-1, keepdim=True),
+    "row_max": lambda x: x.amax(-1, keepdim=True),
+    ROW_EXP_SUM: lambda x, largest: (x - largest).exp().sum(-1, keepdim=True),
     "scale": lambda amax, format: operand_scale(amax, FORMATS[format]),
     "aten.where.self": torch.where,
+    IS_COLUMN: lambda numbers, columns: numbers == torch.arange(columns, device=numbers.device),
 }
 
 
@@ -49,6 +54,8 @@ def compute_program(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         args: list[Any] = [values.get(x, x) if isinstance(x, str) else x for x in step.args]
         if step.target in REDUCTION_STEPS:
             args[0] = args[0].expand(rows, columns)
+        if step.target == IS_COLUMN:
+            args.append(columns)
         found = (_OPERATORS.get(step.target) or find_operator(step.target))(*args)
         name = step.name
         values[name] = found.to(rounded[name]).float() if name in rounded else found

@@ -3,6 +3,9 @@
     before   e = exp(-g);  a = g / (e + 1);  p = sigmoid(g);  x = pow(y, 1.0);  b = a * x
     after    p = sigmoid(g);  a = g * p;  b = a * y
 
+    before   m = row_max(x);  e = exp(x - m);  s = row_sum(e)
+    after    m = row_max(x);  s = row_exp_sum(x, m)
+
 Instructions rather than memory limit the speed of these kernels.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fp8pass.codegen.program.ir import Program, Step
+from fp8pass.codegen.program.ir import ROW_EXP_SUM, Program, Step
 
 _SUMS = "aten.add.Tensor", "aten.add.Scalar"
 
@@ -38,13 +41,28 @@ def simplify(program: Program) -> Program:
 
 
 def _shorten(step: Step, steps: dict[str, Step]) -> list[Step]:
-    """Replace y / (1 + exp(-x)) by y · sigmoid(x)."""
+    """Replace y / (1 + exp(-x)) by y · sigmoid(x), and the denominator of a softmax."""
     if step.target == "aten.reciprocal.default" and (x := _match_logistic(step.args[0], steps)):
         return [Step(step.name, "aten.sigmoid.default", (x,))]
     if step.target == "aten.div.Tensor" and (x := _match_logistic(step.args[1], steps)):
         sigmoid = Step(f"{step.name}_sigmoid", "aten.sigmoid.default", (x,))
         return [sigmoid, Step(step.name, "aten.mul.Tensor", (step.args[0], sigmoid.name))]
+    if step.target == "row_sum" and (operands := _match_exponentials(step.args[0], steps)):
+        return [Step(step.name, ROW_EXP_SUM, operands)]
     return [step]
+
+
+def _match_exponentials(name: object, steps: dict[str, Step]) -> tuple[str, str] | None:
+    """Return x and its row maximum m, if the value `name` is exp(x - m)."""
+    power = steps.get(str(name))
+    if power is None or power.target != "aten.exp.default":
+        return None
+    difference = steps.get(power.args[0])
+    if difference is None or difference.target != "aten.sub.Tensor":
+        return None
+    x, largest = difference.args
+    found = steps.get(str(largest))
+    return (x, largest) if found and (found.target, found.args) == ("row_max", (x,)) else None
 
 
 def _match_logistic(name: object, steps: dict[str, Step]) -> str | None:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from fp8pass.codegen.program.ir import (
     BLOCKS,
+    IS_COLUMN,
     OPERAND_KINDS,
     REDUCTION_STEPS,
+    ROW_EXP_SUM,
     SQUARE_BLOCK,
     TILE_REDUCTIONS,
     Load,
@@ -77,7 +79,15 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     for step in program.steps:
         operands = _verify_step(step, defined)
         _define(step, defined)
-        if step.target not in REDUCTION_STEPS and not varying.isdisjoint(operands):
+        if step.target == ROW_EXP_SUM:
+            value, largest = operands
+            is_largest = Step(largest, "row_max", (value,)) in program.steps
+            _require(is_largest, step, f"{largest} is not the maximum of each row of {value}")
+        if step.target == IS_COLUMN:
+            same = varying.isdisjoint(operands)
+            _require(same, step, "compares columns with a value that varies along a row")
+            varying.add(step.name)
+        elif step.target not in REDUCTION_STEPS and not varying.isdisjoint(operands):
             varying.add(step.name)
     _require(bool(program.stores), "the program", "stores nothing")
     for store in program.stores:
@@ -126,8 +136,9 @@ def _verify_step(step: Step, defined: set[str]) -> list[str]:
     operands = [x for x in arguments if isinstance(x, str)]
     for operand in operands:
         _require(operand in defined, step, f"uses {operand}, which is not defined before")
-    if step.target in ("scale", *REDUCTION_STEPS):
-        _require(len(operands) == len(arguments) == 1, step, "takes one value")
+    if step.target in ("scale", IS_COLUMN, *REDUCTION_STEPS):
+        count, takes = (2, "two values") if step.target == ROW_EXP_SUM else (1, "one value")
+        _require(len(operands) == len(arguments) == count, step, f"takes {takes}")
     else:
         known = triton_template(step.target, arguments) is not None
         _require(known, step, "is not an operator that kernels compute")

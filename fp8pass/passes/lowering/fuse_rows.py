@@ -13,7 +13,6 @@ in a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ from fp8pass.codegen.kernels.supported import (
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
 from fp8pass.codegen.program.ir import NotAMatrix, Store
-from fp8pass.codegen.program.reader import TRANSPARENT, Reader
+from fp8pass.codegen.program.reader import Reader
 from fp8pass.graph.nodes import tensor
 from fp8pass.graph.order import depends_on, sort_around
 from fp8pass.graph.patterns import is_quantized_operand, quantization_of, transposes
@@ -104,7 +103,7 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
         return None
     amaxes = {scales.all_input_nodes[0] for scales, _ in groups}
     absorbed = {n for scales, planes in groups for n in (scales, *planes)}
-    for node in _used_outside(reader, {quantize} | amaxes | absorbed):
+    for node in reader.used_outside({quantize} | amaxes | absorbed):
         layout = reader.operand(node)
         if layout not in ("full", "row") or not has_shape(node):
             return None
@@ -127,23 +126,6 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
         format = quantization_of(quantize).format.name
         kernel.add_store(quantize, Store(names[x], ("rows",), scale=names[scale], format=format))
     return None if depends_on(reader.loads, kernel.replaced) else kernel
-
-
-def _used_outside(reader: Reader, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the nodes whose values other nodes use, also through views and casts.
-
-    The users of conditions (booleans) recompute them.
-    """
-    inside = set(reader.names) | set(absorbed)
-
-    def is_used(node: fx.Node) -> bool:
-        return any(
-            user not in inside or (user.target in TRANSPARENT and is_used(user))
-            for user in node.users
-        )
-
-    values = [n for n in sorted(reader.steps) if tensor(n).is_floating_point()]
-    return [n for n in values if is_used(n)]
 
 
 def _find_groups(reader: Reader) -> list[tuple[fx.Node, list[fx.Node]]]:

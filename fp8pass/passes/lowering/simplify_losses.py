@@ -26,7 +26,7 @@ from fp8pass import compat, graph
 from fp8pass.codegen.buffers import buffer, store_in_buffer
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, emit, prims, tensor
-from fp8pass.graph.patterns import CASTS, filled_with
+from fp8pass.graph.patterns import CASTS, counts_columns, filled_with
 from fp8pass.passes.context import Context
 
 
@@ -76,7 +76,7 @@ def _find_one_hot(total: fx.Node) -> OneHot | None:
     if graph.is_call(labels, aten.expand.default):
         labels = labels.args[0]
     factor = filled_with(value)
-    if factor is None or not _counts_classes(classes, tensor(gradient).shape[1]):
+    if factor is None or not counts_columns(classes, tensor(gradient).shape[1]):
         return None
     columns = all(_is_column(x, tensor(gradient)) for x in (labels, weights))
     is_loss = columns and _computes_loss(labels)
@@ -103,17 +103,6 @@ def _computes_loss(labels: fx.Node) -> bool:
     source = _stored_value(labels)
     operator = source.meta.get("original_aten")  # may be a copy, so not compared as an object
     return str(operator) == str(aten.nll_loss_backward.default)
-
-
-def _counts_classes(node: Any, count: Any) -> bool:
-    """Whether a value is 0, 1, ... along its last dimension."""
-    if not isinstance(node, fx.Node) or tensor(node).shape[-1] != count:
-        return False
-    while node.target in graph.RESHAPES:
-        node = node.all_input_nodes[0]
-    if not graph.is_call(node, prims.iota.default):
-        return False
-    return (node.args[0], node.kwargs["start"], node.kwargs["step"]) == (count, 0, 1)
 
 
 def _compute_once(rows: fx.Node) -> None:
