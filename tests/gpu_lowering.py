@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -20,9 +20,22 @@ class LoweredError(Exception):
     """Raised instead of running a graph, which a machine without GPUs cannot do."""
 
 
+def refuse_to_run(arguments: list[Any]) -> Any:
+    raise LoweredError
+
+
+def _compile_nothing(*args: Any, **options: Any) -> Any:
+    return compat.box(refuse_to_run)
+
+
 @contextmanager
-def lowered_for_gpus() -> Iterator[list[fx.GraphModule]]:
-    """Yield the list of lowered forward and backward graphs. Running a graph is an error."""
+def lowered_for_gpus(
+    compile_half: Callable[..., Any] = _compile_nothing,
+) -> Iterator[list[fx.GraphModule]]:
+    """Yield the list of lowered forward and backward graphs. Running a graph is an error.
+
+    `compile_half` takes the place of Inductor.
+    """
     halves: list[fx.GraphModule] = []
     rewrite = Compilation.rewrite_half
 
@@ -36,12 +49,9 @@ def lowered_for_gpus() -> Iterator[list[fx.GraphModule]]:
         gm.graph.lint()
         halves.append(gm)
 
-    def run(arguments: list[Any]) -> Any:
-        raise LoweredError
-
     with (
         mock.patch.object(Compilation, "rewrite_half", rewrite_on_gpu),
-        mock.patch.object(compat, "compile_fx_inner", return_value=compat.box(run)),
+        mock.patch.object(compat, "compile_fx_inner", compile_half),
         mock.patch.object(hardware, "capability_of", return_value=(9, 0)),
         mock.patch.object(hardware, "name_of", return_value=hardware.RATES_OF),
         compat.uncached(),

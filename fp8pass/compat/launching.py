@@ -86,34 +86,32 @@ def lower_to_triton(
         tensors = [inductor_ir.ExternKernel.require_contiguous(x) for x in inputs]
         outputs = []
         for i, x in enumerate(results):
-            if i in replaced and _may_overwrite(tensors[replaced[i]]):
-                output = tensors[replaced[i]] = _rename(tensors[replaced[i]])
-            else:
+            output = _take_memory(tensors[replaced[i]]) if i in replaced else None
+            if output is None:
                 shape = convert_shape_to_inductor(x.shape)
                 output = empty_strided(shape, None, dtype=x.dtype, device=x.device)
+            else:
+                tensors[replaced[i]] = output
             outputs.append(output)
         for launch in prepare(tensors, programs):
             _launch(launch, tensors, outputs)
         return outputs
 
 
-def _may_overwrite(x: Any) -> bool:
-    """Whether a tensor is a result of a kernel, or saved for this backward alone."""
-    source: Any = V.graph.graph_inputs.get(x.get_name())
-    return source is None or isinstance(source.data.data, inductor_ir.DonatedBuffer)
+def _take_memory(x: Any) -> Any:
+    """Return a tensor in the memory of `x`, which only the next kernel reads; None if impossible.
 
-
-def _rename(x: Any) -> Any:
-    """Return a buffer with the memory of `x`, which no kernel may read afterwards.
-
-    Kernels that write to `x` would keep a graph input until the graph returns. So Inductor treats
-    the new name as a new tensor.
+    A graph input can be overwritten if it is saved for this backward alone. Inductor keeps graph
+    inputs to which kernels write until the graph returns, so the result is a new name.
     """
-    V.graph.never_reuse_buffers.add(x.get_name())
+    source: Any = V.graph.graph_inputs.get(x.get_name())
+    if source is None:
+        return x
+    if not isinstance(source.data.data, inductor_ir.DonatedBuffer):
+        return None
     size = x.get_size()
-    layout = inductor_ir.FixedLayout(
-        x.get_device(), x.get_dtype(), size, inductor_ir.FlexibleLayout.contiguous_strides(size)
-    )
+    strides = inductor_ir.FlexibleLayout.contiguous_strides(size)
+    layout = inductor_ir.FixedLayout(x.get_device(), x.get_dtype(), size, strides)
     renamed = inductor_ir.ExternKernelAlloc(layout, [x], python_kernel_name="")  # `buf1 = (buf0)`
     return inductor_ir.TensorBox.create(renamed)
 
