@@ -328,8 +328,10 @@ def cross_entropy() -> Program:
             Step("loss", "row_sum", ("picked",)),
             Step("one_hot", "aten.where.self", ("is_label", -1.0, 0.0)),
             Step("p", "aten.exp.default", ("log_p",)),
-            Step("sum", "aten.add.Tensor", ("one_hot", "p")),
-            Step("gradient", "aten.mul.Tensor", ("sum", "weight")),
+            Step("weighted", "aten.mul.Tensor", ("one_hot", "weight")),
+            Step("element", "row_sum", ("weighted",)),
+            Step("rest", "aten.mul.Tensor", ("p", "element")),
+            Step("gradient", "aten.sub.Tensor", ("weighted", "rest")),
         ),
         (
             Store("gradient", ("full",), dtype="bfloat16"),

@@ -43,7 +43,6 @@ from fp8pass.passes.lowering.fuse_scales import fuse_scales
 from fp8pass.passes.lowering.fuse_tiles import fuse_tiles
 from fp8pass.passes.lowering.lower_dialect import lower_dialect
 from fp8pass.passes.lowering.pin_layouts import pin_layouts
-from fp8pass.passes.lowering.simplify_losses import simplify_losses
 from fp8pass.passes.lowering.split_cats import split_cats
 from fp8pass.passes.lowering.unroll_chunks import unroll_chunks
 
@@ -94,8 +93,6 @@ _JOINT = (
 _LOWERING = (
     # in_chunks -> the operators of each chunk
     Entry(unroll_chunks, required=True),
-    # Sums of one-hot rows -> their elements; values of a row -> stored in buffers
-    Entry(simplify_losses, rewrites_stock=True),
     # Cross entropies and their gradients -> row kernels
     Entry(fuse_losses, rewrites_stock=True),
     # Quantization by row, and the operators that compute its input -> row kernels

@@ -65,7 +65,8 @@ def _build_program(
         tuple(stores),
     )
     inputs = [_store_contiguous(t) for n in read for t in tensors_of(n, loads[n])]
-    return simplify(program).canonical(), inputs
+    columns = tensor(readers[0].matrix).shape[-1]
+    return simplify(program, columns).canonical(), inputs
 
 
 def _merge_steps(

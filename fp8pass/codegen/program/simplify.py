@@ -6,6 +6,9 @@
     before   m = row_max(x);  e = exp(x - m);  s = row_sum(e)
     after    m = row_max(x);  s = row_exp_sum(x, m)
 
+    before   g = where(is_column(y), -1, 0);  s = row_sum(g * w)
+    after    s = where(0 <= y < N, -1, 0) * w
+
 Instructions rather than memory limit the speed of these kernels.
 """
 
@@ -14,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fp8pass.codegen.program.ir import ROW_EXP_SUM, Program, Step
+from fp8pass.codegen.program.ir import IS_COLUMN, ROW_EXP_SUM, Program, Step
 
 _SUMS = "aten.add.Tensor", "aten.add.Scalar"
 
 
-def simplify(program: Program) -> Program:
-    """Shorten a program. Rounding errors may differ."""
+def simplify(program: Program, columns: int) -> Program:
+    """Shorten a program for matrices of `columns` columns. Rounding errors may differ."""
+    numbers = {load.name for load in program.loads if load.operand in ("row", "scalar")}
     stored = {name for store in program.stores for name in (store.name, store.scale)}
     rounded = {store.name for store in program.stores if "full" in store.layouts}
     steps: dict[str, Step] = {}
@@ -28,7 +32,8 @@ def simplify(program: Program) -> Program:
     renamed: dict[str, str] = {}
     for old in program.steps:
         step = replace(old, args=tuple(renamed.get(x, x) for x in old.args))
-        for new in _shorten(step, steps):
+        shorter = _sum_one_hot(step, steps, numbers, columns) or _shorten(step, steps)
+        for new in shorter:
             new = replace(new, args=tuple(renamed.get(x, x) for x in new.args))
             same = _find_unchanged(new) or equal.get((new.target, new.args))
             if same and new.name not in stored:
@@ -50,6 +55,33 @@ def _shorten(step: Step, steps: dict[str, Step]) -> list[Step]:
     if step.target == "row_sum" and (operands := _match_exponentials(step.args[0], steps)):
         return [Step(step.name, ROW_EXP_SUM, operands)]
     return [step]
+
+
+def _sum_one_hot(
+    step: Step, steps: dict[str, Step], numbers: set[str], columns: int
+) -> list[Step] | None:
+    """Return the sums of rows that have at most one element that is not zero.
+
+    The element is the product of a constant and one of `numbers`, which do not vary along a row.
+    """
+    product = steps.get(str(step.args[0])) if step.target == "row_sum" else None
+    if product is None or product.target != "aten.mul.Tensor" or product.args[1] not in numbers:
+        return None
+    one_hot = steps.get(str(product.args[0]))
+    if one_hot is None or one_hot.target != "aten.where.self" or one_hot.args[2] != 0:
+        return None
+    is_label, value, _ = one_hot.args
+    found = steps.get(str(is_label))
+    if found is None or found.target != IS_COLUMN or isinstance(value, str):
+        return None
+    label, weight, name = found.args[0], product.args[1], step.name
+    return [
+        Step(f"{name}_from", "aten.ge.Scalar", (label, 0)),
+        Step(f"{name}_some", "aten.where.self", (f"{name}_from", value, 0.0)),
+        Step(f"{name}_to", "aten.lt.Scalar", (label, columns)),
+        Step(f"{name}_element", "aten.where.self", (f"{name}_to", f"{name}_some", 0.0)),
+        Step(name, "aten.mul.Tensor", (f"{name}_element", weight)),
+    ]
 
 
 def _match_exponentials(name: object, steps: dict[str, Step]) -> tuple[str, str] | None:

@@ -2,7 +2,7 @@
 
     before   m = amax(x, -1);  d = sub(x, m);  l = log(sum(exp(d), -1));  p = sub(d, l)
              loss = gather(p, y)
-             g = sub(where(eq(y, iota), -1, 0) * w, exp(p) * -w)
+             h = where(eq(y, iota), -1, 0) * w;  g = h - exp(p) * sum(h, -1)
     after    m, l = rows([x], program)       in a forward
              g = rows([y, w, m, l, x])       in a backward
              g, loss = rows([y, w, x])       in a chunk of the tokens
@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import graph
+from fp8pass.codegen.buffers import buffer, store_in_buffer
 from fp8pass.codegen.kernels.row_kernel import rows
 from fp8pass.codegen.kernels.supported import why_not_a_matrix
 from fp8pass.codegen.program.emit import emit_kernel, has_shape, replace
@@ -68,6 +69,8 @@ def _fuse_gradient(gradient: fx.Node) -> bool:
         for user in node.users:
             if user.target is aten.gather.default:
                 reader.compute(user)
+    for node in (n for n, load in reader.loads.items() if load.operand == "row"):
+        _compute_once(node)
     dtype = graph.dtype_text(tensor(gradient).dtype)
     return _emit(reader, gradient, [Store(reader.names[gradient], ("full",), dtype=dtype)])
 
@@ -92,6 +95,15 @@ def _read(node: fx.Node, matrix: fx.Node) -> Reader | None:
         return reader if reader.compute(node) and reader.large_loads else None
     except NotAMatrix:
         return None
+
+
+def _compute_once(rows: fx.Node) -> None:
+    """Store the tensor that `rows`, perhaps of a chunk, is a view of, if code would compute it."""
+    source = rows
+    while kind(source) is Kind.VIEW or graph.is_call(source, buffer):
+        source = source.args[0]  # type: ignore[assignment]
+    if kind(source) is Kind.POINTWISE and not any(graph.is_call(u, buffer) for u in source.users):
+        store_in_buffer(source)
 
 
 def _computes(reader: Reader, target: str) -> bool:
