@@ -110,11 +110,6 @@ class Attached:
     def take_gradient(self, parameter: Tensor) -> None:
         """Use a final gradient, and drop it, even after an error: autograd would add to it."""
         try:
-            if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise ConfigError(
-                    "step_in_backward counts gradients on the CPU, which a CUDA graph cannot do: "
-                    "call optimizer.step() instead, or do not capture the step."
-                )
             number = compat.running_backward()
             backward = self._running.get(number)
             if backward is None:

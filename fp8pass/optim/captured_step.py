@@ -86,8 +86,8 @@ def capture_step(step: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ConfigError: an argument has another type or is not on the GPU; a feature needs the CPU in
             each step (a Guard or Monitor, `step_in_backward`, offloaded states, several
-            processes); or an optimizer cannot be captured.
-        RuntimeError: `step` leaves gradients, or waits for the GPU.
+            processes); an optimizer cannot be captured; or the step calls none.
+        RuntimeError: `step` leaves gradients, changes learning rates, or waits for the GPU.
     """
     return CapturedStep(step)
 
@@ -254,10 +254,18 @@ class CapturedStep:
             if _captures(device):
                 stack.enter_context(self._rates_in_groups())
             yield
+        if not self._optimizers:
+            raise ConfigError(
+                "The step calls step() of no optimizer. capture_step captures whole training "
+                "steps; with step_in_backward, call the function without capture_step."
+            )
 
     @contextmanager
     def _rates_in_groups(self) -> Iterator[None]:
-        """Copy the learning rates to the GPU, and place the copies in the optimizers' groups."""
+        """Copy the learning rates to the GPU, and place the copies in the optimizers' groups.
+
+        Raises RuntimeError if the step changes the copies, which replays would overwrite.
+        """
         given: list[tuple[dict[str, Any], Any, Tensor]] = []
         for i, optimizer in enumerate(self._optimizers):
             for j, group in enumerate(optimizer.param_groups):
@@ -269,13 +277,21 @@ class CapturedStep:
                     mine = self._rates[i, j]
                     mine.copy_(rate.reshape(())) if isinstance(rate, Tensor) else mine.fill_(rate)
                     given.append((group, rate, mine))
+        versions = [compat.version_of(mine) for _, _, mine in given]
         try:
             for group, _, mine in given:
                 group["lr"] = mine
             yield
+            after = [(group["lr"], compat.version_of(mine)) for group, _, mine in given]
         finally:
             for group, rate, _ in given:
                 group["lr"] = rate
+        for (rate, version), before, (_, _, mine) in zip(after, versions, given, strict=True):
+            if rate is not mine or version != before:
+                raise RuntimeError(
+                    "The step changes a learning rate, which a replay would not repeat: call "
+                    "scheduler.step() after the function that capture_step captures."
+                )
 
 
 def _captures(device: torch.device) -> bool:

@@ -443,6 +443,39 @@ def test_steps_in_the_backward_are_refused():
         capture_step(step)(batches(1)[0])
 
 
+def test_a_step_without_an_optimizer_is_refused():
+    network, optimizers, _ = make()
+    step_in_backward(network, *optimizers)
+
+    def backward(xs):
+        loss = network(xs[0])
+        loss.backward()
+        return loss
+
+    with pytest.raises(ConfigError, match="with step_in_backward, call the function without"):
+        capture_step(backward)(batches(1)[0])
+
+
+def test_schedulers_must_be_called_outside(replays_on_cpu):
+    """The first call finds the optimizers, and the second call notices the scheduler."""
+    _, chosen, step = make()
+    schedulers = [LambdaLR(optimizer, lambda n: 1 / (1 + n)) for optimizer in chosen]
+
+    def whole(xs):
+        results = step(xs)
+        for scheduler in schedulers:
+            scheduler.step()
+        return results
+
+    first, second = batches(2)
+    captured = capture_step(whole)
+    captured(first)
+    with pytest.raises(RuntimeError, match=r"call scheduler\.step\(\) after the function"):
+        captured(second)
+    rates = [group["lr"] for optimizer in chosen for group in optimizer.param_groups]
+    assert all(isinstance(rate, float) for rate in rates)
+
+
 def test_a_guard_is_refused():
     network, optimizers, step = make()
     monitor = fp8pass.Monitor()
