@@ -26,6 +26,9 @@ WIDE_CHUNK = 8192
 WIDE_LOADS = 2
 # For passes that fuse sums over rows.
 LONGEST_SUMMED = 8192
+# Kernels with sums over rows load short rows ahead, in this many stages. For the backward of norms
+# of 768 to 2,048 features, that takes 5 to 11% less time; for 3,584 features, 2% more.
+LONGEST_STAGED, SUMMED_STAGES = 2048, 3
 # Elements that a thread holds at most. More would leave too few threads to hide the latency of
 # memory (`benchmarks/results/sweeps.json`).
 HELD = 44
@@ -57,7 +60,9 @@ def prepare(program: Program, rows: Any, columns: int) -> LaunchPart:
     shape, warps = _choose_shape(program, columns)
     function = write(program, shape)
     if sums_rows(program):
-        return LaunchPart(function, PARTIAL_SUMS, {"M": rows}, {"PROGRAMS": PARTIAL_SUMS}, warps)
+        stages = SUMMED_STAGES if columns <= LONGEST_STAGED else 1
+        constants = {"PROGRAMS": PARTIAL_SUMS, "STAGES": stages}
+        return LaunchPart(function, PARTIAL_SUMS, {"M": rows}, constants, warps)
     return LaunchPart(function, rows, sizes={}, constants={}, num_warps=warps)
 
 

@@ -52,7 +52,7 @@ row = index.to(tl.int64)
 # Sums over rows stay in registers.
 _SUMMING_BODY = """
 {before}
-for row in range(index.to(tl.int64), M, PROGRAMS):
+for row in tl.range(index.to(tl.int64), M, PROGRAMS, num_stages=STAGES):
 {body}
 {after}
 """
@@ -495,7 +495,7 @@ def write(program: Program, shape: Shape) -> Function:
     sizes: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     if sums_rows(program):
-        sizes, constants = ("M",), ("PROGRAMS",)
+        sizes, constants = ("M",), ("PROGRAMS", "STAGES")
         body = _SUMMING_BODY.format(before=before, body=textwrap.indent(body, "    "), after=after)
     else:
         body = _BODY.format(before=before, body=body)
