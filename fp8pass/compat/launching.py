@@ -107,12 +107,13 @@ def _take_memory(x: Any) -> Any:
     source: Any = V.graph.graph_inputs.get(x.get_name())
     if source is None:
         return x
-    if not isinstance(source.data.data, inductor_ir.DonatedBuffer):
+    if V.graph.cpp_wrapper or not isinstance(source.data.data, inductor_ir.DonatedBuffer):
         return None
     size = x.get_size()
     strides = inductor_ir.FlexibleLayout.contiguous_strides(size)
     layout = inductor_ir.FixedLayout(x.get_device(), x.get_dtype(), size, strides)
-    renamed = inductor_ir.ExternKernelAlloc(layout, [x], python_kernel_name="")  # `buf1 = (buf0)`
+    # A kernel without a name: Inductor writes `buf1 = (buf0)`, and `del buf0` after its last use.
+    renamed = inductor_ir.ExternKernelAlloc(layout, [x], python_kernel_name="")
     return inductor_ir.TensorBox.create(renamed)
 
 

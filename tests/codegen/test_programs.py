@@ -49,6 +49,23 @@ def test_denominators_of_a_softmax_are_computed_with_the_maximum():
     assert "row_exp_sum" not in [step.target for step in simplify(unusual, 96).steps]
 
 
+def test_only_one_sum_of_exponentials_belongs_to_a_maximum():
+    steps = cross_entropy().steps
+    second = replace(steps[3], name="again")
+    stores = tuple(Store(name, ("row",), dtype="float32") for name in ("total", "again"))
+    program = Program((Load("x", "full"),), (*steps[:4], second), stores)
+    targets = [step.target for step in simplify(program, 96).steps]
+    assert (targets.count("row_exp_sum"), targets.count("row_sum")) == (1, 1)
+
+
+def test_rounded_values_are_not_left_out():
+    """The exponentials are stored in BF16, so the sum is of rounded values."""
+    steps = cross_entropy().steps[:4]
+    stores = Store("power", ("full",), dtype="bfloat16"), Store("total", ("row",), dtype="float32")
+    program = Program((Load("x", "full"),), steps, stores)
+    assert [step.target for step in simplify(program, 96).steps][-1] == "row_sum"
+
+
 def test_sums_of_one_hot_rows_are_their_elements():
     """Not if the weights vary along a row. Labels may be out of range."""
     sums = [s for s in simplify(cross_entropy(), 96).steps if s.target == "row_sum"]

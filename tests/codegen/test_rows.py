@@ -25,11 +25,12 @@ from kernel_helpers import (
     values,
 )
 
-from fp8pass.codegen.kernels import row_kernel
+from fp8pass.codegen.kernels import kernel_operator, row_kernel
 from fp8pass.codegen.kernels.row_source import Shape, write
 from fp8pass.codegen.program import ir as program_module
 from fp8pass.codegen.program import reference as reference_module
 from fp8pass.codegen.program.ir import Load, Program, Step, Store
+from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.codegen.program.reference import compute_program
 from fp8pass.codegen.program.simplify import simplify
 
@@ -121,6 +122,42 @@ def test_cross_entropy(device, reading, columns):
         run(row_kernel, program, inputs), compute_program(cross_entropy(), inputs), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=8e-3, atol=1e-5, equal_nan=True)
+
+
+def overwriting(make: Step) -> Program:
+    """Return a program that stores `y`, of the size of `x`, and quantizes it by row."""
+    steps, store = by_row("y")
+    stores = Store("y", ("full",), dtype="bfloat16"), store
+    return Program((Load("x", "full"), Load("z", "full")), (make, *steps), stores)
+
+
+OVERWRITING = {
+    "loss": lambda: simplify(cross_entropy(), 640),
+    "a sum that is quantized": lambda: overwriting(Step("y", "aten.add.Tensor", ("x", "z"))),
+    "another input": lambda: overwriting(Step("y", "aten.neg.default", ("z",))),
+}
+
+
+@both_devices
+@pytest.mark.parametrize("case", OVERWRITING)
+def test_results_in_the_memory_of_an_input(device, reading, case):
+    """Loops may read an input again after the result is stored, so only losses may overwrite."""
+    program = OVERWRITING[case]().canonical()
+    number = next(i for i, load in enumerate(program.loads) if load.operand == "full")
+    inputs = operands(program, 21, 640, device)
+    if case == "loss":
+        inputs[0] = torch.randint(640, inputs[0].shape, device=device)
+    allowed = row_kernel._may_overwrite(program, 640, program.loads[number], 0)
+    assert allowed == (row_kernel._choose_shape(program, 640)[0].held or case == "loss")
+    wanted = compute_program(program, inputs)
+    results = Batch((program,)).empty_outputs(inputs)
+    results[0] = inputs[number]
+    kernel_operator.run(row_kernel.prepare, Batch((program,)), inputs, results)
+    is_same = all(
+        torch.allclose(values(a), values(b), rtol=0.07, atol=1e-3)
+        for a, b in zip(results, wanted, strict=True)
+    )
+    assert is_same or not allowed
 
 
 @pytest.mark.long

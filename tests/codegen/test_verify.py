@@ -127,6 +127,15 @@ MALFORMED = {
         program(steps=(Step("m", "row_amax", ("x",)), Step("y", "row_exp_sum", ("x", "m")))),
         "step y = row_exp_sum(x, m): m is not the maximum of each row of x",
     ),
+    "exponentials twice": (
+        program(
+            steps=(
+                Step("m", "row_max", ("x",)),
+                *(Step(name, "row_exp_sum", ("x", "m")) for name in "yz"),
+            )
+        ),
+        "step y = row_exp_sum(x, m): is computed twice",
+    ),
     "columns of a matrix": (
         program(steps=(Step("y", "is_column", ("x",)),)),
         "step y = is_column(x): compares columns with a value that varies along a row",

@@ -14,6 +14,8 @@ from head_helpers import (
     by_hand,
     padded_labels,
     plain,
+    shifted,
+    shifted_afterwards,
     smoothed,
     softcapped_with_z_loss,
     summed,
@@ -89,12 +91,16 @@ def test_losses_and_gradients(device, dynamic, chunks, loss):
         assert relative(a, b) < 4e-3
 
 
+# Generated code computes the gradients of these: operators scatter or pad them before the GEMM.
+SCATTERED = (by_hand, shifted, shifted_afterwards)
+
+
 @both_devices
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_spellings_of_losses(device, loss):
     (want, none), (got, kernels) = train(loss, device, WITHOUT), train(loss, device)
     assert not none
-    assert kernels
+    assert len(kernels) == (1 if loss in SCATTERED else 2)
     for a, b in zip(got, want, strict=True):
         assert relative(a, b) < 4e-3
 
@@ -150,6 +156,45 @@ def test_recipe_exact_keeps_generated_code(monkeypatch):
     torch.compile(head, backend=Backend(Config.recipe("exact")))(x, targets).backward()
     assert len(graphs) == 2
     assert not any(graph.find_nodes(op="call_function", target=rows) for graph in graphs)
+
+
+def in_bf16(logits, targets):
+    """All values are in BF16, and the logarithm is used alone, too."""
+    logits = logits.flatten(0, -2)
+    shifted = logits - logits.amax(-1, keepdim=True)
+    log = shifted.exp().sum(-1, keepdim=True).log()
+    picked = (shifted - log).gather(-1, targets.flatten()[:, None].clamp_min(0))
+    return log.square().mean() - picked.mean()
+
+
+def focal(logits, targets):
+    """The weight of a token depends on its loss."""
+    losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
+    return ((1 - (-losses).exp()).square() * losses).mean()
+
+
+def hashed(logits, targets):
+    """Integers of labels that FP32 cannot represent."""
+    labels = targets.flatten().clamp_min(0)
+    weights = torch.where((labels + 2**24) > 2**24, 1.0, 0.5)
+    losses = F.cross_entropy(logits.float().flatten(0, -2), labels, reduction="none")
+    return (losses * weights).sum()
+
+
+@both_devices
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("loss", [in_bf16, focal, hashed])
+def test_unusual_losses(device, chunks, loss):
+    want, _ = train(loss, device, WITHOUT, head_chunks=chunks)
+    got, kernels = train(loss, device, head_chunks=chunks)
+    assert kernels
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert relative(a, b) < (0.02 if loss is in_bf16 else 4e-3)
+
+
+def test_losses_in_fp64_keep_generated_code():
+    assert train(lambda x, y: plain(x.double(), y), "cpu")[1] == []
 
 
 def test_softmaxes_without_a_loss_keep_generated_code():

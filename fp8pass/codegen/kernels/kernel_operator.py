@@ -18,21 +18,22 @@ from torch import Tensor, fx
 from fp8pass import compat, graph
 from fp8pass.codegen.buffers import buffer, library
 from fp8pass.codegen.kernels.launch import Launch, LaunchPart, plan_launches
-from fp8pass.codegen.program.ir import Program
+from fp8pass.codegen.program.ir import Load, Program
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.graph.classify import Kind, kind
 
 # Prepares a program, given M, which may be symbolic, and N.
 Prepare = Callable[[Program, Any, int], LaunchPart]
+# Whether a store, given by its number, may take the memory of a load, given N.
+MayOverwrite = Callable[[Program, int, Load, int], bool]
 
 KERNELS: dict[Any, Prepare] = {}
 
 
-def define_kernel(name: str, prepare: Prepare, *, overwrites: bool = False) -> Any:
+def define_kernel(name: str, prepare: Prepare, may_overwrite: MayOverwrite | None = None) -> Any:
     """Define an operator, and return its overload.
 
-    With `overwrites`, a result may take the memory of an input that nothing else reads. Each
-    element of the kernel's matrices must be read before its result is stored.
+    With `may_overwrite`, a result may take the memory of an input that nothing else reads.
     """
 
     def on_gpu(inputs: list[Tensor], programs: str) -> list[Tensor]:
@@ -57,28 +58,41 @@ def define_kernel(name: str, prepare: Prepare, *, overwrites: bool = False) -> A
         sizes = [x.get_size() for x in inputs]
         return plan_launches(prepare_batch(prepare, Batch.parse(programs), sizes))
 
-    compat.lower_to_triton(op, prepare_all, _find_overwritten if overwrites else lambda node: {})
+    def find_overwritten(node: fx.Node) -> dict[int, int]:
+        return _find_overwritten(node, may_overwrite) if may_overwrite else {}
+
+    compat.lower_to_triton(op, prepare_all, find_overwritten)
     KERNELS[op] = prepare
     return op
 
 
-def _find_overwritten(node: fx.Node) -> dict[int, int]:
+def _find_overwritten(node: fx.Node, may_overwrite: MayOverwrite) -> dict[int, int]:
     """Return the number of an input by the number of the result that may take its memory."""
     inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     results, found = node.meta["val"], {}
     for program, read, numbers in Batch.parse(str(node.args[1])).split(range(len(inputs))):
         firsts = accumulate((load.tensor_count for load in program.loads), initial=0)
-        loads = zip(program.loads, firsts, strict=False)
-        whole = [read[first] for load, first in loads if load.operand == "full" and not load.width]
-        free = [i for i in whole if inputs.count(inputs[i]) == 1 and _is_last_use(inputs[i])]
+        places = [(load, read[i]) for load, i in zip(program.loads, firsts, strict=False)]
+        whole = [(load, i) for load, i in places if load.operand == "full" and not load.width]
+        free = [x for x in whole if inputs.count(inputs[x[1]]) == 1 and _is_last_use(inputs[x[1]])]
         for store, number in zip(program.stores_of_results, numbers, strict=True):
-            for i in free if store.layouts == ("full",) else ():
-                x, result = graph.tensor(inputs[i]), results[number]
-                if (x.shape, x.dtype) == (result.shape, result.dtype):
+            result = results[number]
+            for load, i in list(free) if program.stores[store].layouts == ("full",) else ():
+                x = graph.tensor(inputs[i])
+                fits = _is_like(x, result)
+                if fits and may_overwrite(program, int(x.shape[-1]), load, store):
                     found[number] = i
-                    free.remove(i)
+                    free.remove((load, i))
                     break
     return found
+
+
+def _is_like(x: Tensor, other: Tensor) -> bool:
+    """Whether sizes and dtype are known to be equal."""
+    if x.ndim != other.ndim or x.dtype is not other.dtype:
+        return False
+    sizes = zip(x.shape, other.shape, strict=True)
+    return all(compat.statically_known_true(a == b) for a, b in sizes)
 
 
 def _is_last_use(x: fx.Node) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 
 from fp8pass.codegen.kernels.kernel_operator import define_kernel
 from fp8pass.codegen.kernels.launch import LaunchPart
-from fp8pass.codegen.kernels.row_source import VECTOR, Shape, sums_rows, write
+from fp8pass.codegen.kernels.row_source import VECTOR, RowWriter, Shape, sums_rows, write
 from fp8pass.codegen.kernels.supported import UnsupportedProgram, check_stores
 from fp8pass.codegen.kernels.triton_ops import GROUP_FORMATS, TRITON_TYPES
-from fp8pass.codegen.program.ir import IS_COLUMN, PARTIAL_SUMS, ROW_EXP_SUM, Program
+from fp8pass.codegen.program.ir import IS_COLUMN, PARTIAL_SUMS, ROW_EXP_SUM, Load, Program
 from fp8pass.dialect.formats import FORMATS
 
 LONGEST_HELD = 16384
@@ -79,6 +79,11 @@ def _check(program: Program, columns: int) -> None:
         raise UnsupportedProgram(f"the row kernel cannot sum over rows of {columns}")
 
 
+def _may_overwrite(program: Program, columns: int, load: Load, store: int) -> bool:
+    """Whether store number `store` may take the memory of `load`."""
+    return RowWriter(program, _choose_shape(program, columns)[0]).may_overwrite(load, store)
+
+
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     """Return the chunks, which contain whole groups, and the number of warps."""
     if columns > LONGEST_HELD:
@@ -104,4 +109,4 @@ def _needs_few_registers(program: Program) -> bool:
     return not packs and sum(x.operand in ("full", "groups") for x in program.loads) <= WIDE_LOADS
 
 
-rows = define_kernel("rows", prepare, overwrites=True)
+rows = define_kernel("rows", prepare, may_overwrite=_may_overwrite)

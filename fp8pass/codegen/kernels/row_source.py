@@ -225,6 +225,30 @@ class RowWriter:
         store = self.program.stores[number]
         return max(self.stages[x] for x in (store.name, store.scale) if x)
 
+    def may_overwrite(self, load: Load, number: int) -> bool:
+        """Whether the kernel has read all of `load` before it writes store `number` in its place.
+
+        In a loop, no stage may follow that reads the load again, and the store must depend on the
+        load, so that its chunk is read first.
+        """
+        if self.shape.held:
+            return True
+        reductions = [s.name for s in self.program.steps if s.target in REDUCTION_STEPS]
+        along = [self._stage_of_store(i) for i, layout in self.results if layout != "row"]
+        loops = [*along, *(self.stages[name] - 1 for name in reductions)]
+        if self._stage_of_store(number) < max(loops):
+            return False
+        pending, found = [self.program.stores[number].name], set[str]()
+        while pending:
+            name = pending.pop()
+            if name in found or name not in self.varying:
+                continue
+            found.add(name)
+            definition = self.definitions[name]
+            if isinstance(definition, Step):
+                pending += _operands(definition)
+        return load.name in found
+
     def _write_stage(self, reductions: list[Step], stores: list[tuple[int, str]]) -> None:
         along = [key for key in stores if key[1] != "row"]
         needed = [r.args[0] for r in reductions]
@@ -233,7 +257,7 @@ class RowWriter:
         for value in self._row_values([x for x in needed if x]):
             self.define(value, 0)
         if self.shape.held:
-            self._write_initial([r for r in reductions if self._in_groups(r)])
+            self._write_initial([r for r in reductions if self._by_few(r)])
             for i in self.shape.chunks:
                 self._write_chunk(i, reductions, along, is_first=i == 0)
         elif reductions or along:
@@ -274,13 +298,15 @@ class RowWriter:
         self.lines = outside + [f"    {line}" for line in self.lines]
         self.known = known
 
-    def _in_groups(self, reduction: Step) -> bool:
-        """Whether a reduction has a partial result for each few elements of a chunk."""
+    def _by_few(self, reduction: Step) -> bool:
+        """Whether a reduction has a partial result for each few elements of a chunk: `ROW_EXP_SUM`,
+        and the maximum that is computed with it.
+        """
         return reduction.target == ROW_EXP_SUM or reduction.name in self.exp_sums
 
     def _write_initial(self, reductions: list[Step]) -> None:
         for r in reductions:
-            size = self.shape.chunk // (VECTOR if self._in_groups(r) else 1)
+            size = self.shape.chunk // (VECTOR if self._by_few(r) else 1)
             self.lines.append(f"{r.name}_chunk = tl.full(({size},), {_initial(r)}, tl.float32)")
 
     def _write_chunk(
@@ -343,10 +369,10 @@ class RowWriter:
             args = definition.args
             renamed = {x: self.define(x, i) for x in _operands(definition)}
             step = replace(definition, args=tuple(renamed.get(x, x) for x in args))
-            expression = write_expression(step)
             if step.target == IS_COLUMN:
-                expression = f"column_{i} == {step.args[0]}.to(tl.int32)"
-            self.lines.append(f"{name} = {expression}")
+                self.lines.append(f"{name} = column_{i} == {step.args[0]}.to(tl.int32)")
+            else:
+                self.lines.append(f"{name} = {write_expression(step)}")
         if value in self.rounded:
             self.lines.append(f"{name} = {name}.to(tl.{self.rounded[value]}).to(tl.float32)")
         self.known.add(name)

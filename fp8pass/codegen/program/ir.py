@@ -175,9 +175,9 @@ class Program:
         )
 
     @property
-    def stores_of_results(self) -> list[Store]:
-        """The store of each result."""
-        return [store for store in self.stores for _ in range(store.result_count)]
+    def stores_of_results(self) -> list[int]:
+        """The number of the store of each result."""
+        return [i for i, store in enumerate(self.stores) for _ in range(store.result_count)]
 
     @property
     def finishes_amax(self) -> bool:

@@ -5,7 +5,6 @@ A reader starts at a node, and follows operands until it reaches tensors in memo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -210,15 +209,15 @@ class Reader:
             return [Step(node.name, str(aten.mul.Tensor), (data, scale))]
         if not _is_pointwise(node):
             return []
-        args = tuple(map(self._argument, node.args))
+        choices = node.args[1:] if node.target is aten.where.self else ()
+        numbers = {x: _small_number(x) for x in choices if isinstance(x, fx.Node)}
+        constants = {x: number for x, number in numbers.items() if number is not None}
+        operands = [x for x in node.args if isinstance(x, fx.Node) and x not in constants]
+        for x in operands:
+            self.read(x)
+        known = constants | {x: self.names[x] for x in operands}
+        args = tuple(known[x] if isinstance(x, fx.Node) else x for x in node.args)
         return [Step(node.name, str(node.target), args)]
-
-    def _argument(self, x: Any) -> Any:
-        """Return the name of a value, or a constant."""
-        if not isinstance(x, fx.Node):
-            return x
-        number = filled_with(x) if self.operand(x) == "scalar" else None
-        return self._name(x) if number is None or math.isnan(number) else number
 
     def _row_steps(self, node: fx.Node) -> list[Step] | None:
         """Return None for operators that are not scales or reductions along rows."""
@@ -272,8 +271,8 @@ class Reader:
         val, columns = tensor(node), tensor(self.matrix).shape[-1]
         if val.dtype is not torch.int64 or self.operand(node) != "row" or columns > MOST_COLUMNS:
             raise NotAMatrix
+        # Not in `names`: other operators of integers cannot be computed in FP32.
         self.loads[node] = Load(node.name, "row")
-        self.names[node] = node.name
         return node.name
 
     def _pick(self, name: str, x: str, number: str) -> list[Step]:
@@ -304,6 +303,15 @@ class Reader:
     def _name(self, node: Any) -> str:
         self.read(node)
         return self.names[node]
+
+
+def _small_number(x: fx.Node) -> float | None:
+    """Return the whole number that fills a tensor of one element, if every dtype contains it."""
+    val = graph.value(x)
+    if val is None or not val.is_floating_point() or val.numel() != 1 or x.target in CASTS:
+        return None
+    number = filled_with(x)
+    return number if number is not None and number.is_integer() and abs(number) <= 256 else None
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -32,7 +32,8 @@ def simplify(program: Program, columns: int) -> Program:
     renamed: dict[str, str] = {}
     for old in program.steps:
         step = replace(old, args=tuple(renamed.get(x, x) for x in old.args))
-        shorter = _sum_one_hot(step, steps, numbers, columns) or _shorten(step, steps)
+        exact = {name: known for name, known in steps.items() if name not in rounded}
+        shorter = _sum_one_hot(step, exact, numbers, columns) or _shorten(step, exact)
         for new in shorter:
             new = replace(new, args=tuple(renamed.get(x, x) for x in new.args))
             same = _find_unchanged(new) or equal.get((new.target, new.args))
@@ -94,7 +95,9 @@ def _match_exponentials(name: object, steps: dict[str, Step]) -> tuple[str, str]
         return None
     x, largest = difference.args
     found = steps.get(str(largest))
-    return (x, largest) if found and (found.target, found.args) == ("row_max", (x,)) else None
+    is_first = all((s.target, s.args) != (ROW_EXP_SUM, (x, largest)) for s in steps.values())
+    is_largest = found is not None and (found.target, found.args) == ("row_max", (x,))
+    return (x, largest) if is_largest and is_first else None
 
 
 def _match_logistic(name: object, steps: dict[str, Step]) -> str | None:

@@ -83,6 +83,8 @@ def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
             value, largest = operands
             is_largest = Step(largest, "row_max", (value,)) in program.steps
             _require(is_largest, step, f"{largest} is not the maximum of each row of {value}")
+            equal = [s for s in program.steps if s.target == ROW_EXP_SUM and s.args == step.args]
+            _require(len(equal) == 1, step, "is computed twice")
         if step.target == IS_COLUMN:
             same = varying.isdisjoint(operands)
             _require(same, step, "compares columns with a value that varies along a row")

@@ -7,11 +7,12 @@
              g = rows([y, w, m, l, x])       in a backward
              g, loss = rows([y, w, x])       in a chunk of the tokens
 
-`x` contains the logits, [tokens, classes], `y` the labels and `w` a weight of each token. A kernel
-reads the logits once for `m` and `l`, and once for the gradient, which overwrites them. It takes
-the time of reading and writing them. In Inductor's kernels the number of instructions limits the
-speed: they compute two exponentials of each logit, and divide 64-bit indices if there are 2^31
-logits. On an H200, both kernels for 16,384 × 151,936 logits take 3.6 instead of 8.5 ms.
+`x` contains the logits, [tokens, classes], `y` the labels and `w` a weight of each token. One
+kernel reads the logits for `m` and `l`. Another reads them for the gradient, and overwrites them.
+Memory bandwidth limits both kernels. On an H200, they take 3.6 ms for 16,384 × 151,936 logits.
+
+Inductor's kernels take 8.5 ms, because they execute many instructions for each logit: the forward
+computes two exponentials, and the backward divides a 64-bit index if there are 2^31 logits or more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8pass import graph
@@ -66,13 +68,11 @@ def _fuse_gradient(gradient: fx.Node) -> bool:
     if reader is None or not _computes(reader, IS_COLUMN):
         return False
     for node in list(reader.names):
-        for user in node.users:
-            if user.target is aten.gather.default:
-                reader.compute(user)
-    for node in (n for n, load in reader.loads.items() if load.operand == "row"):
-        _compute_once(node)
-    dtype = graph.dtype_text(tensor(gradient).dtype)
-    return _emit(reader, gradient, [Store(reader.names[gradient], ("full",), dtype=dtype)])
+        for loss in (user for user in node.users if user.target is aten.gather.default):
+            before = reader.snapshot()
+            if reader.compute(loss) and depends_on(reader.loads, [loss]):
+                reader.restore(before)  # the weight of a token depends on its loss
+    return _emit(reader, gradient, "full")
 
 
 def _fuse_statistics(log: fx.Node) -> bool:
@@ -83,7 +83,7 @@ def _fuse_statistics(log: fx.Node) -> bool:
     reader = _read(log, total.args[0])
     if reader is None or not _computes(reader, "row_max"):
         return False
-    return _emit(reader, log, [Store(reader.names[log], ("row",), dtype="float32")])
+    return _emit(reader, log, "row")
 
 
 def _read(node: fx.Node, matrix: fx.Node) -> Reader | None:
@@ -92,9 +92,12 @@ def _read(node: fx.Node, matrix: fx.Node) -> Reader | None:
         return None
     reader = Reader(matrix, by_row=True)
     try:
-        return reader if reader.compute(node) and reader.large_loads else None
+        if not reader.compute(node) or not reader.large_loads:
+            return None
     except NotAMatrix:
         return None
+    values = (*reader.loads, *reader.names)
+    return None if any(tensor(n).dtype is torch.float64 for n in values) else reader
 
 
 def _compute_once(rows: fx.Node) -> None:
@@ -110,16 +113,23 @@ def _computes(reader: Reader, target: str) -> bool:
     return any(step.target == target for steps in reader.steps.values() for step in steps)
 
 
-def _emit(reader: Reader, root: fx.Node, stores: list[Store]) -> bool:
-    """Replace `root`, and values of rows that other nodes use."""
+def _emit(reader: Reader, root: fx.Node, layout: str) -> bool:
+    """Replace `root`, which is stored in `layout`, and values of rows that other nodes use."""
     values = [n for n in reader.used_outside([root]) if n is not root]
     values = [n for n in values if reader.operand(n) == "row"]
     replaced = [root, *values]
     if not all(map(has_shape, replaced)) or depends_on(reader.loads, replaced):
         return False
-    for node in values:
-        dtype = graph.dtype_text(tensor(node).dtype)
-        stores.append(Store(reader.names[node], ("row",), dtype=dtype))
+    for node in (n for n, load in reader.loads.items() if load.operand == "row"):
+        _compute_once(node)
+    stores = [
+        Store(
+            reader.names[node],
+            (layout if node is root else "row",),
+            dtype=graph.dtype_text(tensor(node).dtype),
+        )
+        for node in replaced
+    ]
     results = emit_kernel(rows, [([reader], stores)], like=root)
     for node, result in zip(replaced, results, strict=True):
         replace(node, result)
