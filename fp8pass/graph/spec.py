@@ -31,7 +31,7 @@ _HOST_COPIES = (to_host, from_host, settled)
 # These may lie between a quantized shard and the gathered matrix, or reorder quantized tokens.
 _BETWEEN_SHARD_AND_MATRIX = {
     *(fp8.as_codes.default, fp8.as_bytes.default, WAIT_TENSOR, ALL_GATHER, aten.index.Tensor),
-    *(VIEWS | {aten.cat.default, aten.clone.default}),
+    *(VIEWS | {aten.cat.default, aten.clone.default, aten.squeeze_copy.dims}),
 }
 
 
@@ -175,7 +175,8 @@ def _check_dequantize(
         *leading, length = _shape(data)
         yield from _check_scale_shape(scales, how, (*leading, length * 8 // width))
         quantized = _skip_host_copies(data)
-        if how.is_in_groups and _is_visible(quantized):
+        is_received = quantized.target is fp8.as_codes.default
+        if how.is_in_groups and _is_visible(quantized) and not is_received:
             if quantized.args[1] is not scales:
                 yield f"{quantized} was quantized with other scales"
             if (*quantized.args[2:], 0)[:2] != (text, i):
