@@ -88,6 +88,7 @@ class Variant:
         compress: arguments of `fp8pass.distributed.compress`; None does not call it.
         optimizer: `fused` for PyTorch's AdamW, or `fp8pass` for fp8pass's.
         without: a pass to disable.
+        scatters: the option `scatter_format`.
         keeps: whether gathered weights stay in memory from the forward to the backward.
         graphs: whether layers are replayed as CUDA graphs.
     """
@@ -98,6 +99,7 @@ class Variant:
     compress: tuple[str, str] | None = None
     optimizer: str = "fused"
     without: str = ""
+    scatters: str = "exact"
     keeps: bool = False
     graphs: bool = False
 
@@ -129,6 +131,7 @@ VARIANTS = {
     "bf16 compile, sequence": Variant("sequence"),
     "fp8pass coat, sequence": Variant("sequence", "fp8pass"),
     "… sequence, gathers in BF16": Variant("sequence", "fp8pass", without="gather_quantized"),
+    "… sequence, scatters in FP8": Variant("sequence", "fp8pass", scatters="e4m3"),
     "bf16 compile, sequence, CUDA graphs": Variant("sequence", graphs=True),
     "fp8pass coat, sequence, CUDA graphs": Variant("sequence", "fp8pass", graphs=True),
     "bf16 compile, experts": Variant("experts"),
@@ -170,8 +173,11 @@ def _convert(llama: nn.Module, gather: bool) -> None:
 
 
 def _backend(variant: Variant) -> dict[str, Any]:
-    options = {"options": {"triton.cudagraphs": True}} if variant.graphs else {}
-    return {"backend": "fp8pass" if variant.compiler == "fp8pass" else "inductor", **options}
+    options: dict[str, Any] = {"triton.cudagraphs": True} if variant.graphs else {}
+    if variant.scatters != "exact":
+        options["scatter_format"] = variant.scatters
+    backend = "fp8pass" if variant.compiler == "fp8pass" else "inductor"
+    return {"backend": backend, "options": options or None}
 
 
 def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) -> Any:

@@ -35,6 +35,7 @@ LinearFormat = Literal["e4m3", "e5m2", "exact"]
 SaveFormat = Literal["e4m3", "e2m3", "e2m2", "e2m1", "none", "exact"]
 Scales = Literal["rowwise", "tensorwise", "blockwise", "mx"]
 AttentionOutput = Literal["exact", "e2m5"]
+ScatterFormat = Literal["exact", "e4m3"]
 Compiler = Literal["inductor", "eager"]
 Gemm = Literal["forward", "dgrad", "wgrad"]
 Fp8Gemms = Literal["where_faster", "all"]
@@ -179,6 +180,9 @@ class Config:
             The worst-case error of `e2m5` has no bound. In measurements, the errors of `e2m5` in
             gradients are less than half of the errors that FP8 linear layers add to the same
             gradients. q, k and v are saved exactly.
+        scatter_format: format in which reduce-scatters of the graph (tensor parallel layers with
+            sharded outputs, SimpleFSDP) send their terms: `exact`, or `e4m3` in groups of 128 with
+            sums in FP32. Each rank's term is then rounded once.
         error_tolerance: largest relative error that one saved tensor may cause in a gradient, in
             the worst case and to first order. `inf` disables the error rules.
         calibration: means and standard deviations of tensors, from `fp8pass.calibrate`. The error
@@ -236,6 +240,7 @@ class Config:
     save_format: SaveFormat = "e4m3"
     compact_saves: CompactSaves = "where_free"
     attention_output: AttentionOutput = "exact"
+    scatter_format: ScatterFormat = "exact"
     error_tolerance: float = 1.0
     calibration: tuple[ValueMoments, ...] = ()
     memory_budget: float | int | str | None = None
@@ -448,6 +453,7 @@ OPTION_CHECKS: dict[str, Check] = {
     "save_format": one_of(SaveFormat),
     "compact_saves": one_of(CompactSaves),
     "attention_output": one_of(AttentionOutput),
+    "scatter_format": one_of(ScatterFormat),
     "error_tolerance": must_be(
         "a positive number, or float('inf')", lambda x: is_number(x) and x > 0
     ),

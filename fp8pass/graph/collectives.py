@@ -23,6 +23,7 @@ c10d = torch.ops._c10d_functional
 
 ALL_GATHER = c10d.all_gather_into_tensor.default
 ALL_TO_ALL = c10d.all_to_all_single.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 WAIT_TENSOR = c10d.wait_tensor.default
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 

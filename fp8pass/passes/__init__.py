@@ -32,6 +32,7 @@ from fp8pass.passes.joint.plan_saved_values import plan_saved_values
 from fp8pass.passes.joint.quantize_experts import quantize_experts
 from fp8pass.passes.joint.quantize_linears import quantize_linears
 from fp8pass.passes.joint.repeat_gathers import repeat_gathers
+from fp8pass.passes.joint.scatter_quantized import scatter_quantized
 from fp8pass.passes.joint.simulate_format import simulate_format
 from fp8pass.passes.lowering.buffer_residual_sums import buffer_residual_sums
 from fp8pass.passes.lowering.describe_kernels import describe_kernels
@@ -76,6 +77,8 @@ _JOINT = (
     Entry(gather_quantized, in_inference=True),
     # all_to_all + quantize -> quantize + all_to_all
     Entry(exchange_quantized, in_inference=True),
+    # With Config.scatter_format: reduce_scatter -> quantize + all_to_all + dequantize + sum
+    Entry(scatter_quantized, in_inference=True),
     # Marks gathers of parameters, and gathers of FP8 data, for recomputation
     Entry(repeat_gathers),
     # Decides which forward values are saved, and in which format

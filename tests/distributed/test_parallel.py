@@ -9,21 +9,32 @@ from unittest import mock
 import parallel
 import pytest
 import torch
+from gpu_lowering import LoweredError, lowered_for_gpus
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fp8pass
 from fp8pass import Config
+from fp8pass.compilation import CompiledGraph
+from fp8pass.dynamo import Backend
+from fp8pass.graph.collectives import ALL_TO_ALL
 
 
-def distributed(way: str, device: str, recipe: str | None, **changes: Any) -> nn.Module:
+def distributed(
+    way: str,
+    device: str,
+    recipe: str | None,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
+) -> nn.Module:
     """Return a distributed model with equal weights on all ranks. It is eager without a recipe."""
     torch.manual_seed(0)
     model = parallel.Decoder(**changes).to(device)
-    backend = recipe and fp8pass.backend(Config.recipe(recipe, compiler="eager"))
+    options = {"compiler": "eager", **(options or {})}
+    backend = recipe and fp8pass.backend(Config.recipe(recipe, **options))
     return parallel.WAYS[way](model, backend or None)
 
 
@@ -81,9 +92,11 @@ def exact_equals_eager(device: str, way: str) -> None:
     assert_near(found[1], found[0], 4e-5)
 
 
-def coat_trains_and_replicas_stay_equal(device: str, way: str) -> None:
+def coat_trains_and_replicas_stay_equal(
+    device: str, way: str, options: dict[str, Any] | None = None, recipe: str = "coat"
+) -> None:
     """Train with fp8pass's AdamW, clipping, and an evaluation in between."""
-    model = distributed(way, device, "coat", blocks=1)
+    model = distributed(way, device, recipe, options, blocks=1)
     optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(8):
@@ -121,6 +134,64 @@ def gathered_data_changes_no_bit(device: str, way: str, recipe: str) -> None:
             found.append([backward(way, device, model), *gradients(model)])
     for a, b in zip(*found, strict=True):
         assert torch.equal(parallel.full(a), parallel.full(b))
+
+
+def scatters_in_8_bits(device: str, way: str, compiler: str) -> None:
+    """Reduce-scatters send half of the bytes, and change the results by little."""
+    found, sent = [], []
+    for format in ("exact", "e4m3"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = parallel.Decoder(blocks=1, dtype=torch.bfloat16).to(device)
+        config = Config.recipe("coat", compiler=compiler, scatter_format=format)
+        plans: list[CompiledGraph] = []
+        model = parallel.WAYS[way](model, Backend(config, plans.append))
+        found.append([backward(way, device, model), *gradients(model)])
+        collectives = [c for compiled in plans for c in compiled.plan.collectives]
+        sent.append(sum(c.bytes for c in collectives if c.op != "all_gather_into_tensor"))
+        left = {c.reason for c in collectives if c.op == "reduce_scatter_tensor"}
+        expected = "its rows cannot be split into groups"
+        assert left <= ({"sums are not rounded"} if format == "exact" else {expected})
+    assert sent[1] <= 0.53 * sent[0]
+    for a, b in zip(*found, strict=True):
+        assert float((a - b).norm()) <= 0.1 * float(b.norm()) + 1e-12
+
+
+def scatters_of_one_tensor(device: str, operation: str) -> None:
+    """The sum of all terms, rounded once; NaN and infinities of any rank reach their group."""
+    mesh = init_device_mesh(device, (2,))
+
+    def total(x: Tensor) -> Tensor:
+        part = DTensor.from_local(x * 2, mesh, [Partial(operation)], run_check=False)
+        return part.redistribute(placements=[Shard(0)]).to_local()
+
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(6, 4, 256, device=device)
+    if dist.get_rank() == 1:
+        x[4, 1, 3], x[5, 2, 200] = torch.nan, torch.inf
+    results = [
+        torch.compile(total, backend=fp8pass.backend(Config(scatter_format=f, compiler="eager")))(x)
+        for f in ("exact", "e4m3")
+    ]
+    want, got = (r[:1] for r in results)
+    assert 0 < float((got - want).norm()) < 0.04 * float(want.norm())
+    if dist.get_rank() == 1:
+        want, got = results
+        assert got[1, 1, :128].isnan().all()
+        assert got[2, 2, 128:].isnan().all()
+        assert got[2, 2, :128].isfinite().all()
+
+
+def scatters_are_lowered_for_gpus(device: str, way: str) -> None:
+    torch._dynamo.reset()
+    config = Config(fp8_gemms="all", scatter_format="e4m3")
+    model = parallel.Decoder(blocks=1, dtype=torch.bfloat16).to(device)
+    with lowered_for_gpus() as halves, pytest.raises(LoweredError):
+        backward(way, device, parallel.WAYS[way](model, Backend(config)))
+    sent = [n for gm in halves for n in gm.graph.nodes if n.target is ALL_TO_ALL]
+    dtypes = [n.meta["val"].dtype for n in sent]
+    assert len(dtypes) >= 12
+    assert dtypes.count(torch.uint8) == dtypes.count(torch.bfloat16) == len(dtypes) / 2
 
 
 def a_nan_of_one_rank_reaches_all(device: str) -> None:
@@ -287,6 +358,43 @@ LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 @pytest.mark.parametrize(("way", "recipe"), GATHERED if LONG else GATHERED[:2])
 def test_gathering_quantized_tensors(two, way, recipe):
     two(gathered_data_changes_no_bit, way, recipe)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("way", ["sequence", "simple fsdp"])
+def test_scatters_in_8_bits(two, way, compiler):
+    two(scatters_in_8_bits, way, compiler)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="other tests compile on the GPU")
+@pytest.mark.parametrize("way", ["sequence", "simple fsdp"])
+def test_scatters_are_lowered_for_gpus(two, way):
+    two(scatters_are_lowered_for_gpus, way)
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("way", ["sequence", "simple fsdp"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "agoq"},
+        {"recipe": "block"},
+        {"recipe": "exact"},
+        {"memory_budget": 0.5},
+        {"memory_budget": 0.5, "offload": True},
+        {"head_chunks": 2},
+    ],
+    ids=str,
+)
+def test_training_with_scatters_in_8_bits(two, way, options):
+    options = {"recipe": "coat", "scatter_format": "e4m3", **options}
+    two(coat_trains_and_replicas_stay_equal, way, options, options.pop("recipe"))
+
+
+@pytest.mark.parametrize("operation", ["sum", "avg"])
+def test_scatters_of_one_tensor(two, operation):
+    two(scatters_of_one_tensor, operation)
 
 
 @pytest.mark.long

@@ -31,5 +31,5 @@ def _describe(collective: fx.Node, backward: set[fx.Node]) -> Collective:
         shape=" ".join(graph.shape_text(tensor(n)) for n in sent),
         dtype=" ".join(graph.dtype_text(tensor(n).dtype) for n in sent),
         bytes=sum(map(graph.nbytes, sent)),
-        reason=collective.meta.get(WHY_NOT_QUANTIZED, "") if moves_data else "sums are not rounded",
+        reason=collective.meta.get(WHY_NOT_QUANTIZED, "" if moves_data else "sums are not rounded"),
     )

@@ -1,0 +1,87 @@
+"""Reduce and scatter in 8 bits: send FP8 data in groups, and add the received data up in FP32.
+
+    before   y = reduce_scatter(x, "sum")
+    after    s = scale(amax(x, 1×128));  q = quantize(x, s)
+             p = as_codes(all_to_all(as_bytes(q)));  t = all_to_all(s)
+             y = sum over ranks of dequantize(p, t)
+
+Only with the option `scatter_format`. These are the reductions of tensor parallel layers whose
+outputs are sharded (section 2.3 of the FP8-LM paper), and gradients of gathered tensors. Each term
+is rounded once. The sum has a fixed order, so results are deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import compat, graph
+from fp8pass.dialect.formats import E4M3, divisor_group
+from fp8pass.dialect.quantization import Quantization, block_text, group
+from fp8pass.graph.collectives import ALL_TO_ALL, REDUCE_SCATTER, WAIT_TENSOR, remove_unused
+from fp8pass.graph.nodes import aten, emit, prims, tensor
+from fp8pass.graph.tags import WHY_NOT_QUANTIZED
+from fp8pass.passes.context import Context
+
+fp8 = torch.ops.fp8pass
+
+GROUP_SIZE = 128
+
+
+def scatter_quantized(gm: fx.GraphModule, ctx: Context) -> None:
+    if ctx.config.scatter_format == "exact":
+        return
+    for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
+        reason = why_not(node)
+        if reason:
+            node.meta[WHY_NOT_QUANTIZED] = reason
+        else:
+            _rewrite(node)
+    remove_unused(gm.graph)
+
+
+def why_not(scatter: fx.Node) -> str:
+    x, operation = scatter.args[:2]
+    val = tensor(x)  # type: ignore[arg-type]
+    if operation not in ("sum", "avg") or not val.is_floating_point():
+        return f"the {operation} of {graph.dtype_text(val.dtype)} is not rounded"
+    if not all(isinstance(size, int) for size in val.shape):
+        return "its sizes are dynamic"
+    if val.ndim < 2 or divisor_group(val.shape[-1], GROUP_SIZE) is None:
+        return "its rows cannot be split into groups"
+    if len(scatter.users) != 1 or next(iter(scatter.users)).target is not WAIT_TENSOR:
+        return "several operators wait for it"
+    return ""
+
+
+def _rewrite(scatter: fx.Node) -> None:
+    x: Any
+    x, operation, ranks, name = scatter.args
+    (wait,) = scatter.users
+    columns = tensor(x).shape[-1]
+    how = Quantization(E4M3, group(divisor_group(columns, GROUP_SIZE)))  # type: ignore[arg-type]
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = emit(scatter.graph, target, *args, like=scatter, **kwargs)
+        compat.copy_region(scatter, node)
+        return node
+
+    def exchange(rows: fx.Node) -> fx.Node:
+        sizes = [tensor(rows).shape[0] // ranks] * ranks  # type: ignore[operator]
+        return add(WAIT_TENSOR, add(ALL_TO_ALL, rows, sizes, sizes, name))
+
+    with scatter.graph.inserting_before(wait):
+        rows = add(aten.reshape.default, x, [-1, columns])
+        scale = add(fp8.scale.default, add(fp8.amax.default, rows, block_text(how.block)), str(how))
+        sent = add(fp8.as_bytes.default, add(fp8.quantize.default, rows, scale, str(how)))
+        received = add(fp8.as_codes.default, exchange(sent), how.format.name)
+        scales = exchange(scale)
+        values = add(fp8.dequantize.default, [received], scales, str(how), torch.float32)
+        terms = add(aten.reshape.default, values, [ranks, *tensor(wait).shape])
+        total = add(aten.sum.dim_IntList, terms, [0])
+        if operation == "avg":
+            total = add(aten.div.Scalar, total, ranks)
+        result = add(prims.convert_element_type.default, total, tensor(wait).dtype)
+    wait.replace_all_uses_with(result)
