@@ -98,7 +98,7 @@ def generate(model: Callable[..., Any], *args: Tensor, **options: Any) -> list[s
         with mock.patch.object(GraphLowering, "_compile_to_module", record), fake_gpu():
             try:
                 compile_inner(gm, values, **options)
-            except Exception as error:  # PyTorch's own error, whose cause is a GeneratedError
+            except Exception as error:  # PyTorch raises another error from a GeneratedError
                 if not is_caused_by(error, GeneratedError):
                     raise
         return compat.box(refuse_to_run)

@@ -73,7 +73,7 @@ POINTWISE: dict[Any, PointwiseOp] = {
     aten.square.default: PointwiseOp(elementwise(lambda a: a**2), "{0} * {0}"),
     aten.sqrt.default: PointwiseOp(elementwise(square_root), "tl.sqrt({0})"),
     aten.rsqrt.default: PointwiseOp(elementwise(lambda a: square_root(a, -1)), "tl.rsqrt({0})"),
-    aten.exp.default: PointwiseOp(elementwise(sympy.exp), "exp2({0} * 1.4426950408889634)"),
+    aten.exp.default: PointwiseOp(elementwise(sympy.exp), "exp({0})"),
     aten.exp2.default: PointwiseOp(elementwise(lambda a: sympy.exp(a * math.log(2))), "exp2({0})"),
     aten.pow.Scalar: PointwiseOp(elementwise(lambda b, a: sympy.Pow(b, a))),
     aten.sinh.default: PointwiseOp(elementwise(lambda a: (sympy.exp(a) - sympy.exp(-a)) / 2)),

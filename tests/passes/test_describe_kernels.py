@@ -17,7 +17,7 @@ def test_launches_of_a_decoder_layer(graphs):
     forward, backward = (counts([g]) for g in graphs)
     # Seven weights and the inputs of q/k/v, o, gate/up and down. Each has a scale for the backward.
     assert forward == {"rows": 2 * 11, "scales": 2 * 11}
-    # Rows: all norms, of which the first computes the gradient that the graph returns. Tiles of a
+    # Rows: all norms. The first norm computes the gradient that the graph returns. Tiles of a
     # layer: seven weights, four gradients and three inputs; one kernel takes the gradients of gate
     # and up and the input of down. The amaxes of these and of the gradients of values have tiles of
     # their own. One more is the amax of the gradient from the caller.

@@ -38,7 +38,7 @@ OPTIONS = {"fp8_gemms": "all", "compact_saves": "all"}  # not the plan of stock 
 
 
 class Head(nn.Module):
-    """A head whose logits may contain infinities and NaN, by `edges`."""
+    """A linear layer and its loss."""
 
     def __init__(self, loss, vocabulary=VOCABULARY, bias=False) -> None:
         super().__init__()

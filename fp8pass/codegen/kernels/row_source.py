@@ -86,8 +86,8 @@ _EXP_SUM = [
     "{v}_few = tl.reshape({value}, ({chunk} // {few}, {few}))",
     "{v}_max = largest({largest}_chunk, tl.reduce({v}_few, 1, largest))",
     "{v}_shift = finite({v}_max)",
-    "{v}_chunk *= exp2(({largest}_chunk - {v}_shift) * 1.4426950408889634)",
-    "{v}_chunk += tl.sum(exp2(({v}_few - {v}_shift[:, None]) * 1.4426950408889634), 1)",
+    "{v}_chunk *= exp({largest}_chunk - {v}_shift)",
+    "{v}_chunk += tl.sum(exp({v}_few - {v}_shift[:, None]), 1)",
     "{largest}_chunk = {v}_max",
 ]
 # The result of each reduction of all elements, given its partial results for a chunk.
@@ -95,7 +95,7 @@ _RESULTS = {
     "row_sum": "tl.sum({0}, 0)",
     "row_amax": "tl.reduce({0}, 0, largest)",
     "row_max": "tl.reduce({0}, 0, largest)",
-    ROW_EXP_SUM: "tl.sum({0} * exp2(({1}_chunk - finite({1})) * 1.4426950408889634), 0)",
+    ROW_EXP_SUM: "tl.sum({0} * exp({1}_chunk - finite({1})), 0)",
 }
 # How scales of groups are rounded and stored, by `Store.scale_form`.
 _SCALE_FORMS = {"": ("truncated", "tl.bfloat16"), "fp32": ("power_of_two", "tl.float32")}

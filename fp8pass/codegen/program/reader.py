@@ -285,9 +285,10 @@ class Reader:
         ]
 
     def used_outside(self, absorbed: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return computed nodes whose values other nodes use, also through views and casts.
+        """Return the nodes of `steps` that nodes outside of the kernel use.
 
-        The users of conditions (booleans) recompute them.
+        Users of a view or cast count as users of its operand. Conditions (booleans) are left out,
+        because their users compute them again.
         """
         inside = set(self.names) | set(absorbed)
 

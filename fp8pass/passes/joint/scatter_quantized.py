@@ -5,9 +5,10 @@
              p = as_codes(all_to_all(as_bytes(q)));  t = all_to_all(s)
              y = sum over ranks of dequantize(p, t)
 
-Only with the option `scatter_format`. These are the reductions of tensor parallel layers whose
-outputs are sharded (section 2.3 of the FP8-LM paper), and gradients of gathered tensors. Each term
-is rounded once. The sum has a fixed order, so results are deterministic.
+The pass runs only with the option `scatter_format`. Tensor parallel layers with sharded outputs end
+with a reduce-scatter (section 2.3 of the FP8-LM paper). Gradients of gathered tensors are reduced
+in the same way. Each term is rounded once. The order of the sum is fixed, so results are
+deterministic.
 """
 
 from __future__ import annotations
