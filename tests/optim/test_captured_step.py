@@ -416,7 +416,6 @@ def test_arguments_must_have_known_types(argument):
 def test_the_batch_must_be_on_the_gpu():
     *_, step = make(device="cuda")
     captured, (batch,) = capture_step(lambda batch: step(batch.cuda())), batches(1)
-    captured(batch)  # then the device of the optimizer's parameters is known
     with pytest.raises(ConfigError, match="batch and all parameters on one GPU"):
         captured(batch)
 
