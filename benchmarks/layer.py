@@ -127,14 +127,14 @@ Variant = Callable[[nn.Module], nn.Module]
 
 def torchao(recipe: str, **how: Any) -> Variant:
     """Return a function that converts a model with torchao's float8 recipe and compiles it."""
+    return lambda m: torch.compile(in_torchao(recipe, m), **how)  # type: ignore[return-value]
 
-    def make(model: nn.Module) -> nn.Module:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-        return torch.compile(model, **how)  # type: ignore[return-value]
+def in_torchao(recipe: str, model: nn.Module) -> nn.Module:
+    """Convert all linear layers of a model with torchao's float8 recipe. Return the model."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    return make
+    return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
 # The option behind `mode="reduce-overhead"`; PyTorch does not accept a mode and options together.

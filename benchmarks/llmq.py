@@ -1,16 +1,18 @@
-"""Train Qwen2.5 as in LLMQ's contest: sequences of 1,024 tokens, 524,288 tokens a step.
+"""Train Qwen2.5 and Llama 3 at the sizes of published measurements on one H100.
 
     python benchmarks/llmq.py                            all that is not in the results yet
-    python benchmarks/llmq.py --models 7B --variants "fp8pass coat"
+    python benchmarks/llmq.py --models Qwen2.5-7B --variants "fp8pass coat"
     python benchmarks/llmq.py --tiny --out x.json        small models, on the CPU too
 
 Weights, gradients and optimizer states are in BF16 (FP8 states with fp8pass's AdamW), and weights
 are random. As in torchtitan, layers are compiled one by one and share their code; head and loss are
 one module that returns only the loss. Measured: median seconds of a micro-batch (forward, backward,
-and the sum of gradients), median seconds of an optimizer step, and the memory peak. A step is
-524,288 tokens in micro-batches and one optimizer step; tokens per second refer to a step.
+and the sum of gradients), median seconds of an optimizer step, and the memory peak. A step consists
+of micro-batches and one optimizer step; tokens per second refer to a step.
 
-LLMQ's figures are its own, on one H100: https://github.com/IST-DASLab/llmq, `benchmarks/H100x1.md`.
+Qwen2.5 has sequences of 1,024 tokens and 524,288 tokens a step, as in LLMQ's measurements
+(https://github.com/IST-DASLab/llmq, `benchmarks/H100x1.md`). Llama 3 has sequences of 8,192 tokens
+and 16 micro-batches, as in Megatron-Bridge 25.11's.
 """
 
 from __future__ import annotations
@@ -31,16 +33,15 @@ from torch import Tensor
 
 from fp8pass.demo.train import Meter, free_memory
 
-SEQ, TOKENS_PER_STEP = 1024, 524_288
 WARM_UP, TIMED, UPDATES = 3, 8, 3
-VOCABULARY = 151_936
-# Without this argument, transformers waits for the GPU in each forward, to find packed sequences.
+# Without this mask, transformers waits for the GPU in each forward, to find packed sequences. Its
+# Llama accepts no such mask.
 NO_MASK = {"full_attention": None}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Qwen2.5, its micro-batch, and LLMQ's tokens per second on one H100."""
+    """A model, its micro-batch, and the published tokens per second on one H100."""
 
     hidden: int
     ffn: int
@@ -49,21 +50,21 @@ class Size:
     kv_heads: int
     tied: bool
     batch: int
-    llmq: int
-    seq: int = SEQ
-    vocabulary: int = VOCABULARY
+    published: int
+    seq: int = 1024
+    vocabulary: int = 151_936
+    tokens_per_step: int = 524_288
 
 
 MODELS = {
-    "0.5B": Size(896, 4864, 24, 14, 2, True, batch=32, llmq=164_000),
-    "1.5B": Size(1536, 8960, 28, 12, 2, True, batch=16, llmq=73_000),
-    "3B": Size(2048, 11008, 36, 16, 2, True, batch=16, llmq=40_400),
-    "7B": Size(3584, 18944, 28, 28, 4, False, batch=16, llmq=19_194),
+    "Qwen2.5-0.5B": Size(896, 4864, 24, 14, 2, True, batch=32, published=164_000),
+    "Qwen2.5-1.5B": Size(1536, 8960, 28, 12, 2, True, batch=16, published=73_000),
+    "Qwen2.5-3B": Size(2048, 11008, 36, 16, 2, True, batch=16, published=40_400),
+    "Qwen2.5-7B": Size(3584, 18944, 28, 28, 4, False, batch=16, published=19_194),
+    "Llama-3-8B": Size(4096, 14336, 32, 32, 8, False, 1, 14_451, 8192, 128_256, 16 * 8192),
 }
-TINY = {
-    name: replace(size, hidden=64, ffn=128, layers=2, heads=4, batch=2, seq=32, vocabulary=256)
-    for name, size in MODELS.items()
-}
+SMALL = {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 32, "batch": 2}
+TINY = {name: replace(size, vocabulary=256, **SMALL) for name, size in MODELS.items()}
 VARIANTS: dict[str, tuple[Compile, str]] = {
     "bf16 compile": (torch.compile, "AdamW"),  # type: ignore[dict-item]
     "torchao tensorwise": (torchao("tensorwise"), "AdamW"),
@@ -85,26 +86,31 @@ class Result:
     error: str | None = None
 
 
-def measure(size: Size, variant: str, device: torch.device) -> dict[str, Any]:
+def measure(name: str, size: Size, variant: str, device: torch.device) -> dict[str, Any]:
     """Train one variant from scratch. Return the fields of a `Result`."""
     torch.manual_seed(0)
     compile_layer, optimizer = VARIANTS[variant]
     # torchao converts layers only: its head stays in BF16, as fp8pass's head does.
     compile_head: Compile = torch.compile if "torchao" in variant else compile_layer  # type: ignore[assignment]
-    qwen = new_llama(size, device, transformers.Qwen2Config, tie_word_embeddings=size.tied)
-    model = LossOnly(qwen, compile_layer, compile_head)
+    is_qwen = name.startswith("Qwen")
+    family = transformers.Qwen2Config if is_qwen else transformers.LlamaConfig
+    llama = new_llama(size, device, family, tie_word_embeddings=size.tied)
+    model = LossOnly(llama, compile_layer, compile_head)
     batches = torch.randint(size.vocabulary, (2, size.batch, size.seq), device=device)
     with OPTIMIZERS[optimizer](model) as update:
-        return train(model, update, batches)
+        mask = NO_MASK if is_qwen else None
+        return train(model, update, batches, size.tokens_per_step, mask)
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, batches: Tensor) -> dict[str, Any]:
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, batches: Tensor, tokens_per_step: int, mask: Any
+) -> dict[str, Any]:
     """Time micro-batches and optimizer steps. Return speed, memory peak and the last loss."""
     device, losses = batches.device, [torch.zeros(())]
 
     def micro_batch() -> None:
         ids = batches[len(losses) % len(batches)]
-        loss = model(input_ids=ids, labels=ids, use_cache=False, attention_mask=NO_MASK).loss
+        loss = model(input_ids=ids, labels=ids, use_cache=False, attention_mask=mask).loss
         loss.backward()
         losses.append(loss.detach().clone())
 
@@ -114,11 +120,11 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Tensor) -> dict
     meter = Meter(device)
     micro = statistics.median(step_seconds(micro_batch, TIMED, device))
     update = statistics.median(step_seconds(optimizer.step, UPDATES, device))
-    tokens = batches[0].numel()
+    micro_batches = tokens_per_step / batches[0].numel()
     return {
         "micro_batch_s": micro,
         "update_s": update,
-        "tokens_per_second": TOKENS_PER_STEP / (micro * TOKENS_PER_STEP / tokens + update),
+        "tokens_per_second": tokens_per_step / (micro * micro_batches + update),
         "peak_bytes": meter.read()[1],
         "loss": losses[-1].item(),
     }
@@ -127,7 +133,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Tensor) -> dict
 def attempt(name: str, size: Size, variant: str, device: torch.device) -> Result:
     """Measure one variant and free the memory. If it fails, the result has the error."""
     try:
-        return Result(name, variant, **measure(size, variant, device))
+        return Result(name, variant, **measure(name, size, variant, device))
     except Exception as error:  # out of memory or a missing package: the next variants still run
         return Result(name, variant, error=f"{type(error).__name__}: {error}")
     finally:
@@ -157,7 +163,7 @@ def main() -> None:
         if (name, variant) not in done:
             result = attempt(name, sizes[name], variant, device)
             add_result(path, record, asdict(result), ("model", "variant"))
-    print_rows("Qwen2.5, LLMQ's contest", llmq_table(record))
+    print_rows("training at published sizes", llmq_table(record))
 
 
 if __name__ == "__main__":

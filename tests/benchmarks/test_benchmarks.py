@@ -63,15 +63,15 @@ def test_steps_of_many_micro_batches(load, monkeypatch, tmp_path):
     ours = llmq.with_fp8pass(compiler="eager"), "fp8pass AdamW"
     monkeypatch.setitem(llmq.VARIANTS, "fp8pass coat", ours)
     variants = ("fp8pass coat", "torchao tensorwise")
-    options = ["--tiny", "--models", "3B", "--variants", *variants, "--out", str(out)]
+    options = ["--tiny", "--models", "Qwen2.5-3B", "--variants", *variants, "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["llmq.py", *options])
     llmq.main()
     record = json.loads(out.read_text())
     (result, failed) = record["results"]
     assert "torchao" in failed["error"]
-    steps = llmq.TOKENS_PER_STEP / result["tokens_per_second"]
-    size = llmq.TINY["3B"]
-    micro_batches = llmq.TOKENS_PER_STEP / (size.batch * size.seq)
+    size = llmq.TINY["Qwen2.5-3B"]
+    steps = size.tokens_per_step / result["tokens_per_second"]
+    micro_batches = size.tokens_per_step / (size.batch * size.seq)
     assert steps == pytest.approx(micro_batches * result["micro_batch_s"] + result["update_s"])
     rows = llmq.llmq_table(record)
     assert [row[0] for row in rows] == ["", "**Qwen2.5-3B**", *variants]
