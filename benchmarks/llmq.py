@@ -63,8 +63,10 @@ MODELS = {
     "Qwen2.5-7B": Size(3584, 18944, 28, 28, 4, False, batch=16, published=19_194),
     "Llama-3-8B": Size(4096, 14336, 32, 32, 8, False, 1, 14_451, 8192, 128_256, 16 * 8192),
 }
-SMALL = {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 32, "batch": 2}
-TINY = {name: replace(size, vocabulary=256, **SMALL) for name, size in MODELS.items()}
+SMALL: dict[str, Any] = {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2}
+TINY = {
+    name: replace(size, **SMALL, batch=2, seq=32, vocabulary=256) for name, size in MODELS.items()
+}
 VARIANTS: dict[str, tuple[Compile, str]] = {
     "bf16 compile": (torch.compile, "AdamW"),  # type: ignore[dict-item]
     "torchao tensorwise": (torchao("tensorwise"), "AdamW"),

@@ -36,7 +36,7 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
 from layer import CASES as LAYERS
-from layer import median_times, share_parameters, with_own_code
+from layer import in_torchao, median_times, share_parameters, with_own_code
 from report import merge, print_rows, resume, use_expandable_segments, write_json
 from tables_layers import ALL_PARTS, GRAPHED, ablation_table, gpt2_table, never_slower_table
 from torch import Tensor, fx, nn
@@ -49,7 +49,7 @@ from fp8pass.config import Config
 from fp8pass.demo.train import free_memory
 from fp8pass.dynamo import Backend
 
-STOCK, DEFAULT = "bf16 compile", "fp8pass coat"
+STOCK, TORCHAO, DEFAULT = "bf16 compile", "torchao tensorwise", "fp8pass coat"
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,13 @@ class Variant:
     Attributes:
         config: options of fp8pass; None is stock `torch.compile`.
         without: names of passes that are left out.
+        convert: replaces layers of a model, and returns the model.
         how: other arguments of `torch.compile`.
     """
 
     config: Config | None = field(default_factory=Config)
     without: str = ""
+    convert: Callable[[nn.Module], nn.Module] | None = None
     how: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,8 +90,11 @@ PARTS = {
     "dgrads apart" + GRAPHED: Variant(without="merge_dgrads", how=REPLAYED),
     "launches apart" + GRAPHED: Variant(without=APART, how=REPLAYED),
 }
-COMPACT = {"fp8pass coat, all compact": Variant(Config(compact_saves="all"))}
-VARIANTS = RECIPES | PARTS | COMPACT
+OTHERS = {
+    "fp8pass coat, all compact": Variant(Config(compact_saves="all")),
+    TORCHAO: Variant(None, convert=partial(in_torchao, "tensorwise")),
+}
+VARIANTS = RECIPES | PARTS | OTHERS
 PROFILED = 5
 
 
@@ -168,6 +173,7 @@ def subject_of(
 ) -> Subject:
     """Return a compiled variant of a model."""
     model, planned = share_parameters(base), list[int]()
+    model = variant.convert(model) if variant.convert else model
     compile_module = partial(torch.compile, backend=backend_of(variant, planned), **variant.how)
     if workload.blocks:
         layers: Any = model.get_submodule(workload.blocks)

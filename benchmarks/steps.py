@@ -1,13 +1,14 @@
 """Compare whole training steps, with and without `capture_step`, with stock `torch.compile`.
 
-    python benchmarks/steps.py                       GPT-2 124M, nanochat d12, ViT-B/16, BERT base
+    python benchmarks/steps.py                       all models of the record
     python benchmarks/steps.py --cases "GPT-2 124M"
     python benchmarks/steps.py --tiny --out x.json   small models, on the CPU too
 
 A step has four micro-batches, clips gradients to a norm of 1, and updates the weights with AdamW:
-PyTorch's fused AdamW for stock `torch.compile`, fp8pass's AdamW for fp8pass. The learning rate is
-0, so that all variants of a model share their weights. Variants alternate in a different order each
-round (`layer.py`).
+PyTorch's fused AdamW for stock `torch.compile` and torchao, fp8pass's AdamW for fp8pass. nanochat
+d20 has nanochat's optimizers: Muon for the matrices of layers, AdamW for the others. The learning
+rate is 0, so that all variants of a model share their weights. Variants alternate in a different
+order each round (`layer.py`).
 
 Measured: median milliseconds of a step, median milliseconds in which the CPU launches it, and the
 memory that PyTorch's allocator reserves for a step. The memory of a captured step stays reserved.
@@ -23,20 +24,27 @@ from typing import Any
 
 import torch
 from layer import median_times
-from never_slower import DEFAULT, STOCK, Subject, subject_of
+from never_slower import DEFAULT, STOCK, TORCHAO, Subject, subject_of
 from never_slower import VARIANTS as BACKENDS
 from report import merge, print_rows, record_parser, resume, use_expandable_segments, write_json
 from tables_layers import CAPTURED, steps_table
-from torch import Tensor
+from torch import Tensor, nn
 from workers import ALONE, run_jobs
 from workloads import WORKLOADS
 
 from fp8pass import compat
 from fp8pass.demo.train import free_memory
-from fp8pass.optim import AdamW, capture_step
+from fp8pass.optim import AdamW, Muon, capture_step, split_parameters
 
-CASES = ("GPT-2 124M", "nanochat d12", "ViT-B/16", "BERT base")
-VARIANTS = (STOCK, STOCK + CAPTURED, DEFAULT, DEFAULT + CAPTURED)
+SMALL = (STOCK, STOCK + CAPTURED, DEFAULT, DEFAULT + CAPTURED)
+WITH_MUON = "nanochat d20"
+CASES = {
+    "GPT-2 124M": SMALL,
+    "nanochat d12": SMALL,
+    "ViT-B/16": SMALL,
+    "BERT base": SMALL,
+    WITH_MUON: (STOCK, TORCHAO, DEFAULT),
+}
 MICRO_BATCHES, NORM = 4, 1.0
 FIRST = 5  # steps that compile, warm up and capture
 
@@ -55,15 +63,13 @@ class Result:
 class Training:
     """A whole step, as a subject of `median_times`."""
 
-    def __init__(self, subject: Subject, variant: str) -> None:
+    def __init__(self, subject: Subject, name: str, variant: str) -> None:
         self.inputs = subject.inputs
         parameters, names = list(subject.model.parameters()), list(subject.batch)
-        on_gpu = parameters[0].is_cuda
-        optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(parameters, 0.0, fused=True, capturable=on_gpu)
-            if variant.startswith(STOCK)
-            else AdamW(parameters, lr=0.0)
-        )
+        matrices, others = list[nn.Parameter](), parameters
+        if name == WITH_MUON:
+            matrices, others = split_parameters(subject.model)
+        optimizers = new_optimizers(matrices, others, ours=variant.startswith(DEFAULT))
 
         def step(*inputs: Tensor) -> None:
             batch = dict(zip(names, inputs, strict=True))
@@ -72,8 +78,9 @@ class Training:
                     loss = subject.model(**batch) / MICRO_BATCHES
                 loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, NORM)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
         self.run = capture_step(step) if variant.endswith(CAPTURED) else step
 
@@ -85,6 +92,18 @@ class Training:
         """Do nothing: a step deletes its gradients."""
 
 
+def new_optimizers(
+    matrices: list[nn.Parameter], others: list[nn.Parameter], *, ours: bool
+) -> list[torch.optim.Optimizer]:
+    """Return Muon for `matrices` and AdamW for `others`, of fp8pass or of PyTorch."""
+    muon: Any = Muon if ours else torch.optim.Muon
+    first = [muon(matrices, lr=0.0)] if matrices else []
+    if ours:
+        return [*first, AdamW(others, lr=0.0)]
+    capturable = others[0].is_cuda
+    return [*first, torch.optim.AdamW(others, 0.0, fused=True, capturable=capturable)]
+
+
 def measure(tiny: bool, rounds: int, name: str, device: torch.device) -> Iterator[Any]:
     """Measure the variants of a model, after all of them are compiled."""
     use_expandable_segments()
@@ -93,13 +112,13 @@ def measure(tiny: bool, rounds: int, name: str, device: torch.device) -> Iterato
     base, batch = WORKLOADS[name].place(device, tiny)
     compiled: dict[str, Subject] = {}  # a capture does not change stock `torch.compile`'s code
     subjects, results = {}, {}
-    for variant in VARIANTS:
+    for variant in CASES[name]:
         code = STOCK if variant.startswith(STOCK) else variant
         if code not in compiled:
             backend = BACKENDS[variant.removesuffix(CAPTURED)]
             compat.forget_sizes()
             compiled[code] = subject_of(base, batch, WORKLOADS[name], backend)
-        subjects[variant] = Training(compiled[code], variant)
+        subjects[variant] = Training(compiled[code], name, variant)
         results[variant] = Result(name, variant)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -123,7 +142,7 @@ def measure(tiny: bool, rounds: int, name: str, device: torch.device) -> Iterato
 def main() -> None:
     """Run the command line."""
     parser = record_parser(__doc__)
-    parser.add_argument("--cases", nargs="+", choices=WORKLOADS, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=1, help="models that share a GPU")
     args = parser.parse_args()
