@@ -51,22 +51,23 @@ def reading(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("columns", "packed", "chunk", "held", "warps"),
+    ("columns", "packed", "shape", "warps"),
     [
-        (16384, False, 8192, True, 16),
-        (18944, False, 8192, True, 8),
-        (18944, True, 4096, False, 4),
-        (32768, False, 4096, False, 4),
+        (8960, False, Shape(8960, 4096, held=True, last=1024), 8),
+        (16384, False, Shape(16384, 8192, held=True), 16),
+        (18944, False, Shape(18944, 8192, held=True, last=4096), 8),
+        (18944, True, Shape(18944, 4096, held=False), 4),
+        (32768, False, Shape(32768, 4096, held=False), 4),
     ],
 )
-def test_shapes_of_long_rows(columns, packed, chunk, held, warps):
+def test_shapes_of_long_rows(columns, packed, shape, warps):
     """A packed format needs more registers than wide rows leave."""
     assert row_kernel._choose_shape(cross_entropy(), 32768) == (Shape(32768, 4096, False), 8)
     program = swiglu(128)
     if packed:
         stores = (replace(s, format="e2m2") if s.group_size else s for s in program.stores)
         program = replace(program, stores=tuple(stores))
-    assert row_kernel._choose_shape(program, columns) == (Shape(columns, chunk, held), warps)
+    assert row_kernel._choose_shape(program, columns) == (shape, warps)
 
 
 @both_devices
@@ -227,14 +228,33 @@ def test_values_that_are_used_twice_are_written_once():
 
 @pytest.mark.long
 @both_devices
+@pytest.mark.parametrize("fewest", [1, 4])
 @pytest.mark.parametrize("columns", [96, 1024, 1056, 1376])
-def test_rows_in_several_chunks(device, columns, monkeypatch):
-    """The last chunk is not full."""
+def test_rows_in_several_chunks(device, columns, fewest, monkeypatch):
+    """The last chunk is not full. With `fewest` = 1, it is shorter than the others."""
     monkeypatch.setattr(row_kernel, "VECTOR", 1)
+    monkeypatch.setattr(row_kernel, "FEWEST_HELD", fewest)
     program = swiglu(32)
     shape, _ = row_kernel._choose_shape(program, columns)
     assert len(shape.chunks) == -(-columns // 256)
+    assert bool(shape.last) == (fewest == 1 and columns in (1056, 1376))
     check(row_kernel, program, operands(program, 5, columns, device))
+
+
+@both_devices
+def test_reductions_in_a_short_last_chunk(device, monkeypatch):
+    monkeypatch.setattr(row_kernel, "VECTOR", 1)
+    monkeypatch.setattr(row_kernel, "FEWEST_HELD", 1)
+    steps = [Step(reduction, reduction, ("x",)) for reduction in ("row_sum", "row_amax", "row_max")]
+    stores = (Store(step.name, ("row",), dtype="float32") for step in steps)
+    program = Program((Load("x", "full"),), tuple(steps), tuple(stores)).canonical()
+    assert row_kernel._choose_shape(program, 300)[0] == Shape(300, 256, held=True, last=128)
+    (x,) = operands(program, 6, 300, device)
+    x[0, 299], x[1, 0], x[2] = 1e3, -1e3, -x[2].abs() - 1
+    x[3, 280], x[4, 280], x[5, 280] = math.nan, math.inf, -math.inf
+    got, want = run(row_kernel, program, [x]), compute_program(program, [x])
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
 
 
 @pytest.mark.long

@@ -33,6 +33,9 @@ LONGEST_STAGED, SUMMED_STAGES = 2048, 3
 # memory (`benchmarks/results/sweeps.json`).
 HELD = 44
 HELD_SUMMED = 32  # with one sum over rows
+# Elements of the last chunk that a thread holds at least. A last chunk that is as short as possible
+# makes the forwards of SwiGLUs of 8,960 and 18,944 features 6% faster.
+FEWEST_HELD = 4
 # Elements of a chunk, if the row is read in a loop.
 ROW_CHUNK = 4096
 # Elements of a chunk, if a kernel stores only one number for each row of more than `LONGEST_HELD`
@@ -86,13 +89,14 @@ def _may_overwrite(program: Program, columns: int, load: Load, store: int) -> bo
 
 def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     """Return the chunks, which contain whole groups, and the number of warps."""
+    targets = {step.target for step in program.steps}
     if columns > LONGEST_HELD:
-        if any(step.target in (ROW_EXP_SUM, IS_COLUMN) for step in program.steps):
+        if not targets.isdisjoint((ROW_EXP_SUM, IS_COLUMN)):
             return Shape(columns, ROW_CHUNK, held=False), 8
         if all(store.layouts == ("row",) for store in program.stores):
             return Shape(columns, REDUCED_CHUNK, held=False), 16
         if columns <= LONGEST_WIDE and _needs_few_registers(program):
-            return Shape(columns, WIDE_CHUNK, held=True), 8
+            return _end_short(columns, WIDE_CHUNK, 8)
         return Shape(columns, ROW_CHUNK, held=False), 4
     sums = sum("sums" in store.layouts for store in program.stores)
     # Each sum takes as many registers as the elements of a row.
@@ -100,7 +104,18 @@ def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
     warps = next((w for w in (4, 8) if columns <= 32 * w * held), 16)
     largest_group = max((store.group_size for store in program.stores), default=1)
     chunk = min(32 * warps * vector, 1 << (columns - 1).bit_length())
-    return Shape(columns, max(chunk, largest_group, SMALLEST_CHUNK), held=True), warps
+    chunk = max(chunk, largest_group, SMALLEST_CHUNK)
+    if sums or ROW_EXP_SUM in targets:
+        return Shape(columns, chunk, held=True), warps
+    return _end_short(columns, chunk, warps, largest_group)
+
+
+def _end_short(columns: int, chunk: int, warps: int, smallest: int = 1) -> tuple[Shape, int]:
+    """Return chunks whose last is as short as possible, and the number of warps."""
+    rest = columns % chunk
+    last = max(1 << (rest - 1).bit_length(), smallest, 32 * warps * FEWEST_HELD) if rest else chunk
+    is_short = last < chunk < columns
+    return Shape(columns, chunk, held=True, last=last if is_short else 0), warps
 
 
 def _needs_few_registers(program: Program) -> bool:

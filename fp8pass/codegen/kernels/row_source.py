@@ -116,15 +116,25 @@ class Shape:
     columns: int
     chunk: int  # number of elements
     held: bool  # in registers; otherwise the kernel reads the row in a loop
+    last: int = 0  # number of elements of the last chunk, if it is shorter than the others
 
     @property
     def chunks(self) -> range:
         """A loop has code for only one chunk."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
+    @property
+    def short(self) -> int:
+        """The number of the short chunk, or -1."""
+        return self.chunks[-1] if self.last else -1
+
+    def size(self, i: int) -> int:
+        """The number of elements of chunk `i`."""
+        return self.last if i == self.short else self.chunk
+
     def is_full(self, i: int) -> bool:
         if self.held:
-            return (i + 1) * self.chunk <= self.columns
+            return i * self.chunk + self.size(i) <= self.columns
         return self.columns % self.chunk == 0
 
 
@@ -188,9 +198,10 @@ class RowWriter:
             for i in self.shape.chunks:
                 self._write_columns(i)
             self._read("column")
-        zeros = f"tl.zeros(({self.shape.chunk},), tl.float32)"
         for number, _ in self._sums():
-            self.lines += [f"sums_{number}_{i} = {zeros}" for i in self.shape.chunks]
+            for i in self.shape.chunks:
+                zeros = f"tl.zeros(({self.shape.size(i)},), tl.float32)"
+                self.lines.append(f"sums_{number}_{i} = {zeros}")
         return self.lines
 
     def body(self) -> list[str]:
@@ -263,8 +274,9 @@ class RowWriter:
         elif reductions or along:
             self._write_loop(reductions, along)
         for r in reductions:
-            so_far = f"{r.name}_chunk"
-            result = _RESULTS[r.target].format(so_far, *r.args[1:])
+            result = _RESULTS[r.target].format(f"{r.name}_chunk", *r.args[1:])
+            if self.shape.last:
+                result = _combine(r, result, _RESULTS[r.target].format(f"{r.name}_last"))
             self.lines.append(f"{r.name} = {result}")
             self.known.add(r.name)
         for number, layout in stores:
@@ -324,19 +336,21 @@ class RowWriter:
                 names |= {"chunk": self.shape.chunk, "few": VECTOR}
                 self.lines += [line.format(**names) for line in _EXP_SUM]
                 continue
-            so_far = f"{r.name}_chunk"
             if r.target == "row_amax":
                 value = f"tl.abs({value})"
+            if i == self.shape.short:
+                self.lines.append(f"{r.name}_last = {value}")
+                continue
+            so_far = f"{r.name}_chunk"
             if not is_first:
-                sums = r.target == "row_sum"
-                value = f"{so_far} + {value}" if sums else f"largest({so_far}, {value})"
+                value = _combine(r, so_far, value)
             self.lines.append(f"{so_far} = {value}")
 
     def _start(self, i: int) -> str:
         return str(i * self.shape.chunk) if self.shape.held else "start"
 
     def _write_columns(self, i: int) -> None:
-        column = f"{self._start(i)} + tl.arange(0, {self.shape.chunk})"
+        column = f"{self._start(i)} + tl.arange(0, {self.shape.size(i)})"
         self.lines.append(f"column_{i} = {column}")
         if not self.shape.is_full(i):
             self.lines.append(f"there_{i} = column_{i} < {self.shape.columns}")
@@ -355,7 +369,7 @@ class RowWriter:
         """Broadcast a value to the elements of chunk `i`."""
         name = self.define(value, i)
         varies = value in self.varying
-        return name if varies else f"tl.full(({self.shape.chunk},), {name}, tl.float32)"
+        return name if varies else f"tl.full(({self.shape.size(i)},), {name}, tl.float32)"
 
     def define(self, value: str, i: int) -> str:
         """Write the lines that compute a value in chunk `i`, once. Return its name."""
@@ -429,7 +443,7 @@ class RowWriter:
             "v": value,
             "column": f"column_{i}",
             "start": self._start(i),
-            "chunk": self.shape.chunk,
+            "chunk": self.shape.size(i),
             "N": self.shape.columns,
         }
 
@@ -495,6 +509,11 @@ ROW_STORES: dict[str, Callable[[RowWriter, int, int, str], None]] = {
 
 def _initial(reduction: Step) -> str:
     return "float('-inf')" if reduction.target == "row_max" else "0.0"
+
+
+def _combine(reduction: Step, a: str, b: str) -> str:
+    """Combine two partial results."""
+    return f"{a} + {b}" if reduction.target == "row_sum" else f"largest({a}, {b})"
 
 
 def _first(load: Load) -> str:
