@@ -6,9 +6,10 @@
 
 A step has four micro-batches, clips gradients to a norm of 1, and updates the weights with AdamW:
 PyTorch's fused AdamW for stock `torch.compile` and torchao, fp8pass's AdamW for fp8pass. nanochat
-d20 has nanochat's optimizers: Muon for the matrices of layers, AdamW for the others. The learning
-rate is 0, so that all variants of a model share their weights. Variants alternate in a different
-order each round (`layer.py`).
+d20 has nanochat's optimizers: Muon for the matrices of layers, AdamW for embeddings and the head.
+The learning rate is 0, so that all variants of a model share their weights. Variants alternate in a
+different order each round (`layer.py`). The variants of nanochat d20 are jobs of their own: with
+--at-once 3 they compile in parallel, and are measured one after the other.
 
 Measured: median milliseconds of a step, median milliseconds in which the CPU launches it, and the
 memory that PyTorch's allocator reserves for a step. The memory of a captured step stays reserved.
@@ -16,6 +17,7 @@ memory that PyTorch's allocator reserves for a step. The memory of a captured st
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,14 +38,15 @@ from fp8pass import compat
 from fp8pass.demo.train import free_memory
 from fp8pass.optim import AdamW, Muon, capture_step, split_parameters
 
-SMALL = (STOCK, STOCK + CAPTURED, DEFAULT, DEFAULT + CAPTURED)
+ALTERNATING = ((STOCK, STOCK + CAPTURED, DEFAULT, DEFAULT + CAPTURED),)
 WITH_MUON = "nanochat d20"
+# The variants of each job of a model.
 CASES = {
-    "GPT-2 124M": SMALL,
-    "nanochat d12": SMALL,
-    "ViT-B/16": SMALL,
-    "BERT base": SMALL,
-    WITH_MUON: (STOCK, TORCHAO, DEFAULT),
+    "GPT-2 124M": ALTERNATING,
+    "nanochat d12": ALTERNATING,
+    "ViT-B/16": ALTERNATING,
+    "BERT base": ALTERNATING,
+    WITH_MUON: ((STOCK,), (TORCHAO,), (DEFAULT,)),
 }
 MICRO_BATCHES, NORM = 4, 1.0
 FIRST = 5  # steps that compile, warm up and capture
@@ -104,15 +107,18 @@ def new_optimizers(
     return [*first, torch.optim.AdamW(others, 0.0, fused=True, capturable=capturable)]
 
 
-def measure(tiny: bool, rounds: int, name: str, device: torch.device) -> Iterator[Any]:
-    """Measure the variants of a model, after all of them are compiled."""
+def measure(
+    tiny: bool, rounds: int, job: tuple[str, tuple[str, ...]], device: torch.device
+) -> Iterator[Any]:
+    """Measure variants of a model, after all of them are compiled."""
+    name, variants = job
     use_expandable_segments()
     torch._dynamo.reset()
     torch.manual_seed(0)
     base, batch = WORKLOADS[name].place(device, tiny)
     compiled: dict[str, Subject] = {}  # a capture does not change stock `torch.compile`'s code
     subjects, results = {}, {}
-    for variant in CASES[name]:
+    for variant in variants:
         code = STOCK if variant.startswith(STOCK) else variant
         if code not in compiled:
             backend = BACKENDS[variant.removesuffix(CAPTURED)]
@@ -131,6 +137,9 @@ def measure(tiny: bool, rounds: int, name: str, device: torch.device) -> Iterato
             subjects[variant].step()
             torch.cuda.synchronize()
             results[variant].reserved_bytes = torch.cuda.max_memory_reserved() - before
+        print(f"{name}, {variant}: compiled", file=sys.stderr, flush=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # other jobs share the GPU
     yield ALONE
     for variant, times in median_times(subjects, rounds).items():  # type: ignore[arg-type]
         results[variant].ms, results[variant].cpu_ms = times.ms, times.cpu_ms
@@ -144,13 +153,14 @@ def main() -> None:
     parser = record_parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--at-once", type=int, default=1, help="models that share a GPU")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs that share a GPU")
     args = parser.parse_args()
     path = args.out or Path(__file__).parent / "results/steps.json"
     settings = {"tiny": args.tiny, "micro_batches": MICRO_BATCHES, "clip": NORM}
     record = resume(path, settings, again=args.again)
-    done = {r["case"] for r in record["results"]}
-    jobs = [case for case in args.cases if case not in done]
+    done = {(r["case"], r["variant"]) for r in record["results"]}
+    groups = [(case, group) for case in args.cases for group in CASES[case]]
+    jobs = [(case, group) for case, group in groups if (case, group[0]) not in done]
     work = partial(measure, args.tiny, args.rounds)
     for result in run_jobs(work, jobs, at_once=args.at_once):
         print(result, flush=True)

@@ -111,8 +111,9 @@ def steps_table(data: dict[str, Any]) -> list[list[str]]:
     """Return time and memory of whole training steps, relative to stock `torch.compile`."""
     rows = [["", "", "ms", "× bf16", "CPU ms", "reserved MiB"]]
     for r in data["results"]:
-        base = next(b for b in data["results"] if b["case"] == r["case"])
-        numbers = [f"{r['ms']:.2f}", f"{r['ms'] / base['ms']:.3f}", f"{r['cpu_ms']:.2f}"]
+        same = (b for b in data["results"] if b["case"] == r["case"])
+        base = next((b["ms"] for b in same if b["variant"] == "bf16 compile"), float("nan"))
+        numbers = [f"{r['ms']:.2f}", f"{r['ms'] / base:.3f}", f"{r['cpu_ms']:.2f}"]
         rows.append([r["case"], r["variant"], *numbers, _mib(r["reserved_bytes"])])
     return rows
 
