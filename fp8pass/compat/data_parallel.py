@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ from torch import distributed as dist
 from torch.distributed._composable.replicate import DDP as Replicated
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+)
 from torch.distributed.tensor import DTensor
 
 from fp8pass.compat.attributes import Attribute, set_attributes
@@ -66,12 +72,14 @@ def reduce_separately(model: nn.Module) -> AbstractContextManager[None]:
     """Let FSDP2 reduce new gradients, but not those accumulated before, which return on exit."""
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
+    hooks = [g._all_reduce_hook for g in groups if isinstance(g._all_reduce_hook, SumOfReplicas)]
     # A parameter has this attribute only after the first forward.
     unsharded = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
     changes: list[Attribute] = [
         *((g, "reduce_grads", True) for g in groups),
         *((g, "all_reduce_grads", True) for g in groups),
         *((g, "_partial_reduce_output", None) for g in groups),
+        *((hook, "waiting", None) for hook in hooks),
         *((p, "unsharded_accumulated_grad", None) for p in parameters),
         # The sums of `replace_accumulation` stay where they are.
         *((p, "accumulate_unsharded_grad_if_needed", lambda: None) for p in parameters),
@@ -100,14 +108,75 @@ def _take_gradient(group: Any, parameter: Any, take: TakeGradient, number: int) 
         gathered.grad = take(number, gathered, group.reduce_grads)
 
 
-class GradientBuffer(Tensor):
-    """A buffer to which FSDP2 copies gradients, and which records their shapes.
+# Replaces the gradients of parameters with these numbers of elements by their sum over the ranks of
+# a group, times a factor.
+AllReduce = Callable[[Tensor, tuple[int, ...], Any, float], None]
 
-    FSDP2 passes only the buffer to a custom reduce-scatter. Parameters without a gradient have no
-    shape and no memory in the buffer.
+
+def replace_all_reduce(module: FSDPModule, all_reduce: AllReduce) -> None:
+    """Call `all_reduce` instead of FSDP2's all-reduce between the replicas of HSDP or `replicate`.
+
+    This hides the replicas from FSDP2, which then runs a hook after the reduce-scatter
+    (`set_all_reduce_hook`), and no all-reduce.
+
+    Raises:
+        ValueError: the module has such a hook already.
+    """
+    for group in _list_groups(module):
+        info = group.mesh_info
+        if not isinstance(info, DDPMeshInfo) or info.replicate_process_group.size() == 1:
+            continue
+        if group._all_reduce_hook is not None:
+            raise ValueError("set_all_reduce_hook was called")
+        shards: Any = copy.copy(info)
+        shards.__class__ = FSDPMeshInfo if isinstance(info, FSDPMeshInfo) else DataParallelMeshInfo
+        if group.post_forward_mesh_info == info:
+            group.post_forward_mesh_info = shards
+        group.mesh_info = shards
+        group._all_reduce_hook = SumOfReplicas(group, info.replicate_process_group, all_reduce)
+
+
+class SumOfReplicas:
+    """FSDP2's hook on reduce-scattered gradients, which adds them up over replicas."""
+
+    def __init__(self, group: Any, replicas: Any, all_reduce: AllReduce) -> None:
+        self.group, self.replicas, self.all_reduce = group, replicas, all_reduce
+        # The sum of gradients under `set_requires_all_reduce(False)`, and the gradients' shapes.
+        self.waiting: tuple[Tensor, list[torch.Size]] | None = None
+
+    def __call__(self, gradients: Tensor) -> None:
+        assert isinstance(gradients, GradientBuffer)
+        terms = gradients.plain()
+        if terms.is_cuda:  # FSDP2 frees this memory on another stream
+            terms.record_stream(torch.cuda.current_stream(terms.device))
+        if self.waiting is not None:
+            earlier, shapes = self.waiting
+            if shapes != gradients.shapes:
+                raise RuntimeError(
+                    "The backwards of one step gave gradients to different parameters, which "
+                    "set_requires_all_reduce(False) does not support: let every backward reduce "
+                    "its gradients, or use set_requires_gradient_sync(False)."
+                )
+            terms.add_(earlier)
+            self.waiting = None
+        if not self.group.all_reduce_grads:
+            self.waiting = terms.clone(), gradients.shapes
+            terms.zero_()
+            return
+        shards = getattr(self.group.mesh_info, "shard_mesh_size", 1)
+        is_mean = self.group.gradient_divide_factor is None
+        factor = 1 / self.replicas.size() if is_mean else 1.0
+        self.all_reduce(terms, gradients.compute_sizes(shards), self.replicas, factor)
+
+
+class GradientBuffer(Tensor):
+    """A buffer to which FSDP2 copies gradients, or the part of their sum that this rank receives.
+
+    FSDP2 passes only buffers to a custom reduce-scatter and to hooks. Parameters without a gradient
+    have no shape and no memory in the buffer.
     """
 
-    shapes: list[torch.Size]
+    shapes: list[torch.Size]  # of whole gradients, in both cases
 
     @classmethod
     def empty(cls, *size: int, dtype: torch.dtype, device: torch.device) -> GradientBuffer:
@@ -122,7 +191,7 @@ class GradientBuffer(Tensor):
     def compute_sizes(self, ranks: int) -> tuple[int, ...]:
         """Return the number of elements of each gradient that one rank receives."""
         sizes = tuple(-(-shape[0] // ranks) * shape[1:].numel() for shape in self.shapes)
-        if sum(sizes) * ranks != self.numel():
+        if self.numel() not in (sum(sizes), sum(sizes) * ranks):
             raise RuntimeError(
                 "compress does not support the gradient buffers of this FSDP2 version. Send "
                 "gradients in high precision: compress(model, gradients='none')."
@@ -136,9 +205,11 @@ class GradientBuffer(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
-        if func is Tensor.view:
+        if func in (Tensor.view, Tensor.div, Tensor.__truediv__):
             found = found.as_subclass(cls)
             found.shapes = args[0].shapes
+        elif func is Tensor.copy_ and isinstance(args[1], cls):  # without shards
+            args[0].shapes = args[1].shapes
         elif func is torch.ops.fsdp.chunk_cat:
             kwargs["out"].shapes[:] = [x.shape for x in args[0]]
         return found

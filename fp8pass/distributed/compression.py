@@ -23,6 +23,7 @@ from fp8pass.compat.data_parallel import (
     find_factor,
     find_replicas,
     fsdp_has_run,
+    replace_all_reduce,
     replicas_have_begun,
 )
 from fp8pass.distributed.gradient_sums import GradientSums, Traffic
@@ -69,7 +70,7 @@ def compress(
     forward. With one rank the call changes nothing.
 
     Gradients are quantized to E4M3 in groups of 128 that share a scale, and added up in fp32
-    (section 5 of the paper AGoQ). With hybrid sharding, replicas still exchange sums in 16 bits.
+    (section 5 of the paper AGoQ). With hybrid sharding, replicas exchange their sums in E4M3, too.
     FSDP2 gathers the weights of linear layers in E4M3 with a scale for each row, and all other
     parameters in high precision. A copy of a DistributedDataParallel uses PyTorch's reduction,
     unless the copy is passed to `compress`, too.
@@ -218,22 +219,9 @@ def _why_not(module: nn.Module) -> str | None:
     """Return why a module's reduction cannot be replaced, and what to do."""
     if isinstance(module, Replicated) and replicas_have_begun(module):
         return TOO_LATE
-    if isinstance(module, FSDPModule) and not any(map(_is_scattered, module.parameters())):
-        return (
-            "no parameter is sharded, because the mesh only replicates (replicate of FSDP2) or has "
-            "one rank in its sharded dimension. Use DistributedDataParallel for replicas."
-        )
     if any(getattr(each, "sparse", False) for each in module.modules()):
         return "an embedding has sparse gradients: create it with sparse=False."
     return None
-
-
-def _is_scattered(parameter: Tensor) -> bool:
-    """Whether ranks hold different parts."""
-    if not isinstance(parameter, DTensor):
-        return True  # unknown: FSDP2 has gathered it in the middle of a step
-    placements = enumerate(parameter.placements)
-    return any(not p.is_replicate() and parameter.device_mesh.size(i) > 1 for i, p in placements)
 
 
 def _replace_reduction(
@@ -249,13 +237,14 @@ def _replace_reduction(
             assert isinstance(module, FSDPModule)
             scatter: Any = FSDPReduceScatter(sums)
             module.set_custom_reduce_scatter(scatter)
+            replace_all_reduce(module, sums.all_reduce)
             if local is not None:
                 local.watch_fsdp(module)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Gradients of {path or 'the model'} cannot be compressed, because PyTorch raised an "
-            f"error ({error}). Remove other reductions (register_comm_hook, DDP's "
-            "mixed_precision), and call fully_shard for the parameters of each device mesh "
+            f"error ({error}). Remove other reductions (register_comm_hook, set_all_reduce_hook, "
+            "DDP's mixed_precision), and call fully_shard for the parameters of each device mesh "
             "separately."
         ) from error
 
@@ -279,6 +268,8 @@ class FSDPReduceScatter:
         async_op: bool = False,
     ) -> None:
         assert isinstance(input_tensor, GradientBuffer)
+        assert isinstance(output_tensor, GradientBuffer)
+        output_tensor.shapes = input_tensor.shapes
         sizes, terms = input_tensor.compute_sizes(group.size()), input_tensor.plain()
         factor = find_factor(op, group.size())
         if factor is None:
@@ -286,7 +277,7 @@ class FSDPReduceScatter:
                 f"Compressed gradients cannot be reduced by {op}. Use a sum or a mean, or "
                 "compress(model, gradients='none')."
             )
-        self.sums.reduce_scatter(output_tensor, terms, sizes, group, factor)
+        self.sums.reduce_scatter(output_tensor.plain(), terms, sizes, group, factor)
 
 
 # DDP compares a hook's annotations with classes, but annotations in this module are strings. A

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -138,11 +139,20 @@ def fsdp_whole(model: nn.Module, backend: Backend) -> nn.Module:
 
 
 def hsdp(model: nn.Module, backend: Backend) -> nn.Module:
-    """HSDP. Two ranks have two replicas, each with one shard."""
+    """HSDP with two replicas. With two ranks, each replica has one shard."""
     for block in model.blocks:
         compile_in_place(block, backend)
-    mesh = init_device_mesh(device_of(model), (2, 1), mesh_dim_names=("replicate", "shard"))
+    sizes = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh(device_of(model), sizes, mesh_dim_names=("replicate", "shard"))
     return _fully_sharded(model, mesh)
+
+
+def fsdp_replicate(model: nn.Module, backend: Backend) -> nn.Module:
+    """`replicate` of FSDP2: every rank has whole parameters."""
+    for block in model.blocks:
+        compile_in_place(block, backend)
+        replicate_with_fsdp(block, mesh=mesh_of(model))
+    return replicate_with_fsdp(model, mesh=mesh_of(model))
 
 
 def tensor_parallel(model: nn.Module, backend: Backend) -> nn.Module:
@@ -210,6 +220,7 @@ WAYS = {
     "fsdp blocks": fsdp_blocks,
     "fsdp whole": fsdp_whole,
     "hsdp": hsdp,
+    "fsdp replicate": fsdp_replicate,
     "tensor": tensor_parallel,
     "sequence": sequence_parallel,
     "simple fsdp": simple_fsdp,

@@ -13,6 +13,7 @@ from typing import Any
 import parallel
 import pytest
 import torch
+from ranks import ranks
 from test_parallel import assert_replicas_are_equal, backward, distributed, gradients
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -29,8 +30,8 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 # --- functions of ranks -------------------------------------------------------------------------
 
-WAYS = ("ddp", "replicate", "fsdp blocks", "fsdp whole")
-COPIES = ("ddp", "replicate")
+COPIES = ("ddp", "replicate", "hsdp", "fsdp replicate")
+WAYS = (*COPIES, "fsdp blocks", "fsdp whole")
 
 
 def compressed_gradients_are_close(device: str, way: str) -> None:
@@ -64,7 +65,9 @@ def other_factors_than_the_mean(device: str, way: str) -> None:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
         backward(way, device, model)
-        found.append(torch.cat([g.flatten() for g in gradients(model)]) * (factor or 2))
+        found.append(
+            torch.cat([g.flatten() for g in gradients(model)]) * (factor or dist.get_world_size())
+        )
     for sums in found[1:]:
         assert torch.equal(sums, found[0])
 
@@ -88,6 +91,32 @@ def compressed_training(device: str, way: str) -> None:
     plain, compressed = losses
     assert compressed[-1] < 0.9 * compressed[0]
     assert abs(compressed[-1] - plain[-1]) < 0.05 * plain[-1]
+
+
+def replicas_reduce_last(device: str, way: str) -> None:
+    """Gradients of micro-batches wait on each replica for the all-reduce, in FP32 and BF16."""
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)):
+        found = []
+        for compresses in (False, True):
+            torch.manual_seed(0)
+            model = parallel.Decoder().to(device)
+            shards = dist.get_world_size() // 2
+            mesh = init_device_mesh(device, (2, shards), mesh_dim_names=("replicas", "shards"))
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+            if compresses:
+                compression = fp8pass.distributed.compress(model, weights="none")
+            for seed in range(6):
+                last = seed in (2, 5)
+                model.set_requires_all_reduce(last)
+                before = compression.gradients.bytes if compresses else 0
+                backward(way, device, model, seed=seed)
+                if compresses and shards == 1:
+                    assert (compression.gradients.bytes > before) == last
+            found.append(torch.cat([g.flatten() for g in gradients(model)]))
+            assert_replicas_are_equal(model)
+        want, got = found
+        assert 0 < float((got - want).norm() / want.norm()) <= 0.05
 
 
 def a_nonfinite_gradient_reaches_all_ranks(device: str, way: str) -> None:
@@ -116,8 +145,10 @@ def wrong_models(device: str) -> None:
     assert compress(model).modules == ("", "blocks.0", "blocks.1")
     with pytest.raises(fp8pass.ConfigError, match="The model is compressed already"):
         compress(model)
-    with pytest.raises(fp8pass.ConfigError, match="no parameter is sharded"):
-        compress(distributed("hsdp", device, "exact"))
+    with_hook = distributed("hsdp", device, "exact")
+    with_hook.set_all_reduce_hook(lambda gradients: None)
+    with pytest.raises(fp8pass.ConfigError, match="set_all_reduce_hook was called"):
+        compress(with_hook)
     hooked = distributed("ddp", device, "exact")
     hooked.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(fp8pass.ConfigError, match="Remove other reductions"):
@@ -457,12 +488,41 @@ def test_compression_trains_on_two_ranks(two, way, claim):
 
 
 @pytest.mark.long
-def test_gradients_can_have_other_factors_than_the_mean(two):
-    two(other_factors_than_the_mean, "fsdp blocks")
+@pytest.mark.parametrize("way", ["fsdp blocks", "hsdp", "fsdp replicate"])
+def test_gradients_can_have_other_factors_than_the_mean(two, way):
+    two(other_factors_than_the_mean, way)
+
+
+def test_replicas_reduce_last(two):
+    two(replicas_reduce_last, "hsdp")
+
+
+def four_ranks_are_close(device: str, way: str) -> None:
+    """Two replicas of two shards round three times."""
+    found = []
+    for compresses in (False, True):
+        model = distributed(way, device, "exact")
+        if compresses:
+            fp8pass.distributed.compress(model, weights="none")
+        backward(way, device, model)
+        found.append(torch.cat([g.flatten() for g in gradients(model)]))
+    want, got = found
+    assert 0 < float((got - want).norm() / want.norm()) <= 0.047
+    assert_replicas_are_equal(model)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["ddp", "fsdp blocks"])
+def test_hybrid_sharding_on_four_ranks(tmp_path):
+    with ranks(tmp_path, "cpu", world=4) as four:
+        four(four_ranks_are_close, "hsdp")
+        four(other_factors_than_the_mean, "hsdp")
+        four(replicas_reduce_last, "hsdp")
+        four(compressed_training, "hsdp")
+        four(a_nonfinite_gradient_reaches_all_ranks, "hsdp")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["ddp", "fsdp blocks", "hsdp", "fsdp replicate"])
 def test_a_nonfinite_gradient_reaches_all_ranks(two, way):
     two(a_nonfinite_gradient_reaches_all_ranks, way)
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8pass
 
-WAYS = "ddp", "fsdp blocks", "fsdp whole"
+WAYS = "ddp", "fsdp blocks", "fsdp whole", "hsdp", "fsdp replicate"
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -214,7 +214,7 @@ def hybrid_sharding(device: str) -> None:
         accumulate("fsdp blocks", device, model, 4)
         found.append(flat(gradients(model)))
         assert_replicas_are_equal(model)
-    assert relative(found[1], found[0]) < 0.01
+    assert relative(found[1], found[0]) < 0.02
 
 
 def arguments_are_checked(device: str) -> list[str]:

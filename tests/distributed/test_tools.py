@@ -79,6 +79,7 @@ WAYS = (
     "fsdp no sync",
     "fsdp no sync, fp32",
     "hsdp",
+    "hsdp compressed",
 )
 
 
@@ -99,11 +100,13 @@ def trainable(device: str, way: str) -> nn.Module:
     if "fp32" in way:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(device, (2,))
-    if way == "hsdp":
+    if "hsdp" in way:
         mesh = init_device_mesh(device, (2, 1), mesh_dim_names=("copies", "shards"))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if "compressed" in way:
+        fp8pass.distributed.compress(model)
     return model
 
 
@@ -113,7 +116,7 @@ def reduce_last(model: nn.Module, way: str, last: bool) -> AbstractContextManage
         return model.no_sync()
     if "no sync" in way:
         model.set_requires_gradient_sync(last)
-    if way == "hsdp":
+    if "hsdp" in way:
         model.set_requires_all_reduce(last)
     return nullcontext()
 
