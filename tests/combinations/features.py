@@ -19,6 +19,7 @@ import fp8pass
 from fp8pass.demo.model import Decoder
 from fp8pass.graph.tags import ROLE
 from fp8pass.hardware import GPUS
+from fp8pass.passes.joint import scatter_quantized
 from fp8pass.runtime import copies
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
@@ -40,6 +41,20 @@ class Blocks(Option):
     """Blocks of 128 elements, also in layers that two ranks share."""
 
     size = replace(SIZE, dim=256, ffn=512, peak_lr=2e-3)
+
+
+class Scatters(Option):
+    """Reduce-scatters of a graph in 8 bits, with sequence parallelism if no other way is chosen."""
+
+    ranks = 2
+
+    def configure(self, t: Training) -> None:
+        super().configure(t)
+        rewrite = patch.object(scatter_quantized, "_rewrite", wraps=scatter_quantized._rewrite)
+        self._rewrite = t.patches.enter_context(rewrite)
+
+    def finish(self, t: Training) -> None:
+        assert t.plain or t.way is not BY_NAME["sequence parallel"] or self._rewrite.called
 
 
 class OnGpu(Feature):
@@ -481,6 +496,7 @@ FEATURES: tuple[Feature, ...] = (
     *WAYS,
     Compressed("compress"),
     Compressed(SUMS, sums="e4m3"),
+    Scatters("scatters in FP8", scatter_format="e4m3"),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 
@@ -534,7 +550,7 @@ REFUSED: dict[tuple[str, str], Refused] = {
             "No module of this .* reduces gradients over ranks",
             "no gradients are reduced over ranks",
         )
-        for way in ("average_sums", "tensor parallel", "pipeline")
+        for way in ("average_sums", "tensor parallel", "sequence parallel", "pipeline")
         for name in ("compress", SUMS)
     },
     **{
@@ -543,7 +559,7 @@ REFUSED: dict[tuple[str, str], Refused] = {
             "ColwiseParallel currently only support",
             "PyTorch splits linear layers only, not layers with adapters",
         )
-        for way in ("tensor parallel", "tensor parallel and FSDP2")
+        for way in ("tensor parallel", "sequence parallel", "tensor parallel and FSDP2")
     },
     **{
         ("a block unfrozen later", name): Refused(
@@ -577,7 +593,10 @@ def ranks_of(pair: Sequence[Feature]) -> int:
 
 
 def trained_with(pair: Sequence[Feature]) -> tuple[Feature, ...]:
-    """Return the features of a training: `compress` alone needs a way to distribute the model."""
-    if any(isinstance(x, Compressed) for x in pair) and not any(way in pair for way in WAYS):
-        return (*pair, BY_NAME["FSDP2"])
+    """Return the features of a training: some need a way to distribute the model."""
+    if any(way in pair for way in WAYS):
+        return tuple(pair)
+    for kind, way in ((Compressed, "FSDP2"), (Scatters, "sequence parallel")):
+        if any(isinstance(x, kind) for x in pair):
+            return (*pair, BY_NAME[way])
     return tuple(pair)

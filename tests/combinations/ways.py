@@ -13,8 +13,14 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from training import Training, Way
 
 import fp8pass
@@ -116,12 +122,35 @@ class Tensors(Distributed):
         clip_by_total(t.model.parameters(), norm)
 
 
-def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+class Sequences(Tensors):
+    """Layers split over ranks. Between them, each rank has a part of the sequence."""
+
+    def distribute(self, t: Training) -> None:
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        rows, whole = Shard(1), Replicate()
+        split_layers(t.model, mesh, output_layouts=rows)
+        attention = PrepareModuleInput(
+            input_layouts=(rows, None, None), desired_input_layouts=(whole, None, None)
+        )
+        mlp = PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,))
+        norms = {f"{name}_norm": SequenceParallel() for name in ("attention", "mlp")}
+        for block in t.model.layers:
+            parallelize_module(block, mesh, {"attention": attention, "mlp": mlp, **norms})
+        ends = {
+            "embed": RowwiseParallel(input_layouts=whole, output_layouts=rows),
+            "norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(input_layouts=rows, output_layouts=whole),
+        }
+        parallelize_module(t.model, mesh, ends)
+        t.compile_in_place(t.model)
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh, **outputs: Any) -> None:
     """Split the linear layers of all blocks over the ranks of a mesh."""
     columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
     plan: dict[str, Any] = {
         **{name: ColwiseParallel() for name in (*columns, "mlp.gate_proj", "mlp.up_proj")},
-        **{name: RowwiseParallel() for name in ("attention.o_proj", "mlp.down_proj")},
+        **{name: RowwiseParallel(**outputs) for name in ("attention.o_proj", "mlp.down_proj")},
     }
     for block in model.layers:
         parallelize_module(block, mesh, plan)
@@ -256,6 +285,7 @@ WAYS = (
     FSDP("FSDP2", shards=2),
     FSDP("HSDP", copies=2, shards=2),
     Tensors("tensor parallel"),
+    Sequences("sequence parallel"),
     FSDP("tensor parallel and FSDP2", shards=2, tensor=2),
     Pipeline("pipeline"),
 )
