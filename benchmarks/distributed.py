@@ -8,7 +8,7 @@
 
 `fsdp` trains the 1B Llama of `model.py`, or the first eight layers of the 7B Llama, which run
 longer than the CPU takes to launch them. Weights are in FP32. FSDP2 shards each decoder layer, with
-gathers and gradients in BF16. Layers and the loss are compiled in place. `sequence` is a stack of
+gathers and gradients in BF16. In all models, layers are compiled in place. `sequence` is a stack of
 16 decoder layers (models.Stack) in the sizes of the 1B Llama, with tensor parallelism and
 sequence-parallel norms. `experts` is a stack of four decoder layers. The experts of Qwen3-MoE
 (`moe.py`) are divided among the GPUs.
@@ -150,11 +150,8 @@ def sharded_llama(size: Size, variant: Variant, device: torch.device) -> tuple[A
     if variant.compiler == "torchao":
         _convert(llama, variant.gather)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    # All layers share the class and its compiled code.
-    kind = type(with_own_code(llama.model.layers[0], "_call_impl"))
+    compile_in_place(llama.model.layers, variant)
     for layer in llama.model.layers:
-        layer.__class__ = kind
-        layer.compile(**_backend(variant))
         fully_shard(layer, mp_policy=policy, reshard_after_forward=not variant.keeps)
     fully_shard(llama, mp_policy=policy)
     llama.loss_function = torch.compile(llama.loss_function)
@@ -172,12 +169,16 @@ def _convert(llama: nn.Module, gather: bool) -> None:
     )
 
 
-def _backend(variant: Variant) -> dict[str, Any]:
+def compile_in_place(layers: nn.ModuleList, variant: Variant) -> None:
+    """Compile each layer in place. All layers share the class and its compiled code."""
     options: dict[str, Any] = {"triton.cudagraphs": True} if variant.graphs else {}
     if variant.scatters != "exact":
         options["scatter_format"] = variant.scatters
     backend = "fp8pass" if variant.compiler == "fp8pass" else "inductor"
-    return {"backend": backend, "options": options or None}
+    kind = type(with_own_code(layers[0], "_call_impl"))
+    for layer in layers:
+        layer.__class__ = kind
+        layer.compile(backend=backend, options=options or None)
 
 
 def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) -> Any:
@@ -196,7 +197,7 @@ def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) 
     for layer in stack.layers:
         layer.heads //= ranks
         parallelize_module(layer, mesh, plan)
-    stack.compile(**_backend(variant))
+    compile_in_place(stack.layers, variant)
     return stack
 
 
@@ -210,7 +211,7 @@ def expert_parallel_stack(case: Case, variant: Variant, device: torch.device) ->
     with torch.no_grad():
         init_weights(stack)
     torch._dynamo.config.capture_scalar_outputs = True  # the numbers of tokens
-    stack.compile(**_backend(variant))
+    compile_in_place(stack.layers, variant)
     return stack
 
 

@@ -72,14 +72,12 @@ def reduce_separately(model: nn.Module) -> AbstractContextManager[None]:
     """Let FSDP2 reduce new gradients, but not those accumulated before, which return on exit."""
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
-    hooks = [g._all_reduce_hook for g in groups if isinstance(g._all_reduce_hook, SumOfReplicas)]
     # A parameter has this attribute only after the first forward.
     unsharded = [p._unsharded_param for p in parameters if hasattr(p, "_unsharded_param")]
     changes: list[Attribute] = [
         *((g, "reduce_grads", True) for g in groups),
         *((g, "all_reduce_grads", True) for g in groups),
         *((g, "_partial_reduce_output", None) for g in groups),
-        *((hook, "waiting", None) for hook in hooks),
         *((p, "unsharded_accumulated_grad", None) for p in parameters),
         # The sums of `replace_accumulation` stay where they are.
         *((p, "accumulate_unsharded_grad_if_needed", lambda: None) for p in parameters),
@@ -113,60 +111,65 @@ def _take_gradient(group: Any, parameter: Any, take: TakeGradient, number: int) 
 AllReduce = Callable[[Tensor, tuple[int, ...], Any, float], None]
 
 
+def has_all_reduce_hook(module: FSDPModule) -> bool:
+    """Whether a function runs after FSDP2's all-reduce between replicas."""
+    return any(group._all_reduce_hook for group in _groups_with_replicas(module))
+
+
 def replace_all_reduce(module: FSDPModule, all_reduce: AllReduce) -> None:
     """Call `all_reduce` instead of FSDP2's all-reduce between the replicas of HSDP or `replicate`.
 
-    This hides the replicas from FSDP2, which then runs a hook after the reduce-scatter
-    (`set_all_reduce_hook`), and no all-reduce.
-
-    Raises:
-        ValueError: the module has such a hook already.
+    Without replicas, FSDP2 runs a hook after the reduce-scatter (`set_all_reduce_hook`). So the
+    replicas are hidden while FSDP2 reduces gradients.
     """
-    for group in _list_groups(module):
-        info = group.mesh_info
-        if not isinstance(info, DDPMeshInfo) or info.replicate_process_group.size() == 1:
-            continue
-        if group._all_reduce_hook is not None:
-            raise ValueError("set_all_reduce_hook was called")
-        shards: Any = copy.copy(info)
-        shards.__class__ = FSDPMeshInfo if isinstance(info, FSDPMeshInfo) else DataParallelMeshInfo
-        if group.post_forward_mesh_info == info:
-            group.post_forward_mesh_info = shards
-        group.mesh_info = shards
-        group._all_reduce_hook = SumOfReplicas(group, info.replicate_process_group, all_reduce)
+    for group in _groups_with_replicas(module):
+        hook = SumOfReplicas(group, all_reduce)
+        group._all_reduce_hook = hook
+        group.post_backward = partial(_reduce_with, hook, group.post_backward)
+
+
+def _groups_with_replicas(module: FSDPModule) -> list[Any]:
+    groups = [g for g in _list_groups(module) if isinstance(g.mesh_info, DDPMeshInfo)]
+    return [g for g in groups if g.mesh_info.replicate_process_group.size() > 1]
+
+
+def _reduce_with(hook: SumOfReplicas, post_backward: Callable[..., None], *args: Any) -> None:
+    if hook.group._all_reduce_hook is not hook:
+        raise RuntimeError(
+            "set_all_reduce_hook has replaced the reduction of compress. Remove the call, or pass "
+            "gradients='none' to compress."
+        )
+    hide = [(hook.group, "mesh_info", hook.shards)] if hook.group.all_reduce_grads else []
+    with set_attributes(hide):
+        post_backward(*args)
 
 
 class SumOfReplicas:
     """FSDP2's hook on reduce-scattered gradients, which adds them up over replicas."""
 
-    def __init__(self, group: Any, replicas: Any, all_reduce: AllReduce) -> None:
-        self.group, self.replicas, self.all_reduce = group, replicas, all_reduce
-        # The sum of gradients under `set_requires_all_reduce(False)`, and the gradients' shapes.
-        self.waiting: tuple[Tensor, list[torch.Size]] | None = None
+    def __init__(self, group: Any, all_reduce: AllReduce) -> None:
+        self.group, self.all_reduce = group, all_reduce
+        self.replicas = group.mesh_info.replicate_process_group
+        is_sharded = isinstance(group.mesh_info, FSDPMeshInfo)
+        self.shards: Any = copy.copy(group.mesh_info)
+        self.shards.__class__ = FSDPMeshInfo if is_sharded else DataParallelMeshInfo
 
     def __call__(self, gradients: Tensor) -> None:
         assert isinstance(gradients, GradientBuffer)
-        terms = gradients.plain()
+        terms, earlier = gradients.plain(), self.group._partial_reduce_output
         if terms.is_cuda:  # FSDP2 frees this memory on another stream
             terms.record_stream(torch.cuda.current_stream(terms.device))
-        if self.waiting is not None:
-            earlier, shapes = self.waiting
-            if shapes != gradients.shapes:
+        if earlier is not None:  # of backwards under `set_requires_all_reduce(False)`
+            if terms.dtype is torch.float16:  # FSDP2 has divided them by another factor
                 raise RuntimeError(
-                    "The backwards of one step gave gradients to different parameters, which "
-                    "set_requires_all_reduce(False) does not support: let every backward reduce "
-                    "its gradients, or use set_requires_gradient_sync(False)."
+                    "compress does not support set_requires_all_reduce(False) with gradients in "
+                    "FP16. Use MixedPrecisionPolicy(reduce_dtype=torch.float32), or "
+                    "set_requires_gradient_sync(False) instead."
                 )
             terms.add_(earlier)
-            self.waiting = None
-        if not self.group.all_reduce_grads:
-            self.waiting = terms.clone(), gradients.shapes
-            terms.zero_()
-            return
-        shards = getattr(self.group.mesh_info, "shard_mesh_size", 1)
+        sizes = gradients.compute_sizes(getattr(self.shards, "shard_mesh_size", 1))
         is_mean = self.group.gradient_divide_factor is None
-        factor = 1 / self.replicas.size() if is_mean else 1.0
-        self.all_reduce(terms, gradients.compute_sizes(shards), self.replicas, factor)
+        self.all_reduce(terms, sizes, self.replicas, 1 / self.replicas.size() if is_mean else 1.0)
 
 
 class GradientBuffer(Tensor):

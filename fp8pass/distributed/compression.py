@@ -23,6 +23,7 @@ from fp8pass.compat.data_parallel import (
     find_factor,
     find_replicas,
     fsdp_has_run,
+    has_all_reduce_hook,
     replace_all_reduce,
     replicas_have_begun,
 )
@@ -219,6 +220,11 @@ def _why_not(module: nn.Module) -> str | None:
     """Return why a module's reduction cannot be replaced, and what to do."""
     if isinstance(module, Replicated) and replicas_have_begun(module):
         return TOO_LATE
+    if isinstance(module, FSDPModule) and has_all_reduce_hook(module):
+        return (
+            "set_all_reduce_hook was called, and compress uses this hook. Remove the call, or pass "
+            "gradients='none'."
+        )
     if any(getattr(each, "sparse", False) for each in module.modules()):
         return "an embedding has sparse gradients: create it with sparse=False."
     return None
@@ -243,8 +249,8 @@ def _replace_reduction(
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Gradients of {path or 'the model'} cannot be compressed, because PyTorch raised an "
-            f"error ({error}). Remove other reductions (register_comm_hook, set_all_reduce_hook, "
-            "DDP's mixed_precision), and call fully_shard for the parameters of each device mesh "
+            f"error ({error}). Remove other reductions (register_comm_hook, DDP's "
+            "mixed_precision), and call fully_shard for the parameters of each device mesh "
             "separately."
         ) from error
 
