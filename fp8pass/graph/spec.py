@@ -32,6 +32,7 @@ _HOST_COPIES = (to_host, from_host, settled)
 _BETWEEN_SHARD_AND_MATRIX = {
     *(fp8.as_codes.default, fp8.as_bytes.default, WAIT_TENSOR, ALL_GATHER, aten.index.Tensor),
     *(VIEWS | {aten.cat.default, aten.clone.default, aten.squeeze_copy.dims}),
+    *_HOST_COPIES,
 }
 
 

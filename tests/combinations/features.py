@@ -460,7 +460,7 @@ FEATURES: tuple[Feature, ...] = (
     Option("recipe exact", "recipe", recipe="exact"),
     Option("recipe mxfp8", "recipe", recipe="mxfp8"),
     Blocks("recipe block", "recipe", recipe="block", fp8_gemms="all"),
-    Option("memory budget", "budget", memory_budget=0.5),
+    Option("memory budget", "budget", memory_budget=0.6),
     OffloadedActivations("activations in host memory"),
     Option("head in chunks", head_chunks=2),
     DroppedLogits("logits not returned"),
@@ -559,7 +559,12 @@ REFUSED: dict[tuple[str, str], Refused] = {
             "ColwiseParallel currently only support",
             "PyTorch splits linear layers only, not layers with adapters",
         )
-        for way in ("tensor parallel", "sequence parallel", "tensor parallel and FSDP2")
+        for way in (
+            "tensor parallel",
+            "sequence parallel",
+            "tensor parallel and FSDP2",
+            "scatters in FP8",
+        )
     },
     **{
         ("a block unfrozen later", name): Refused(
@@ -568,6 +573,14 @@ REFUSED: dict[tuple[str, str], Refused] = {
             "FSDP2 with mixed precision cannot train a block that was frozen when it was sharded",
         )
         for name in ("compress", SUMS)
+    },
+    **{
+        ("a block unfrozen later", way): Refused(
+            "PyTorch",
+            "some parameters appear in more than one parameter group",
+            "SequenceParallel makes frozen norms trainable",
+        )
+        for way in ("sequence parallel", "scatters in FP8")
     },
     ("a block unfrozen later", "DDP"): Refused(
         "PyTorch",
