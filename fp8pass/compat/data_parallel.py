@@ -157,8 +157,9 @@ class SumOfReplicas:
     def __call__(self, gradients: Tensor) -> None:
         assert isinstance(gradients, GradientBuffer)
         terms, earlier = gradients.plain(), self.group._partial_reduce_output
-        if terms.is_cuda:  # FSDP2 frees this memory on another stream
-            terms.record_stream(torch.cuda.current_stream(terms.device))
+        for x in (terms, earlier):  # FSDP2 allocated and frees them on another stream
+            if x is not None and x.is_cuda:
+                x.record_stream(torch.cuda.current_stream(x.device))
         if earlier is not None:  # of backwards under `set_requires_all_reduce(False)`
             if terms.dtype is torch.float16:  # FSDP2 has divided them by another factor
                 raise RuntimeError(
