@@ -98,7 +98,7 @@ class Training:
 def new_optimizers(
     matrices: list[nn.Parameter], others: list[nn.Parameter], *, ours: bool
 ) -> list[torch.optim.Optimizer]:
-    """Return Muon for `matrices` and AdamW for `others`, of fp8pass or of PyTorch."""
+    """Return Muon of `matrices` and AdamW of `others`, from fp8pass or from PyTorch."""
     muon: Any = Muon if ours else torch.optim.Muon
     first = [muon(matrices, lr=0.0)] if matrices else []
     if ours:

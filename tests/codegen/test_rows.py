@@ -231,7 +231,7 @@ def test_values_that_are_used_twice_are_written_once():
 @pytest.mark.parametrize("fewest", [1, 4])
 @pytest.mark.parametrize("columns", [96, 1024, 1056, 1376])
 def test_rows_in_several_chunks(device, columns, fewest, monkeypatch):
-    """The last chunk is not full. With `fewest` = 1, it is shorter than the others."""
+    """The last chunk is not full. With `fewest` = 1, it has fewer elements."""
     monkeypatch.setattr(row_kernel, "VECTOR", 1)
     monkeypatch.setattr(row_kernel, "FEWEST_HELD", fewest)
     program = swiglu(32)

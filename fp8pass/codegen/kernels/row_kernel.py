@@ -111,7 +111,7 @@ def _choose_shape(program: Program, columns: int) -> tuple[Shape, int]:
 
 
 def _end_short(columns: int, chunk: int, warps: int, smallest: int = 1) -> tuple[Shape, int]:
-    """Return chunks whose last is as short as possible, and the number of warps."""
+    """Return the shape with the shortest possible last chunk, and the number of warps."""
     rest = columns % chunk
     last = max(1 << (rest - 1).bit_length(), smallest, 32 * warps * FEWEST_HELD) if rest else chunk
     is_short = last < chunk < columns
