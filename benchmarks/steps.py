@@ -98,7 +98,7 @@ class Training:
 def new_optimizers(
     matrices: list[nn.Parameter], others: list[nn.Parameter], *, ours: bool
 ) -> list[torch.optim.Optimizer]:
-    """Return Muon of `matrices` and AdamW of `others`, from fp8pass or from PyTorch."""
+    """Create Muon for `matrices` and AdamW for `others`. `ours` selects fp8pass's optimizers."""
     muon: Any = Muon if ours else torch.optim.Muon
     first = [muon(matrices, lr=0.0)] if matrices else []
     if ours:
