@@ -4,6 +4,7 @@ nodes.py           create a node, read its value, copy a graph module
 tags.py            the keys that fp8pass sets in `node.meta`
 names.py           names of modules, values and operators; patterns that match them
 patterns.py        skip views, casts and transposes; match slices, fills and residual additions
+sums.py            the terms of sums
 order.py           ancestors and dependences; topological order
 joint_facts.py     which inputs of a joint graph are parameters, and other facts about inputs
 symbols.py         the sympy functions that pointwise formulas use

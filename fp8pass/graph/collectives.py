@@ -22,6 +22,7 @@ from fp8pass.graph.patterns import filled_with
 c10d = torch.ops._c10d_functional
 
 ALL_GATHER = c10d.all_gather_into_tensor.default
+ALL_REDUCE = c10d.all_reduce.default
 ALL_TO_ALL = c10d.all_to_all_single.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 WAIT_TENSOR = c10d.wait_tensor.default

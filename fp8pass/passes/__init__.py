@@ -27,6 +27,7 @@ from fp8pass.passes.joint.exchange_quantized import exchange_quantized
 from fp8pass.passes.joint.gather_quantized import gather_quantized
 from fp8pass.passes.joint.materialize_plan import materialize_plan
 from fp8pass.passes.joint.merge_dgrads import merge_dgrads
+from fp8pass.passes.joint.merge_reductions import merge_reductions
 from fp8pass.passes.joint.offload_saved import offload_saved
 from fp8pass.passes.joint.plan_saved_values import plan_saved_values
 from fp8pass.passes.joint.quantize_experts import quantize_experts
@@ -77,6 +78,8 @@ _JOINT = (
     Entry(gather_quantized, in_inference=True),
     # all_to_all + quantize -> quantize + all_to_all
     Entry(exchange_quantized, in_inference=True),
+    # Sum of all_reduces or reduce_scatters -> reduction of the sum
+    Entry(merge_reductions, in_inference=True),
     # With Config.scatter_format: reduce_scatter -> quantize + all_to_all + dequantize + sum
     Entry(scatter_quantized, in_inference=True),
     # Marks gathers of parameters, and gathers of FP8 data, for recomputation

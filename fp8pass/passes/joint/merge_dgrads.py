@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass import compat, graph
+from fp8pass import graph
 from fp8pass.dialect.quantization import TENSOR, Quantization, parse
+from fp8pass.graph import sums
 from fp8pass.graph.collectives import WAIT_TENSOR
 from fp8pass.graph.flops import is_fp8_gemm
 from fp8pass.graph.nodes import aten, emit, tensor
-from fp8pass.graph.patterns import RESHAPES
+from fp8pass.graph.sums import have_equal_shape_and_dtype, only_user
 from fp8pass.graph.tags import OPERAND_OF, ROLE
 from fp8pass.passes.context import Context
 
@@ -40,13 +41,12 @@ fp8 = torch.ops.fp8pass
 LONGEST_CONTRACTION = 16384
 
 
-@dataclass
+@dataclass(frozen=True)
 class Term:
     """A GEMM whose result is a term of a sum."""
 
     gemm: fx.Node
-    top: fx.Node  # the operand of the sum, which is the GEMM or a view of its result
-    total: fx.Node  # the node that computes the sum of all terms
+    place: sums.Term  # the term's place in the sum
 
     @property
     def quantizations(self) -> tuple[Quantization, Quantization]:
@@ -74,24 +74,18 @@ class Term:
     def weight(self) -> fx.Node:
         return self.operand.args[0] if self.is_transposed else self.operand  # type: ignore
 
-    def remove(self) -> None:
-        """Take the term out of its sum. At least one other term must remain."""
-        (add,) = self.top.users
-        add.replace_all_uses_with(next(x for x in add.all_input_nodes if x is not self.top))
-        add.graph.erase_node(add)
-
 
 def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
     """Merge FP8 dgrad GEMMs whose results are only added.
 
     FP8 weights that the forward saved stay.
     """
-    sums: dict[fx.Node, list[Term]] = {}
+    found: dict[fx.Node, list[Term]] = {}
     for node in gm.graph.nodes:
         term = _find_term(node)
         if term is not None and not {term.weight, term.operand}.intersection(ctx.saved):
-            sums.setdefault(term.total, []).append(term)
-    for terms in sums.values():
+            found.setdefault(term.place.total, []).append(term)
+    for terms in found.values():
         for group in _group_terms(terms):
             modules = tuple(graph.module_path(term.gemm) for term in group)
             ctx.plan.merged.append(modules)
@@ -117,41 +111,19 @@ def _find_term(gemm: fx.Node) -> Term | None:
         return None
     if gemm.meta.get(ROLE) != "dgrad" or gemm.args[4] is not None:
         return None
-    top = gemm
-    while (user := _only_user(top)) is not None and user.target in RESHAPES:
-        top = user
-    term = Term(gemm, top, top)
+    place = sums.find_term(gemm)
+    if place is None:
+        return None
+    term = Term(gemm, place)
     if not term.is_in_blocks and any(how.block != TENSOR for how in term.quantizations):
         return None
     if not graph.is_call(term.weight, fp8.quantize.default):
         return None
-    if _only_user(term.operand) is None or _only_user(term.weight) is None:
+    if only_user(term.operand) is None or only_user(term.weight) is None:
         return None
     if graph.is_call(graph.skip_views_and_casts(term.weight.args[0]), WAIT_TENSOR):  # type: ignore[arg-type]
         return None
-    while (user := _only_user(term.total)) is not None and _is_sum_of_two(user):
-        term.total = user
-    return term if term.total is not top else None
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _is_sum_of_two(node: fx.Node) -> bool:
-    if not graph.is_call(node, aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) != 2:
-        return False
-    return all(
-        graph.value(x) is not None and _same_shape_and_dtype(x, node) for x in node.all_input_nodes
-    )
-
-
-def _same_shape_and_dtype(a: fx.Node, b: fx.Node) -> bool:
-    """Compare without a guard on symbolic sizes."""
-    x, y = tensor(a), tensor(b)
-    if x.dtype != y.dtype or x.ndim != y.ndim:
-        return False
-    return all(compat.statically_known_true(m == n) for m, n in zip(x.shape, y.shape, strict=True))
+    return term
 
 
 def _group_terms(terms: Iterable[Term]) -> list[list[Term]]:
@@ -171,7 +143,7 @@ def _fits(group: list[Term], term: Term) -> bool:
         return False  # `joined` would contain the gradient twice, but a kernel stores it once
     return (
         sum(t.length for t in (*group, term)) <= LONGEST_CONTRACTION
-        and _same_shape_and_dtype(first, other)
+        and have_equal_shape_and_dtype(first, other)
         and first.args[7:] == other.args[7:]
     )
 
@@ -223,7 +195,7 @@ def _replace(terms: list[Term], merged: fx.Node) -> None:
     merged.meta[graph.ORIGINAL_OPERATOR] = last.gemm.meta[graph.ORIGINAL_OPERATOR]
     last.gemm.replace_all_uses_with(merged)
     for term in others:
-        term.remove()
+        term.place.remove()
 
 
 def _multiply_scales(add: Any, term: Term) -> fx.Node:
