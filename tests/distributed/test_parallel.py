@@ -136,6 +136,45 @@ def gathered_data_changes_no_bit(device: str, way: str, recipe: str) -> None:
         assert torch.equal(parallel.full(a), parallel.full(b))
 
 
+def reductions_of_sums(device: str, placement: Shard | Replicate) -> None:
+    """A sum of small integers is reduced once, without a changed bit. NaN reaches its element."""
+    mesh = init_device_mesh(device, (2,))
+
+    def reduce(x: Tensor) -> Tensor:
+        part = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+        return part.redistribute(placements=[placement]).to_local()
+
+    def total(x: Tensor, y: Tensor) -> Tensor:
+        return reduce(x + 1) + y + reduce(x * 2) + reduce(x * x)
+
+    torch.manual_seed(dist.get_rank())
+    x = torch.randint(-4, 4, (4, 6, 8), device=device).bfloat16()
+    x[3, 5, 7] = torch.nan if dist.get_rank() == 1 else 0
+    y = torch.ones_like(reduce(x))
+    plans: list[CompiledGraph] = []
+    found = torch.compile(total, backend=Backend(Config(compiler="eager"), plans.append))(x, y)
+    assert [len(compiled.plan.collectives) for compiled in plans] == [1]
+    torch.testing.assert_close(found, total(x, y), rtol=0, atol=0, equal_nan=True)
+    is_here = not isinstance(placement, Shard) or dist.get_rank() == 1
+    assert int(found.isnan().sum()) == is_here
+
+
+def gradients_of_projections_are_reduced_once(device: str) -> None:
+    """Gradients are as near to BF16 as without `merge_reductions`."""
+    found = []
+    for recipe, left_out in ((None, ""), ("coat", "merge_reductions"), ("coat", "")):
+        torch._dynamo.reset()
+        with mock.patch.dict(os.environ, FP8PASS_DISABLE_PASSES=left_out):
+            model = distributed("tensor", device, recipe, blocks=1, dtype=torch.bfloat16)
+            found.append([backward("tensor", device, model), *gradients(model)])
+    errors = [
+        [float((a - b).norm() / b.norm()) for a, b in zip(each, found[0], strict=True)]
+        for each in found[1:]
+    ]
+    for without, merged in zip(*errors, strict=True):
+        assert merged <= 1.1 * without + 0.01
+
+
 def scatters_in_8_bits(device: str, way: str, compiler: str) -> None:
     """Reduce-scatters send half of the bytes, and change the results by little."""
     found, sent = [], []
@@ -358,6 +397,15 @@ LONG = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 @pytest.mark.parametrize(("way", "recipe"), GATHERED if LONG else GATHERED[:2])
 def test_gathering_quantized_tensors(two, way, recipe):
     two(gathered_data_changes_no_bit, way, recipe)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_sums_are_reduced_once(two, placement):
+    two(reductions_of_sums, placement)
+
+
+def test_gradients_of_projections_are_reduced_once(two):
+    two(gradients_of_projections_are_reduced_once)
 
 
 @pytest.mark.long

@@ -73,21 +73,19 @@ def _find_reduction(node: fx.Node) -> Reduction | None:
     if wait is None or wait.target is not WAIT_TENSOR:
         return None
     operand: Any = node.args[0]
-    term = find_term(wait)
-    if term is None or only_user(operand) is None:
-        return None
-    parts = _find_parts(operand)
-    return Reduction(node, term, parts[0].args[0] if parts else operand, parts)  # type: ignore
+    term, parts = find_term(wait), _find_parts(operand)
+    source: Any = parts[0].args[0] if parts else operand
+    return None if term is None else Reduction(node, term, source, parts)
 
 
 def _find_parts(operand: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return the split and the concatenation, if `operand` rearranges the parts of a tensor."""
     listed: Any = operand.args[0] if graph.is_call(operand, aten.cat.default) else []
-    split = listed[0].args[0] if listed and graph.is_getitem(listed[0]) else None
-    if split is None or split.target not in SPLITS or list(split.users) != listed:
+    if not listed or not all(map(graph.is_getitem, listed)):
         return None
-    in_order = [part.args[1] for part in listed] == list(range(len(listed)))
-    return (split, operand) if in_order and all(map(only_user, listed)) else None
+    split = listed[0].args[0]
+    in_order = [part.args for part in listed] == [(split, i) for i in range(len(listed))]
+    return (split, operand) if in_order and split.target in SPLITS else None
 
 
 def _arguments(node: fx.Node | None) -> Hashable:
@@ -109,7 +107,8 @@ def _merge(reductions: list[Reduction]) -> None:
         if last.parts:
             split, cat = last.parts
             divided = add(split.target, total, *split.args[1:], **split.kwargs)
-            listed = [add(operator.getitem, divided, i) for i in range(len(split.users))]
+            in_order = range(len(cat.args[0]))  # type: ignore[arg-type]
+            listed = [add(operator.getitem, divided, i) for i in in_order]
             total = add(aten.cat.default, listed, *cat.args[1:], **cat.kwargs)
     last.node.update_arg(0, total)
     for other in others:
