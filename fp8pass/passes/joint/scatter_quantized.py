@@ -2,7 +2,7 @@
 
     before   y = reduce_scatter(x, "sum")
     after    s = scale(amax(x, 1×128));  q = quantize(x, s)
-             p = as_codes(all_to_all(as_bytes(q)));  t = all_to_all(s)
+             p, t = all_to_all(bytes of q and s)
              y = sum over ranks of dequantize(p, t)
 
 The pass runs only with the option `scatter_format`. Tensor parallel layers with sharded outputs end
@@ -50,7 +50,8 @@ def why_not(scatter: fx.Node) -> str:
         return f"the {operation} of {graph.dtype_text(val.dtype)} is not rounded"
     if not all(isinstance(size, int) for size in val.shape):
         return "its sizes are dynamic"
-    if val.ndim < 2 or divisor_group(val.shape[-1], GROUP_SIZE) is None:
+    columns = val.shape[-1]
+    if val.ndim < 2 or columns % 2 or divisor_group(columns, GROUP_SIZE) is None:
         return "its rows cannot be split into groups"
     if len(scatter.users) != 1 or next(iter(scatter.users)).target is not WAIT_TENSOR:
         return "several operators wait for it"
@@ -59,29 +60,36 @@ def why_not(scatter: fx.Node) -> str:
 
 def _rewrite(scatter: fx.Node) -> None:
     x: Any
+    ranks: Any
     x, operation, ranks, name = scatter.args
     (wait,) = scatter.users
     columns = tensor(x).shape[-1]
-    how = Quantization(E4M3, group(divisor_group(columns, GROUP_SIZE)))  # type: ignore[arg-type]
+    size: Any = divisor_group(columns, GROUP_SIZE)
+    how = Quantization(E4M3, group(size))
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = emit(scatter.graph, target, *args, like=scatter, **kwargs)
         compat.copy_region(scatter, node)
         return node
 
-    def exchange(rows: fx.Node) -> fx.Node:
-        sizes = [tensor(rows).shape[0] // ranks] * ranks  # type: ignore[operator]
-        return add(WAIT_TENSOR, add(ALL_TO_ALL, rows, sizes, sizes, name))
+    def reshape(values: fx.Node, *shape: int) -> fx.Node:
+        return add(aten.reshape.default, values, list(shape))
 
     with scatter.graph.inserting_before(wait):
-        rows = add(aten.reshape.default, x, [-1, columns])
+        rows = reshape(x, -1, columns)
         scale = add(fp8.scale.default, add(fp8.amax.default, rows, block_text(how.block)), str(how))
-        sent = add(fp8.as_bytes.default, add(fp8.quantize.default, rows, scale, str(how)))
-        received = add(fp8.as_codes.default, exchange(sent), how.format.name)
-        scales = exchange(scale)
-        values = add(fp8.dequantize.default, [received], scales, str(how), torch.float32)
-        terms = add(aten.reshape.default, values, [ranks, *tensor(wait).shape])
-        total = add(aten.sum.dim_IntList, terms, [0])
+        codes = add(fp8.as_bytes.default, add(fp8.quantize.default, rows, scale, str(how)))
+        parts = [reshape(y, ranks, -1) for y in (codes, add(aten.view.dtype, scale, torch.uint8))]
+        one_each = [1] * ranks
+        sent = add(aten.cat.default, parts, 1)
+        received = add(WAIT_TENSOR, add(ALL_TO_ALL, sent, one_each, one_each, name))
+        end = tensor(parts[0]).shape[1]
+        codes = add(aten.slice.Tensor, received, 1, 0, end)
+        codes = add(fp8.as_codes.default, reshape(codes, ranks, -1, columns), how.format.name)
+        scales = add(aten.view.dtype, add(aten.slice.Tensor, received, 1, end), tensor(scale).dtype)
+        scales = reshape(scales, ranks, -1, columns // size)
+        values = add(fp8.dequantize.default, [codes], scales, str(how), torch.float32)
+        total = add(aten.sum.dim_IntList, reshape(values, ranks, *tensor(wait).shape), [0])
         if operation == "avg":
             total = add(aten.div.Scalar, total, ranks)
         result = add(prims.convert_element_type.default, total, tensor(wait).dtype)
