@@ -134,6 +134,7 @@ VARIANTS = {
     "… sequence, scatters in FP8": Variant("sequence", "fp8pass", scatters="e4m3"),
     "bf16 compile, sequence, CUDA graphs": Variant("sequence", graphs=True),
     "fp8pass coat, sequence, CUDA graphs": Variant("sequence", "fp8pass", graphs=True),
+    "… scatters in FP8, CUDA graphs": Variant("sequence", "fp8pass", scatters="e4m3", graphs=True),
     "bf16 compile, experts": Variant("experts"),
     "fp8pass coat, experts": Variant("experts", "fp8pass"),
     "… experts, exchanges in BF16": Variant("experts", "fp8pass", without="exchange_quantized"),

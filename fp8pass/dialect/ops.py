@@ -256,7 +256,7 @@ def segment_amax(amaxes: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _fake_transpose_segments(
-    x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
+    x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None, *_: Any
 ) -> Tensor:
     count = (x if rows is None else rows).shape[0]
     length = expert_groups.padded_length(count, offsets.shape[0])
@@ -265,19 +265,26 @@ def _fake_transpose_segments(
 
 @_operator(_fake_transpose_segments)
 def transpose_segments(
-    x: Tensor, scales: Tensor, offsets: Tensor, format: str, rows: Tensor | None = None
+    x: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    format: str,
+    rows: Tensor | None = None,
+    row_scales: Tensor | None = None,
 ) -> Tensor:
     """Quantize the tokens of each expert with the expert's scale, then transpose and pad them.
 
-    `x` is [T, K], or any rows selected by `rows` [T]; `scales` is [E, 1]. Returns a contiguous [K,
-    T']. Each group is padded with columns of zeros up to `padded_ends`. All later columns are zero.
+    `x` is [T, K], or any rows selected by `rows` [T]; `scales` is [E, 1]. FP8 data `x` have
+    `row_scales`, one for each row of `x`. Returns a contiguous [K, T']. Each group is padded with
+    columns of zeros up to `padded_ends`. All later columns are zero.
     """
     count = (x if rows is None else rows).shape[0]
+    x = x.float() if row_scales is None else x.float() * row_scales
     source, is_token, expert = expert_groups.padded_rows(count, offsets)
     if not compat.statically_known_true(count > 0):  # padding must not read rows that do not exist
         x = F.pad(x, (0, 0, 0, 1))
         rows = rows if rows is None else F.pad(rows, (0, 1))
-    values = x[source if rows is None else rows[source]].float() * scales[expert].reciprocal()
+    values = x[source if rows is None else rows[source]] * scales[expert].reciprocal()
     padded = torch.where(is_token.unsqueeze(-1), values, 0.0)
     return encode(padded, FORMATS[format]).t()
 

@@ -107,7 +107,6 @@ FLOATS: Constraint = (lambda x: _is_float(tensor(x)), "must be floating point, a
 FP8_DATA: Constraint = (lambda x: _is_fp8(x), "must be FP8 data")
 BYTES: Constraint = (lambda x: tensor(x).dtype is torch.uint8, "must be bytes, of dtype uint8")
 MATRIX: Constraint = (lambda x: tensor(x).ndim == 2, "must be a matrix")
-ROW_NUMBERS: Constraint = (lambda x: tensor(x).ndim == 1, "must be a list of row numbers")
 OFFSETS: Constraint = (
     lambda x: tensor(x).ndim == 1 and tensor(x).dtype is torch.int32,
     "must be the ends of expert groups, int32 [E]",
@@ -133,7 +132,7 @@ OPERANDS: dict[Any, tuple[Constraint, ...]] = {
     fp8.scaled_mm.default: (*[ANY] * 7, QUANTIZATION, QUANTIZATION),
     fp8.padded_ends.default: (OFFSETS,),
     fp8.segment_amax.default: (ANY, OFFSETS),
-    fp8.transpose_segments.default: (FLOATS, ANY, OFFSETS, FORMAT, ROW_NUMBERS),
+    fp8.transpose_segments.default: (ANY, ANY, OFFSETS, FORMAT),
     fp8.scaled_grouped_mm.default: (*[ANY] * 4, OFFSETS),
     fp8.scaled_grouped_outer.default: (*[ANY] * 4, OFFSETS),
     fp8.mask_format.default: (MASKABLE, SIMULATED_FORMAT),
@@ -238,10 +237,22 @@ def _check_segment_amax(node: fx.Node, amaxes: fx.Node, offsets: fx.Node) -> Ite
 
 
 def _check_transpose_segments(
-    node: fx.Node, x: fx.Node, scales: fx.Node, offsets: fx.Node, *rest: Any
+    node: fx.Node,
+    x: fx.Node,
+    scales: fx.Node,
+    offsets: fx.Node,
+    format: Any,
+    rows: fx.Node | None = None,
+    row_scales: fx.Node | None = None,
 ) -> Iterator[str]:
     if not _agree(_shape(scales), (*_shape(offsets), 1)):
         yield f"has scales {_shape(scales)}, not one for each expert group"
+    if rows is not None and tensor(rows).ndim != 1:
+        yield f"{rows} must be a list of row numbers"
+    if _is_fp8(x) != (row_scales is not None):
+        yield f"{x} must be FP8 data with row scales, or floating point without row scales"
+    if row_scales is not None and not _agree(_shape(row_scales), (_shape(x)[0], 1)):
+        yield f"has row scales {_shape(row_scales)}, not one for each row"
 
 
 def _check_scaled_grouped_mm(

@@ -217,6 +217,12 @@ def _check_expert_transpose(device: torch.device) -> Iterator[Comparison]:
         on_device = x.to(device), scales.to(device), offsets.to(device)
         got = transpose_segments(*on_device, "e4m3")
         yield Comparison(f"{len(counts)} experts", [got], [want])
+        row_scales = fp8.scale(fp8.amax(x, "row"), "e4m3 row")
+        data = fp8.quantize(x, row_scales, "e4m3 row")
+        want = fp8.transpose_segments(data, scales, offsets, "e4m3", None, row_scales)
+        on_device = data.to(device), *on_device[1:]
+        got = transpose_segments(*on_device, "e4m3", row_scales=row_scales.to(device))
+        yield Comparison(f"{len(counts)} experts, FP8 data", [got], [want])
 
 
 def _check_weights(device: torch.device) -> Iterator[Comparison]:

@@ -201,6 +201,21 @@ def test_kernel_equals_the_reference(counts, device):
         assert torch.equal(got.cpu().float(), want.float())
 
 
+@both_devices
+@each_count
+def test_the_kernel_reads_fp8_data(counts, device):
+    x, offsets = tokens(counts, 80), ends(counts)
+    row_scales = fp8.scale(fp8.amax(x, "row"), "e4m3 row")
+    rows = torch.arange(-1, len(x) - 1).flip(0)
+    args = fp8.quantize(x, row_scales, "e4m3 row"), of_segments(x, offsets)[1], offsets
+    on_device = [y.to(device) for y in args]
+    for selected in (None, rows):
+        want = fp8.transpose_segments(*args, "e4m3", selected, row_scales)
+        given = None if selected is None else selected.to(device)
+        got = kernel().transpose_segments(*on_device, "e4m3", given, row_scales.to(device))
+        assert torch.equal(got.cpu().float(), want.float())
+
+
 def test_the_kernel_refuses_other_formats():
     with pytest.raises(ValueError, match="quantizes to e4m3, not e5m2"):
         kernel().transpose_segments(tokens([4], 16), torch.ones(1, 1), ends([4]), "e5m2")

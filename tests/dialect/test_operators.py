@@ -78,6 +78,7 @@ CALLS: dict[object, list[tuple]] = {
         (X, SEGMENTS, OFFSETS, "e4m3"),
         (X.float(), SEGMENTS, OFFSETS, "e5m2"),
         (X[:8], SEGMENTS, OFFSETS, "e4m3", torch.randint(8, (20,))),
+        (codes(20, 32), SEGMENTS, OFFSETS, "e4m3", None, ROWS),
     ],
     fp8.scaled_grouped_mm.default: [
         (codes(20, 32), ROWS, codes(48, 32), torch.ones(48, 1), OFFSETS, torch.bfloat16)

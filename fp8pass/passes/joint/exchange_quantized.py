@@ -6,7 +6,7 @@
     after    a  = amax(tokens);    p = quantize(tokens, scale(a))
              s  = scale(all_to_all(a, splits))
              q  = as_codes(all_to_all(as_bytes(p), splits))
-             t  = transpose_segments(dequantize(q, s), ...)
+             t  = transpose_segments(q, ..., row_scales=s)
 
 `q` and `s` are bit-identical before and after, because an exchange moves whole rows. Wgrad
 (`transpose_segments`) reads the tokens after they were rounded to FP8. Rows of zeros that the model
@@ -25,6 +25,7 @@ from torch import fx
 
 from fp8pass import compat, graph
 from fp8pass.dialect.quantization import BY_ROW, ROW, block_text
+from fp8pass.graph.classify import argument_of
 from fp8pass.graph.collectives import (
     ALL_TO_ALL,
     WAIT_TENSOR,
@@ -102,13 +103,8 @@ class Sender:
                 sent.meta[OPERAND_OF] = reader.meta[OPERAND_OF]
                 reader.replace_all_uses_with(data)
             else:
-                reader.update_arg(0, self._dequantize(data, scales, reader))
-
-    def _dequantize(self, data: fx.Node, scales: fx.Node, reader: fx.Node) -> fx.Node:
-        dtype = tensor(self.matrix).dtype
-        with self.graph.inserting_before(reader):
-            args = [data], scales, BY_ROW, dtype
-            return emit(self.graph, fp8.dequantize.default, *args, like=reader)
+                selected = argument_of(reader, "rows")
+                reader.args = (data, *reader.args[1:4], selected, scales)
 
     def _send(self, rows: fx.Node) -> fx.Node:
         shape = (tensor(self.exchange.wait).shape[0], tensor(rows).shape[1])
