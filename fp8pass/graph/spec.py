@@ -14,7 +14,7 @@ from fp8pass.dialect.encoding import is_fp8
 from fp8pass.dialect.formats import FORMATS, simulated_format
 from fp8pass.dialect.masking import MASKED_DTYPES
 from fp8pass.dialect.ops import OPERATORS
-from fp8pass.dialect.quantization import ROW, Quantization, parse, parse_block
+from fp8pass.dialect.quantization import BY_ROW, ROW, Quantization, parse, parse_block
 from fp8pass.graph.classify import VIEWS
 from fp8pass.graph.collectives import ALL_GATHER, WAIT_TENSOR
 from fp8pass.graph.linear_layers import is_multiple_of_16
@@ -249,10 +249,16 @@ def _check_transpose_segments(
         yield f"has scales {_shape(scales)}, not one for each expert group"
     if rows is not None and tensor(rows).ndim != 1:
         yield f"{rows} must be a list of row numbers"
-    if _is_fp8(x) != (row_scales is not None):
-        yield f"{x} must be FP8 data with row scales, or floating point without row scales"
-    if row_scales is not None and not _agree(_shape(row_scales), (_shape(x)[0], 1)):
+    if row_scales is None:
+        if not _is_float(tensor(x)):
+            yield f"operand 1 ({x}) must be floating point, or FP8 data with row scales"
+        return
+    if not (_is_fp8(x) and _is_float(tensor(row_scales))):
+        yield f"has row scales, but operand 1 ({x}) is not FP8 data"
+    if not _agree(_shape(row_scales), (_shape(x)[0], 1)):
         yield f"has row scales {_shape(row_scales)}, not one for each row"
+    if _skip_gather(x).target is fp8.quantize.default:
+        yield from _check_operand(x, row_scales, parse(BY_ROW))
 
 
 def _check_scaled_grouped_mm(

@@ -13,10 +13,10 @@ from fp8pass.graph.patterns import RESHAPES
 
 @dataclass(frozen=True)
 class Term:
-    """A term of a sum, computed by binary additions, without another user."""
+    """An operand of a chain of additions. Nothing else reads the operand or the partial sums."""
 
-    top: fx.Node  # the operand of an addition
-    total: fx.Node  # the node that computes the sum of all terms
+    top: fx.Node  # the operand
+    total: fx.Node  # the last addition
 
     def remove(self) -> None:
         """Take the term out of its sum. At least one other term must remain."""

@@ -25,7 +25,7 @@ from fp8pass.error_analysis.derivation import Derivation
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.error_analysis.regions import Region
 from fp8pass.error_analysis.samples import relative_change, rounding
-from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.classify import Kind, argument_of, kind
 from fp8pass.graph.patterns import quantization_of
 from fp8pass.graph.symbols import Underivable
 from fp8pass.graph.tags import original_name
@@ -136,6 +136,8 @@ class Predictor:
         matrix = self.values[node.args[0]]  # type: ignore[index]
         if node.target is fp8.quantize.default:
             return matrix
+        if (row_scales := argument_of(node, "row_scales")) is not None:
+            matrix = matrix.float() * self.values[row_scales]
         experts = graph.tensor(node.args[2]).shape[0]  # type: ignore[arg-type]
         return matrix[: max(len(matrix) // experts, 1)].t()
 

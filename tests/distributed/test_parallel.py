@@ -159,6 +159,21 @@ def reductions_of_sums(device: str, placement: Shard | Replicate) -> None:
     assert int(found.isnan().sum()) == is_here
 
 
+def parts_of_different_sizes(device: str) -> None:
+    """All ranks run the same collectives, although only the last one slices its padded part."""
+    mesh = init_device_mesh(device, (2,))
+
+    def total(x: Tensor) -> Tensor:
+        terms = [DTensor.from_local(y, mesh, [Partial()]) for y in (x + 1, x * 2)]
+        a, b = (y.redistribute(placements=[Shard(0)]).to_local() for y in terms)
+        return a + b
+
+    x = torch.arange(40.0, device=device).reshape(5, 8)
+    found = torch.compile(total, backend=fp8pass.backend(Config(compiler="eager")))(x)
+    assert len(found) == 3 - dist.get_rank()
+    assert torch.equal(found, total(x))
+
+
 def gradients_of_projections_are_reduced_once(device: str) -> None:
     """Gradients are as near to BF16 as without `merge_reductions`."""
     found = []
@@ -182,7 +197,8 @@ def scatters_in_8_bits(device: str, way: str, compiler: str) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = parallel.Decoder(blocks=1, dtype=torch.bfloat16).to(device)
-        config = Config.recipe("coat", compiler=compiler, scatter_format=format)
+        options = {"compiler": compiler, "scatter_format": format, "fp8_gemms": "all"}
+        config = Config.recipe("coat", **options)
         plans: list[CompiledGraph] = []
         model = parallel.WAYS[way](model, Backend(config, plans.append))
         found.append([backward(way, device, model), *gradients(model)])
@@ -194,6 +210,21 @@ def scatters_in_8_bits(device: str, way: str, compiler: str) -> None:
     assert sent[1] <= 0.53 * sent[0]
     for a, b in zip(*found, strict=True):
         assert float((a - b).norm()) <= 0.1 * float(b.norm()) + 1e-12
+
+
+def scatters_of_odd_and_empty_tensors(device: str, shape: list[int], reason: str) -> None:
+    mesh = init_device_mesh(device, (2,))
+
+    def total(x: Tensor) -> Tensor:
+        part = DTensor.from_local(x * 2, mesh, [Partial()], run_check=False)
+        return part.redistribute(placements=[Shard(0)]).to_local()
+
+    plans: list[CompiledGraph] = []
+    config = Config(scatter_format="e4m3", compiler="eager")
+    x = torch.randn(shape, device=device).bfloat16()
+    found = torch.compile(total, backend=Backend(config, plans.append))(x)
+    assert float((found - total(x)).norm()) <= 0.04 * float(found.norm())
+    assert [c.reason for compiled in plans for c in compiled.plan.collectives] == [reason]
 
 
 def scatters_of_one_tensor(device: str, operation: str) -> None:
@@ -404,6 +435,10 @@ def test_sums_are_reduced_once(two, placement):
     two(reductions_of_sums, placement)
 
 
+def test_parts_of_different_sizes_are_reduced_alike(two):
+    two(parts_of_different_sizes)
+
+
 def test_gradients_of_projections_are_reduced_once(two):
     two(gradients_of_projections_are_reduced_once)
 
@@ -440,6 +475,20 @@ def test_scatters_are_lowered_for_gpus(two, way):
 def test_training_with_scatters_in_8_bits(two, way, options):
     options = {"recipe": "coat", "scatter_format": "e4m3", **options}
     two(coat_trains_and_replicas_stay_equal, way, options, options.pop("recipe"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ([4, 33], ""),
+        ([2, 33], "the number of elements of a part is zero or odd"),
+        ([0, 128], "the number of elements of a part is zero or odd"),
+        ([4, 0], "its rows cannot be split into groups"),
+    ],
+    ids=str,
+)
+def test_scatters_of_odd_and_empty_tensors(two, shape, reason):
+    two(scatters_of_odd_and_empty_tensors, shape, reason)
 
 
 @pytest.mark.parametrize("operation", ["sum", "avg"])

@@ -22,10 +22,12 @@ from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.graph import spec
 from fp8pass.graph.collectives import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from fp8pass.graph.nodes import aten
 from fp8pass.passes import JOINT_PASSES
 from fp8pass.passes.runner import run_passes
 
 fp8 = torch.ops.fp8pass
+ADD = aten.add.Tensor
 WIDTH = 128
 
 
@@ -109,6 +111,37 @@ def test_terms_of_other_operators_stay_in_the_sum(mesh):
     assert reductions(joint) == 1
 
 
+def test_sums_inside_sums_are_merged(mesh):
+    """The sum of two reductions is an operand of another reduction, over other ranks."""
+    a, b = mesh["a"], mesh["b"]
+    joint = planned(
+        Sum(
+            lambda x: (
+                reduce(reduce(x.sin(), a) + reduce(x.cos(), a), b) + reduce(reduce(x.exp(), a), b)
+            )
+        ),
+        tokens(8),
+    )
+    assert reductions(joint) == 2
+
+
+def test_terms_are_added_when_they_are_known(mesh):
+    """Otherwise the terms of all layers would wait in memory for the last one."""
+    a = mesh["a"]
+
+    def total(x: Tensor) -> Tensor:
+        y = reduce(x, a)
+        for _ in range(3):
+            x = x.sin()
+            y = y + reduce(x, a)
+        return y
+
+    joint = planned(Sum(total), tokens(4))
+    assert reductions(joint) == 1
+    order = [n.target for n in joint.gm.graph.nodes if n.target in (aten.sin.default, ADD)]
+    assert order == [aten.sin.default, ADD] * 3 + order[6:]
+
+
 def test_terms_are_merged_in_inference_graphs(mesh):
     plans: list[CompiledGraph] = []
     backend = Backend(COAT_EAGER, plans.append)
@@ -140,6 +173,40 @@ def other_sizes(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return reduce(x.sin(), mesh["a"]) + reduce(x[:2].cos(), mesh["a"])
 
 
+def means(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return reduce(x.sin(), mesh["a"], "avg") + reduce(x.cos(), mesh["a"], "avg")
+
+
+def sums_in_fp16(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return reduce(x.sin().half(), mesh["a"]) + reduce(x.cos().half(), mesh["a"])
+
+
+def padded_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Only ranks whose part is padded slice the result."""
+    x = x[:3]
+    return reduce(x.sin(), mesh["a"]) + reduce(x.cos(), mesh["a"])
+
+
+class KeepsTheSum(torch.autograd.Function):
+    """Adds a term that the forward reduced to a term of the backward."""
+
+    @staticmethod
+    def forward(ctx, x, mesh):
+        ctx.mesh = mesh
+        ctx.save_for_backward(reduce(x.sin(), mesh["a"]), x)
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        kept, x = ctx.saved_tensors
+        total = kept + reduce(gradient * x, ctx.mesh["a"])
+        return torch.cat([total, total]), None
+
+
+def terms_of_both_halves(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return KeepsTheSum.apply(x, mesh)
+
+
 def weighted_sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return torch.add(reduce(x.sin(), mesh["a"]), reduce(x.cos(), mesh["a"]), alpha=2)
 
@@ -151,8 +218,8 @@ def other_dtypes(x: Tensor, mesh: DeviceMesh) -> Tensor:
 @pytest.mark.parametrize(
     "total",
     [
-        *(sum_and_mean, other_groups, term_with_another_reader, other_sizes),
-        *(weighted_sum, other_dtypes),
+        *(sum_and_mean, other_groups, term_with_another_reader, other_sizes, weighted_sum),
+        *(other_dtypes, means, sums_in_fp16, padded_parts, terms_of_both_halves),
     ],
     ids=lambda total: total.__name__,
 )

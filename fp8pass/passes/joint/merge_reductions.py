@@ -3,113 +3,133 @@
     before   y = add(reduce_scatter(a, "sum"), reduce_scatter(b, "sum"))
     after    y = reduce_scatter(add(a, b), "sum")
 
-With tensor parallelism, several linear layers read the same input, and DTensor reduces the gradient
-from each of these layers. The pass leaves four of the seven reduce-scatters of a decoder layer. It
-merges all-reduces in the same way. Afterwards `merge_dgrads` can compute `add(a, b)` in one GEMM.
+With tensor parallelism, several linear layers read the same tensor. If each layer has its own entry
+in the plan of `parallelize_module`, DTensor reduces the gradient from each layer: seven
+reduce-scatters in a decoder layer, of which four remain. All-reduces are merged in the same way.
+Afterwards `merge_dgrads` can compute `add(a, b)` in one GEMM.
 
-Recipe `exact` skips the pass, which changes the order of sums.
+Recipe `exact` skips the pass, which changes the order of sums. FP16 sums are not merged, because
+`add(a, b)` may overflow where the sum over ranks does not. Means are not merged: they are gradients
+of parameters, and the first term would wait in memory, unreduced, for the last one.
+
+All ranks must run the same collectives. If ranks have parts of different sizes, DTensor pads the
+operand on all ranks, but slices the result on some ranks only. So padded operands are not merged.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.graph.collectives import (
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    SPLITS,
-    WAIT_TENSOR,
-    remove_unused,
-)
+from fp8pass.graph.collectives import ALL_REDUCE, REDUCE_SCATTER, SPLITS, WAIT_TENSOR
 from fp8pass.graph.nodes import aten, emit, tensor
-from fp8pass.graph.sums import Term, find_term, have_equal_shape_and_dtype, only_user
+from fp8pass.graph.sums import Term, find_term, only_user
 from fp8pass.passes.context import Context
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction over ranks whose result is a term of a sum."""
+    """A sum over ranks that is a term of another sum."""
 
     node: fx.Node  # the collective
     term: Term
-    # The summand of this rank. The collective's operand may be a concatenation of its parts.
+    # The summand of this rank. It is the operand of the collective, or is split into parts, which
+    # are concatenated along another dimension to the operand.
     source: fx.Node
-    parts: tuple[fx.Node, fx.Node] | None  # the split and the concatenation
+    split: fx.Node | None
 
-    @property
-    def key(self) -> Hashable:
-        """Reductions with equal keys can be merged."""
+    def key(self, backward: Set[fx.Node]) -> Hashable:
+        """Return a value that is equal for reductions that can be merged."""
         val = tensor(self.source)
-        same = self.term.total, self.node.target, *self.node.args[1:], val.dtype, val.ndim
-        split, cat = self.parts or (None, None)
-        return (*same, _arguments(split), _arguments(cat))
+        kind = self.node.target, *self.node.args[1:], val.dtype, *map(str, val.shape)
+        place = self.term.total, self.node in backward, self.node.meta.get("recompute")
+        if self.split is None:
+            return *place, *kind
+        cat: Any = self.node.args[0]
+        arguments = self.split.args[1:], self.split.kwargs, cat.args[1:], cat.kwargs
+        return *place, *kind, self.split.target, *map(str, arguments)
 
 
 def merge_reductions(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:
         return
+    backward = graph.tangent_dependent(gm.graph)
+    while terms := _find_mergeable(gm.graph, backward):
+        _merge(terms)  # the sum may be an operand of another reduction
+
+
+def _find_mergeable(g: fx.Graph, backward: Set[fx.Node]) -> list[Reduction]:
     groups: dict[Hashable, list[Reduction]] = {}
-    for node in gm.graph.nodes:
-        if node.target in (ALL_REDUCE, REDUCE_SCATTER) and node.args[1] in ("sum", "avg"):
+    for target in (ALL_REDUCE, REDUCE_SCATTER):
+        for node in g.find_nodes(op="call_function", target=target):
             found = _find_reduction(node)
             if found is not None:
-                groups.setdefault(found.key, []).append(found)
-    for first, *others in groups.values():
-        equal = [x for x in others if have_equal_shape_and_dtype(first.source, x.source)]
-        if equal:
-            _merge([first, *equal])
-    remove_unused(gm.graph)
+                groups.setdefault(found.key(backward), []).append(found)
+    return next((group for group in groups.values() if len(group) > 1), [])
 
 
 def _find_reduction(node: fx.Node) -> Reduction | None:
-    wait = only_user(node)
-    if wait is None or wait.target is not WAIT_TENSOR:
-        return None
     operand: Any = node.args[0]
-    term, parts = find_term(wait), _find_parts(operand)
-    source: Any = parts[0].args[0] if parts else operand
-    return None if term is None else Reduction(node, term, source, parts)
-
-
-def _find_parts(operand: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the split and the concatenation, if `operand` rearranges the parts of a tensor."""
-    listed: Any = operand.args[0] if graph.is_call(operand, aten.cat.default) else []
-    if not listed or not all(map(graph.is_getitem, listed)):
+    wait = only_user(node)
+    is_sum = node.args[1] == "sum" and tensor(operand).dtype in (torch.bfloat16, torch.float32)
+    if not is_sum or wait is None or wait.target is not WAIT_TENSOR:
         return None
-    split = listed[0].args[0]
-    in_order = [part.args for part in listed] == [(split, i) for i in range(len(listed))]
-    return (split, operand) if in_order and split.target in SPLITS else None
+    term = find_term(wait)
+    if term is None or operand.target is aten.constant_pad_nd.default:
+        return None
+    if operand.target is not aten.cat.default:
+        return Reduction(node, term, operand, None)
+    split = _find_split(operand)
+    return None if split is None else Reduction(node, term, split.args[0], split)  # type: ignore
 
 
-def _arguments(node: fx.Node | None) -> Hashable:
-    return node and (node.target, str(node.args[1:]), str(node.kwargs))
+def _find_split(cat: fx.Node) -> fx.Node | None:
+    """Return the split whose results are the parts of a concatenation, in order."""
+    parts: Any = cat.args[0]
+    split = parts[0].args[0] if graph.is_getitem(parts[0]) else None
+    if split is None or split.target not in SPLITS:
+        return None
+    in_order = all(
+        graph.is_getitem(part) and part.args == (split, i) for i, part in enumerate(parts)
+    )
+    return split if in_order else None
 
 
-def _merge(reductions: list[Reduction]) -> None:
-    *others, last = reductions
-    g = last.node.graph
+def _merge(terms: list[Reduction]) -> None:
+    first, *rest = terms
+    node, split, g = terms[-1].node, terms[-1].split, terms[-1].node.graph
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = emit(g, target, *args, like=last.node, **kwargs)
-        compat.copy_region(last.node, node)
-        return node
+        new = emit(g, target, *args, like=node, **kwargs)
+        compat.copy_region(node, new)
+        return new
 
-    with g.inserting_before(last.node):
-        sources = [x.source for x in reductions]
-        total = reduce(lambda a, b: add(aten.add.Tensor, a, b), sources)
-        if last.parts:
-            split, cat = last.parts
+    total = first.source
+    for term in rest:  # each term is added when it is known, so that no term waits in memory
+        with g.inserting_before(graph.insertion_point_after(max(total, term.source))):
+            total = add(aten.add.Tensor, total, term.source)
+    if split is not None:
+        cat: Any = node.args[0]
+        with g.inserting_before(node):
             divided = add(split.target, total, *split.args[1:], **split.kwargs)
-            in_order = range(len(cat.args[0]))  # type: ignore[arg-type]
-            listed = [add(operator.getitem, divided, i) for i in in_order]
-            total = add(aten.cat.default, listed, *cat.args[1:], **cat.kwargs)
-    last.node.update_arg(0, total)
-    for other in others:
+            parts = [add(operator.getitem, divided, i) for i in range(len(cat.args[0]))]
+            total = add(aten.cat.default, parts, *cat.args[1:], **cat.kwargs)
+    node.update_arg(0, total)
+    for other in terms[:-1]:
         other.term.remove()
+        _erase_unused(other.term.top)
+
+
+def _erase_unused(node: fx.Node) -> None:
+    """Erase a node without users, and operands that have no other user."""
+    if not node.users and node.op == "call_function":
+        operands = node.all_input_nodes
+        node.graph.erase_node(node)
+        for operand in operands:
+            _erase_unused(operand)

@@ -50,9 +50,10 @@ def why_not(scatter: fx.Node) -> str:
         return f"the {operation} of {graph.dtype_text(val.dtype)} is not rounded"
     if not all(isinstance(size, int) for size in val.shape):
         return "its sizes are dynamic"
-    columns = val.shape[-1]
-    if val.ndim < 2 or columns % 2 or divisor_group(columns, GROUP_SIZE) is None:
+    if val.ndim < 2 or divisor_group(val.shape[-1], GROUP_SIZE) is None:
         return "its rows cannot be split into groups"
+    if val.numel() == 0 or val.numel() // scatter.args[2] % 2:  # type: ignore[operator]
+        return "the number of elements of a part is zero or odd"  # scales have two bytes
     if len(scatter.users) != 1 or next(iter(scatter.users)).target is not WAIT_TENSOR:
         return "several operators wait for it"
     return ""
