@@ -84,6 +84,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "distributed": distributed_table,
     "distributed_1b": distributed_table,
     "distributed_graphs": distributed_table,
+    "distributed_in_graph": distributed_table,
     "compile_time": compile_time_table,
     "depths": depths_table,
     "convergence": convergence_table,

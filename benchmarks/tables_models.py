@@ -37,7 +37,7 @@ def depths_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def distributed_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return speed and peak memory on several GPUs over each link, relative to torchao."""
+    """Return speed and peak memory on several GPUs over each link, without empty columns."""
     launches = any(r.get("launch_s") for r in data["results"])  # older records have no launch times
     header = ["", "tokens/s", "fastest step", *(["CPU ms"] if launches else [])]
     header += ["× torchao, FP8 gather", "peak GiB", "gradients sent", "weights sent"]
@@ -64,7 +64,8 @@ def distributed_table(data: dict[str, Any]) -> list[list[str]]:
                     *("" if x is None else f"{x:.3f}×" for x in _wire(r)),
                 ]
             )
-    return rows
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _wire(result: dict[str, Any]) -> tuple[float | None, float | None]:

@@ -182,7 +182,7 @@ def sums_in_fp16(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def padded_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Only ranks whose part is padded slice the result."""
+    """A rank slices the result only if its part is padded."""
     x = x[:3]
     return reduce(x.sin(), mesh["a"]) + reduce(x.cos(), mesh["a"])
 

@@ -4,9 +4,9 @@
     after    y = reduce_scatter(add(a, b), "sum")
 
 With tensor parallelism, several linear layers read the same tensor. If each layer has its own entry
-in the plan of `parallelize_module`, DTensor reduces the gradient from each layer: seven
-reduce-scatters in a decoder layer, of which four remain. All-reduces are merged in the same way.
-Afterwards `merge_dgrads` can compute `add(a, b)` in one GEMM.
+in the plan of `parallelize_module`, DTensor reduces the gradient from each layer. After this pass, a
+decoder layer has four reduce-scatters instead of seven. All-reduces are merged in the same way.
+Then `merge_dgrads` can compute `add(a, b)` in one GEMM.
 
 Recipe `exact` skips the pass, which changes the order of sums. FP16 sums are not merged, because
 `add(a, b)` may overflow where the sum over ranks does not. Means are not merged: they are gradients
@@ -90,7 +90,7 @@ def _find_reduction(node: fx.Node) -> Reduction | None:
 
 
 def _find_split(cat: fx.Node) -> fx.Node | None:
-    """Return the split whose results are the parts of a concatenation, in order."""
+    """Return the split, if `cat` concatenates the results of one split in order."""
     parts: Any = cat.args[0]
     split = parts[0].args[0] if graph.is_getitem(parts[0]) else None
     if split is None or split.target not in SPLITS:
