@@ -4,7 +4,7 @@
     after    y = reduce_scatter(add(a, b), "sum")
 
 With tensor parallelism, several linear layers read the same tensor. If each layer has its own entry
-in the plan of `parallelize_module`, DTensor reduces the gradient from each layer. After this pass, a
+in the plan of `parallelize_module`, DTensor reduces the gradient from each layer. With this pass, a
 decoder layer has four reduce-scatters instead of seven. All-reduces are merged in the same way.
 Then `merge_dgrads` can compute `add(a, b)` in one GEMM.
 
