@@ -148,6 +148,34 @@ def test_scales_of_other_groups(joint):
         rejected(joint, node, "has scales")
 
 
+@pytest.mark.parametrize(
+    ("x", "row_scales", "problem"),
+    [
+        (torch.ones(20, 32, dtype=torch.int64), None, "must be floating point"),
+        (torch.ones(20, 32), torch.ones(20, 1), "is not FP8 data"),
+        (torch.ones(20, 32).to(torch.float8_e4m3fn), None, "must be floating point"),
+        (torch.ones(20, 32).to(torch.float8_e4m3fn), torch.ones(1, 1), "not one for each row"),
+    ],
+    ids=["integers", "scales of floats", "no scales", "one scale"],
+)
+def test_tokens_of_experts(x, row_scales, problem):
+    g = torch.fx.Graph()
+    operands = [x, torch.ones(2, 1), torch.tensor([8, 20], dtype=torch.int32), row_scales]
+    nodes: list[torch.fx.Node | None] = []
+    for name, operand in zip(("x", "scales", "offsets", "row_scales"), operands, strict=True):
+        nodes.append(None if operand is None else g.placeholder(name))
+        if nodes[-1] is not None:
+            nodes[-1].meta["val"] = operand
+    *leading, last = nodes
+    node = g.call_function(
+        fp8.transpose_segments.default, (*leading, "e4m3", None, *([] if last is None else [last]))
+    )
+    node.meta["val"] = torch.empty(32, 64, dtype=torch.float8_e4m3fn)
+    g.output(node)
+    with pytest.raises(MalformedGraph, match=problem):
+        spec.verify(g)
+
+
 @pytest.fixture
 def unpacking() -> tuple[JointGraph, torch.fx.Node]:
     """A joint graph with saved values of two planes, and a dequantize node that reads them."""
