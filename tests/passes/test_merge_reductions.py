@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from fp8pass import compat
 from fp8pass.compilation import CompiledGraph
@@ -123,6 +124,21 @@ def test_sums_inside_sums_are_merged(mesh):
         tokens(8),
     )
     assert reductions(joint) == 2
+
+
+@pytest.mark.parametrize(("inside", "left"), [(2, 1), (1, 2)])
+def test_terms_of_one_checkpointed_block_are_merged(mesh, inside, left):
+    a = mesh["a"]
+
+    def block(x: Tensor) -> Tensor:
+        y = reduce(x.sin(), a)
+        return y + reduce(x.cos(), a) if inside == 2 else y
+
+    def total(x: Tensor) -> Tensor:
+        y = checkpoint(block, x, use_reentrant=False)
+        return y if inside == 2 else y + reduce(x.cos(), a)
+
+    assert reductions(planned(Sum(total), tokens(4))) == left
 
 
 def test_terms_are_added_when_they_are_known(mesh):

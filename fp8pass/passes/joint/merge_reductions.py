@@ -39,39 +39,48 @@ class Reduction:
 
     node: fx.Node  # the collective
     term: Term
-    # The summand of this rank. It is the operand of the collective, or is split into parts, which
-    # are concatenated along another dimension to the operand.
-    source: fx.Node
-    split: fx.Node | None
+
+    # The properties read the graph, because a merge may replace the operand of another reduction.
+
+    @property
+    def split(self) -> fx.Node | None:
+        """The split, if the operand of the collective concatenates its parts."""
+        return _find_split(self.node.args[0])
+
+    @property
+    def source(self) -> fx.Node:
+        """This rank's summand: the operand of the collective, or the tensor that is split."""
+        return (self.split or self.node).args[0]  # type: ignore[return-value]
 
     def key(self, backward: Set[fx.Node]) -> Hashable:
         """Return a value that is equal for reductions that can be merged."""
-        val = tensor(self.source)
+        val, split = tensor(self.source), self.split
         kind = self.node.target, *self.node.args[1:], val.dtype, *map(str, val.shape)
         place = self.term.total, self.node in backward, self.node.meta.get("recompute")
-        if self.split is None:
+        if split is None:
             return *place, *kind
         cat: Any = self.node.args[0]
-        arguments = self.split.args[1:], self.split.kwargs, cat.args[1:], cat.kwargs
-        return *place, *kind, self.split.target, *map(str, arguments)
+        arguments = split.args[1:], split.kwargs, cat.args[1:], cat.kwargs
+        return *place, *kind, split.target, *map(str, arguments)
 
 
 def merge_reductions(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:
         return
     backward = graph.tangent_dependent(gm.graph)
-    while terms := _find_mergeable(gm.graph, backward):
-        _merge(terms)  # the sum may be an operand of another reduction
+    while groups := _find_groups(gm.graph, backward):
+        for reductions in groups:
+            _merge(reductions)  # the sum may be the operand of a reduction: search again
 
 
-def _find_mergeable(g: fx.Graph, backward: Set[fx.Node]) -> list[Reduction]:
+def _find_groups(g: fx.Graph, backward: Set[fx.Node]) -> list[list[Reduction]]:
     groups: dict[Hashable, list[Reduction]] = {}
     for target in (ALL_REDUCE, REDUCE_SCATTER):
         for node in g.find_nodes(op="call_function", target=target):
             found = _find_reduction(node)
             if found is not None:
                 groups.setdefault(found.key(backward), []).append(found)
-    return next((group for group in groups.values() if len(group) > 1), [])
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _find_reduction(node: fx.Node) -> Reduction | None:
@@ -81,18 +90,18 @@ def _find_reduction(node: fx.Node) -> Reduction | None:
     if not is_sum or wait is None or wait.target is not WAIT_TENSOR:
         return None
     term = find_term(wait)
-    if term is None or operand.target is aten.constant_pad_nd.default:
-        return None
-    if operand.target is not aten.cat.default:
-        return Reduction(node, term, operand, None)
-    split = _find_split(operand)
-    return None if split is None else Reduction(node, term, split.args[0], split)  # type: ignore
+    return None if term is None or _may_be_padded(operand) else Reduction(node, term)
 
 
-def _find_split(cat: fx.Node) -> fx.Node | None:
+def _may_be_padded(operand: fx.Node) -> bool:
+    is_cat = operand.target is aten.cat.default
+    return operand.target is aten.constant_pad_nd.default or (is_cat and not _find_split(operand))
+
+
+def _find_split(cat: Any) -> fx.Node | None:
     """Return the split, if `cat` concatenates the results of one split in order."""
-    parts: Any = cat.args[0]
-    split = parts[0].args[0] if graph.is_getitem(parts[0]) else None
+    parts: Any = cat.args[0] if graph.is_call(cat, aten.cat.default) else []
+    split = parts[0].args[0] if parts and graph.is_getitem(parts[0]) else None
     if split is None or split.target not in SPLITS:
         return None
     in_order = all(
@@ -101,9 +110,10 @@ def _find_split(cat: fx.Node) -> fx.Node | None:
     return split if in_order else None
 
 
-def _merge(terms: list[Reduction]) -> None:
-    first, *rest = terms
-    node, split, g = terms[-1].node, terms[-1].split, terms[-1].node.graph
+def _merge(reductions: list[Reduction]) -> None:
+    first, *rest = reductions
+    node, split = reductions[-1].node, reductions[-1].split
+    g = node.graph
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = emit(g, target, *args, like=node, **kwargs)
@@ -111,9 +121,9 @@ def _merge(terms: list[Reduction]) -> None:
         return new
 
     total = first.source
-    for term in rest:  # each term is added when it is known, so that no term waits in memory
-        with g.inserting_before(graph.insertion_point_after(max(total, term.source))):
-            total = add(aten.add.Tensor, total, term.source)
+    for source in [x.source for x in rest]:  # each is added when it is known, and waits no longer
+        with g.inserting_before(graph.insertion_point_after(max(total, source))):
+            total = add(aten.add.Tensor, total, source)
     if split is not None:
         cat: Any = node.args[0]
         with g.inserting_before(node):
@@ -121,7 +131,7 @@ def _merge(terms: list[Reduction]) -> None:
             parts = [add(operator.getitem, divided, i) for i in range(len(cat.args[0]))]
             total = add(aten.cat.default, parts, *cat.args[1:], **cat.kwargs)
     node.update_arg(0, total)
-    for other in terms[:-1]:
+    for other in reductions[:-1]:
         other.term.remove()
         _erase_unused(other.term.top)
 
