@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8pass import graph
 from fp8pass.codegen.block_scaled_mm import multiply_scaled_blocks
 from fp8pass.codegen.buffers import buffer, library
 from fp8pass.codegen.kernels.tile_kernel import holds_amaxes
@@ -197,19 +198,31 @@ def _multiply_groups(*args: Any) -> Tensor:
 
 
 def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """If NCCL gathered the data, return this rank's FP8 data, the format, and the process group."""
+    """Return the data, the format, and whether the data are a concatenation.
+
+    If NCCL gathered the data, return this rank's FP8 data instead, and the arguments of the gather.
+    """
     data, format = node.args
-    if data.target is WAIT_TENSOR and tensor(data).device.type == "cuda":  # type: ignore[union-attr,arg-type]
-        gather: Any = data.args[0]  # type: ignore[union-attr]
+    assert isinstance(data, fx.Node)
+    on_gpu = tensor(data).device.type == "cuda"
+    if data.target is WAIT_TENSOR and on_gpu:
+        gather: Any = data.args[0]
         if gather.target is ALL_GATHER and gather.args[0].target is aten.view.dtype:
-            return gather.args[0].args[0], format, *gather.args[1:]
-    return node.args
+            return gather.args[0].args[0], format, False, *gather.args[1:]
+    return data, format, on_gpu and graph.skip_reshapes(data).target is aten.cat.default
 
 
 @_lowers(fp8.as_codes.default, arguments=_as_codes_arguments)
-def _as_codes(data: Tensor, format: str, *group: Any) -> Tensor:
-    """Gather FP8 data instead of bytes, so that Inductor recognizes gathered GEMM operands."""
-    return WAIT_TENSOR(ALL_GATHER(data, *group)) if group else ops.as_codes(data, format)
+def _as_codes(data: Tensor, format: str, is_joined: bool, *group: Any) -> Tensor:
+    """Gather FP8 data instead of bytes, so that Inductor recognizes gathered GEMM operands.
+
+    A gather along another dimension than the first ends in a concatenation. Inductor would compute
+    it once for each GEMM that reads it.
+    """
+    if group:
+        return WAIT_TENSOR(ALL_GATHER(data, *group))
+    data = ops.as_codes(data, format)
+    return buffer(data, list(range(data.ndim))) if is_joined else data
 
 
 @_lowers(fp8.transpose_segments.default)

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8pass import compat, explain
+from fp8pass.codegen.buffers import is_buffer
 from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
 from fp8pass.graph import spec
@@ -292,6 +293,23 @@ def test_exchanged_bytes_are_not_gathered_on_gpus():
     (exchange,) = g.find_nodes(op="call_function", target=ALL_TO_ALL)
     assert exchange.args[1:] == ([ROWS], [ROWS], "0")
     assert not g.find_nodes(op="call_function", target=ALL_GATHER)
+
+
+def test_gathers_along_rows_are_joined_once_on_gpus():
+    """Inductor would inline the concatenation into a kernel for each of its readers."""
+    g = fx.Graph()
+    with FakeTensorMode():
+        x = g.placeholder("x")
+        x.meta["val"] = torch.empty(4, ROWS, WIDTH, dtype=torch.uint8, device="cuda")
+        add = partial(emit, g, like=x)
+        joined = add(aten.cat.default, add(aten.split.Tensor, x, 2), 1)
+        matrix = add(aten.view.default, joined, [-1, WIDTH])
+        g.output(tuple(add(fp8.as_codes.default, y, "e4m3") for y in (matrix, x)))
+        lower(fx.GraphModule({}, g))
+    stored, other = g.find_nodes(op="output")[0].args[0]
+    assert is_buffer(stored, [0, 1])
+    assert stored.args[0].target is aten.view.dtype
+    assert other.target is aten.view.dtype
 
 
 @pytest.mark.long
