@@ -197,7 +197,7 @@ def test_scatters_are_lowered_for_gpus(two, way):
     two(scatters_are_lowered_for_gpus, way)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("way", ["sequence", "simple fsdp"])
 @pytest.mark.parametrize(
     "options",

@@ -155,6 +155,7 @@ def test_inductor_runs_one_chunk_after_the_other():
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_logits_of_one_chunk_are_alive_at_once():
     """With Inductor's fusion on GPUs, which computes losses where they are concatenated."""
     options = {"force_pointwise_cat": True, "reorder_for_peak_memory": False}

@@ -61,6 +61,7 @@ def assert_right_embeddings(recipe: str, device: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_gradients_of_embeddings_are_right_on_the_cpu():
     """Two threads, because Inductor uses atomic additions only with several threads."""
     threads = torch.get_num_threads()
