@@ -162,10 +162,10 @@ class Compilation:
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
-# Compiled code does not depend on these folders.
+# Compiled code does not depend on these folders and files.
 INDEPENDENT = frozenset(
-    ("demo", "distributed", "integrations", "optim", "progress", "stability", "testing", "tools")
-)
+    ("demo", "distributed", "integrations", "optim", "stability", "testing", "tools")
+) | {"compile_log.py"}
 
 
 def hashed_files() -> list[Path]:

@@ -8,11 +8,11 @@ from typing import Any, ParamSpec
 
 from torch import fx
 
+from fp8pass.compile_log import CompileLog
 from fp8pass.compiler import Backend as Backend
 from fp8pass.config import Config
 from fp8pass.hooks import Hooks
 from fp8pass.passes.added import check_positions
-from fp8pass.progress.log import CompileLog
 from fp8pass.stability.monitor import Monitor
 from fp8pass.stability.monitor.sampler import Versions
 

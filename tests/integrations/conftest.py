@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 
 from fp8pass import compat
+from fp8pass.compile_log import CompileLog
 from fp8pass.hooks import CompiledGraph
 from fp8pass.plan import Plan
-from fp8pass.progress.log import CompileLog
 
 
 @pytest.fixture(autouse=True)

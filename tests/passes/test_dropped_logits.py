@@ -11,9 +11,8 @@ from helpers import relative
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8pass import Config, backend, compat
+from fp8pass import Config, backend, compat, compile_log
 from fp8pass.dynamo import Backend
-from fp8pass.progress import log as compile_log
 
 
 class WithLogits(Model):

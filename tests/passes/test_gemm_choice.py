@@ -22,13 +22,13 @@ from torch._inductor import config as inductor_config
 import fp8pass
 from fp8pass import Config, hardware
 from fp8pass.compilation import Compilation, Inputs
+from fp8pass.compile_log import StoredMessages
 from fp8pass.hardware import GPUS, Gpu, known_gpu, planning_for
 from fp8pass.passes import JOINT_PASSES, gemm_choice
 from fp8pass.passes.gemm_choice import Choice, choose_gemms
 from fp8pass.passes.joint import quantize_experts, quantize_linears
 from fp8pass.passes.runner import run_passes
 from fp8pass.plan import Plan
-from fp8pass.progress.log import StoredMessages
 from fp8pass.tools.fitting.planned import plan_region
 from fp8pass.tools.fitting.step import compute_own_loss, record_step
 

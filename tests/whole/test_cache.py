@@ -203,7 +203,7 @@ torch.compile(model, backend="fp8pass")(torch.randn(32, 64)).sum().backward()
 HINTED = """
 import torch
 from torch import nn
-from fp8pass.progress import log
+from fp8pass import compile_log
 
 class Head(nn.Module):
     def __init__(self):
@@ -214,7 +214,7 @@ class Head(nn.Module):
         logits = self.lm_head(self.body(x))
         return nn.functional.cross_entropy(logits, targets), logits
 
-log.LARGE_LOGITS = 0
+compile_log.LARGE_LOGITS = 0
 program = torch.compile(Head(), backend="fp8pass", options={"head_chunks": 2})
 program(torch.randn(32, 64), torch.randint(256, (32,)))[0].backward()
 """

@@ -12,9 +12,8 @@ from helpers import MLP
 from rich.console import Console
 from torch import nn
 
-from fp8pass import backend, bisect, compat
+from fp8pass import backend, bisect, compat, compile_log
 from fp8pass.config import Config
-from fp8pass.progress import log as compile_log
 
 WIDTH = 64
 ALL_OF_TWO = "2 of 2 linear layers in FP8"

@@ -1,1 +1,0 @@
-"""Messages to users about compilations: `log.py`."""
