@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from fp8pass.config import RECIPES
 from fp8pass.demo.sizes import SIZES
-from fp8pass.option_checks import unknown
-from fp8pass.tools.cli.parsing import check_device
+from fp8pass.tools.cli.parsing import check_device, check_name
 
 DESCRIPTION = "Train the same small language model with and without fp8pass, and compare."
 
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", type=check_device, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add(
         "--size",
-        type=_size,
+        type=partial(check_name, "size", choices=SIZES),
         help=f"size of the model: {', '.join(SIZES)} (default: depends on the device)",
     )
 
@@ -33,10 +33,3 @@ def _steps(text: str) -> int:
         message = f"must be at least 2, because the first step compiles, got {text!r}"
         raise argparse.ArgumentTypeError(message)
     return int(text)
-
-
-def _size(text: str) -> str:
-    if text not in SIZES:
-        message = f"{unknown('size', text, SIZES)} size is one of {', '.join(SIZES)}."
-        raise argparse.ArgumentTypeError(message)
-    return text

@@ -15,6 +15,7 @@ from rich.table import Table
 from fp8pass import hardware
 from fp8pass.demo.train import Run
 from fp8pass.option_checks import bytes_text
+from fp8pass.tools.output import make_figure
 
 
 @contextmanager
@@ -82,23 +83,11 @@ def explain_speed(device: torch.device) -> str:
 
 def write_plot(runs: list[Run], folder: Path) -> str:
     """Return a line about the file's path, or why it is missing."""
-    path = folder / "loss.png"
     try:
-        plot_losses(runs, path)
+        figure = make_figure("the demo", figsize=(8, 6))
     except ImportError:
         return "No loss curves, because matplotlib is missing: pip install 'fp8pass[demo]'"
-    return f"Loss curves: {path}"
-
-
-def plot_losses(runs: list[Run], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (curves, difference) = pyplot.subplots(
-        2, sharex=True, height_ratios=(3, 1), figsize=(8, 6), layout="constrained"
-    )
+    curves, difference = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     stock, ours, _ = runs
     window = max(1, len(stock.losses) // 20)
     for run, color, style in zip(runs, ("C0", "C1", "C7"), ("-", "--", ":"), strict=True):
@@ -111,8 +100,9 @@ def plot_losses(runs: list[Run], path: Path) -> None:
     difference.plot(added, color="C1", alpha=0.3, linewidth=0.8)
     difference.plot(running_mean(added, window), color="C1")
     difference.set(xlabel="step", ylabel="fp8pass − torch.compile")
+    path = folder / "loss.png"
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    return f"Loss curves: {path}"
 
 
 def running_mean(values: list[float], window: int) -> list[float]:

@@ -21,7 +21,7 @@ from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.optim.shards import whole
-from fp8pass.option_checks import ConfigError
+from fp8pass.option_checks import ConfigError, is_whole
 from fp8pass.passes.runner import log
 from fp8pass.plan import Plan
 from fp8pass.tools import running
@@ -192,7 +192,7 @@ def bisect(
         TypeError: `model` is not a module, `config` not a `Config`, or the loss not a scalar.
         ValueError: no parameter gets a gradient, or gradients in recipe `exact` are not finite.
     """
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+    if not is_whole(most) or most < 1:
         raise ConfigError(
             f"most, the number of culprits to look for, must be at least 1, got {most!r}."
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import io
 import json
-import math
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -37,7 +36,8 @@ class Result(ABC):
 
         NaN and infinities, which JSON does not have, become null.
         """
-        text = json.dumps(replace_nonfinite(self.to_dict()), indent=1)
+        text = json.dumps(self.to_dict())
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
         if path is not None:
             Path(path).write_text(text + "\n")
         return text
@@ -58,15 +58,6 @@ class Result(ABC):
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-def replace_nonfinite(data: Any) -> Any:
-    """Replace NaN and infinities by None."""
-    if isinstance(data, dict):
-        return {key: replace_nonfinite(x) for key, x in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [replace_nonfinite(x) for x in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def render_text(parts: Iterable[Any]) -> str:

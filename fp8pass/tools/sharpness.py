@@ -24,7 +24,7 @@ from scipy import optimize
 from torch import Tensor, nn
 
 from fp8pass.compat.attributes import set_attributes
-from fp8pass.option_checks import ConfigError
+from fp8pass.option_checks import ConfigError, is_number
 from fp8pass.tools.running import restore_state
 
 EPSILON = 5e-4
@@ -70,7 +70,7 @@ def sharpness(
     """
     if not isinstance(search, bool):
         raise ConfigError(f"search must be True or False, got {search!r}.")
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not epsilon > 0:
+    if not is_number(epsilon) or not epsilon > 0:
         raise ConfigError(f"epsilon must be a positive number, got {epsilon!r}.")
     if torch.is_inference_mode_enabled():
         raise ConfigError(

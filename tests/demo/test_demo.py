@@ -187,7 +187,7 @@ def test_writes_the_report(outcome: Outcome) -> None:
 def test_missing_matplotlib_prints_how_to_install_it(
     outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runs = [outcome.stock, outcome.ours, outcome.other_seed]
     assert "pip install 'fp8pass[demo]'" in write_plot(runs, tmp_path)
     assert not list(tmp_path.iterdir())

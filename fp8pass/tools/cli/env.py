@@ -126,30 +126,22 @@ def _describe_mx(device: torch.device) -> str:
 
 def _check_product(device: torch.device) -> str:
     import torch
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     from fp8pass import hardware
-    from fp8pass.dialect import ops as ops  # defines the operators
+    from fp8pass.tools.self_check import quantize, trace_and_lower
 
     if reason := hardware.why_no_fp8_gemm(device):
         return f"not run: {reason}"
 
-    from fp8pass.codegen.lowering import lower  # looks up the operators defined above
-
-    fp8 = torch.ops.fp8pass
-
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         how = "e4m3 tensor"
-        scales = [fp8.scale(fp8.amax(x, "tensor"), how) for x in (a, b)]
-        data = [fp8.quantize(x, s, how) for x, s in zip((a, b), scales, strict=True)]
-        operands = data[0], scales[0], data[1], scales[1]
-        return fp8.scaled_mm(*operands, None, a.dtype, False, how, how)
+        operands = *quantize(a, how), *quantize(b, how)
+        return torch.ops.fp8pass.scaled_mm(*operands, None, a.dtype, False, how, how)
 
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 64, generator=generator).to(device, torch.bfloat16) for _ in range(2))
-    lowered = make_fx(multiply, tracing_mode="fake")(a, b)
-    lower(lowered)
-    wrong, right = lowered(a, b).double(), a.double() @ b.double().t()
+    wrong = trace_and_lower(multiply, a, b)(a, b).double()
+    right = a.double() @ b.double().t()
     error = float((wrong - right).norm() / right.norm())
     return "ok" if error < LARGEST_ERROR else f"wrong by {error:.0%}: please report it"
 

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,14 @@ class Parser(argparse.ArgumentParser):
             kind = "option" if rest[0].startswith("-") else "argument"
             self.error(unknown(kind, rest[0], [f"--{name}" for name in vars(found)]))
         return found, rest
+
+
+def check_name(what: str, text: str, choices: Iterable[str]) -> str:
+    """Check that an argument is one of `choices`."""
+    if text not in choices:
+        message = f"{unknown(what, text, choices)} {what} is one of {', '.join(choices)}."
+        raise argparse.ArgumentTypeError(message)
+    return text
 
 
 def check_device(text: str) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8pass.config import LISTS, RECIPES, Config, configured
 from fp8pass.option_checks import ConfigError, unknown
-from fp8pass.tools.cli.parsing import UsageError, check_device, find_device, task
+from fp8pass.tools.cli.parsing import UsageError, check_device, check_name, find_device, task
 
 if TYPE_CHECKING:
     import torch
@@ -101,8 +101,8 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
     )
     if runs:
         add("--device", type=check_device, help="of model and inputs: cpu, cuda or cuda:N")
-    floats = partial(check_dtype, among=FLOAT_NAMES)
-    add("--dtype", type=floats, help=f"of model and inputs: {', '.join(FLOAT_NAMES)}")
+    dtype = partial(check_name, "dtype", choices=FLOAT_NAMES)
+    add("--dtype", type=dtype, help=f"of model and inputs: {', '.join(FLOAT_NAMES)}")
 
 
 def parse_config(options: argparse.Namespace) -> Config | None:
@@ -182,21 +182,13 @@ def parse_input(text: str) -> Input:
         )
     dtype, below = match["dtype"] or "", match["below"]
     if dtype:
-        check_dtype(dtype)
+        check_name("dtype", dtype, DTYPE_NAMES)
     if (dtype in INTEGERS) != bool(below):
         bound = "an upper bound"
         need = f"integers need {bound}" if dtype in INTEGERS else f"only integers have {bound}"
         raise argparse.ArgumentTypeError(f"{text!r}: {need}, such as 4x128:int64:32000")
     shape = tuple(int(size) for size in match["shape"].split("x"))
     return Input(match["name"] or "", shape, dtype, int(below or 0))
-
-
-def check_dtype(text: str, among: tuple[str, ...] = DTYPE_NAMES) -> str:
-    """Raises argparse.ArgumentTypeError if the name is not in `among`."""
-    if text not in among:
-        message = f"{unknown('dtype', text, among)} dtype is one of {', '.join(among)}"
-        raise argparse.ArgumentTypeError(message)
-    return text
 
 
 def load(options: argparse.Namespace) -> Target:

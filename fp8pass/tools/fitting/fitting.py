@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
 from fp8pass.hardware import GPUS, REFERENCE, Gpu, known_gpu, normalize
-from fp8pass.option_checks import ConfigError, bytes_text, parse_bytes, unknown
+from fp8pass.option_checks import ConfigError, bytes_text, is_whole, parse_bytes, unknown
 from fp8pass.plan import Plan
 from fp8pass.runtime import arena
 from fp8pass.tools import running
@@ -90,7 +90,7 @@ def fit(
     module = compat.original_of(model)
     if running.is_sharded(module):
         raise ValueError("fit supports one GPU: pass the model before fully_shard.")
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if not is_whole(accumulate) or accumulate < 1:
         raise ConfigError(f"accumulate must be a positive int, got {accumulate!r}.")
     target, host_bytes = find_gpu(gpu), _parse_host(host)
     paths = _match_paths(module, (blocks,) if isinstance(blocks, str) else tuple(blocks))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 
 from fp8pass.config import Config, Simulation
@@ -14,7 +13,7 @@ from fp8pass.tools.running import find_recipe
 
 @dataclass(frozen=True)
 class Setup:
-    config: Config = dataclasses.field(default_factory=Config)
+    config: Config = field(default_factory=Config)
     # Update each parameter during the backward.
     step_in_backward: bool = False
     # `states`, `gradients` and `weights` in host memory.

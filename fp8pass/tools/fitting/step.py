@@ -100,12 +100,12 @@ class BackwardBegins:
 Event = Allocated | Freed | RegionForward | RegionBackward | Gradient | Computed | BackwardBegins
 
 
-@dataclass
+@dataclass(frozen=True)
 class RecordedStep:
     """One forward and backward: its events in order, and the compiled regions."""
 
-    events: list[Event] = field(default_factory=list)
-    regions: list[CompiledRegion] = field(default_factory=list)
+    events: list[Event]
+    regions: list[CompiledRegion]
 
 
 def compute_own_loss(
@@ -134,8 +134,7 @@ def record_step(
         values: arguments and keyword arguments of the model.
         loss_of: runs the model and returns its loss.
     """
-    step = RecordedStep()
-    recorder = _Recorder(step)
+    recorder = _Recorder()
     with (
         _explain_missing_values(module),
         compat.run_uncompiled(module),
@@ -155,8 +154,8 @@ def record_step(
                 )
             recorder.events.append(BackwardBegins())
             loss.backward()
-            step.events = list(recorder.events)
-    return step
+            events = list(recorder.events)  # without storages that are freed later
+    return RecordedStep(events, recorder.regions)
 
 
 @contextmanager
@@ -230,9 +229,9 @@ def _compile_parts(
 
 
 class _Recorder(compat.OperatorObserver):
-    def __init__(self, step: RecordedStep) -> None:
+    def __init__(self) -> None:
         super().__init__(self._record_operator)
-        self.step = step
+        self.regions: list[CompiledRegion] = []
         self.events: list[Event] = []
         self.path = ""
         self._storages = compat.WeakIdKeyDictionary()
@@ -289,7 +288,7 @@ class _Recorder(compat.OperatorObserver):
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Backend of `torch.compile` that captures the joint graph and returns a stand-in."""
         region = _capture(gm, example_inputs, self.path)
-        self.step.regions.append(region)
+        self.regions.append(region)
         return lambda *inputs: _StandIn.apply(self, region, *inputs)
 
 

@@ -49,15 +49,6 @@ _MOST_EXPENSIVE = 8  # rows of a table
 _SAME_MEMORY = 0.005
 
 
-def write_report(
-    explanation: ExplanationData,
-    path: Path,
-    diagnosis: Diagnosis | None,
-    other: ExplanationData | None,
-) -> None:
-    path.write_text(render(explanation, diagnosis, other), encoding="utf-8")
-
-
 def render(
     explanation: ExplanationData,
     diagnosis: Diagnosis | None = None,
