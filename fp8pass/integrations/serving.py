@@ -96,10 +96,9 @@ def export(
     values = {**_in_checkpoint(plain, values), **parts_of_experts}
     converted: dict[str, Any] = {"save_original_format": False} if _conversion() else {}
     plain.save_pretrained(path, state_dict=values, **converted)
-    layers = {name for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
-    experts = {name.rpartition(".")[0] for name in find_experts(plain)}
-    used = {*chosen, *(name.rpartition(".")[0] for name in find_experts(plain) if name in chosen)}
-    others = (layers | experts) - used
+    layers = {name: name for name, m in plain.named_modules() if isinstance(m, nn.Linear)}
+    layers |= {name: name.rpartition(".")[0] for name in find_experts(plain)}
+    others = set(layers.values()) - {layers[name] for name in chosen}
     description = Path(path) / "config.json"
     settings = json.loads(description.read_text())
     settings["quantization_config"] = layout.configure(sorted(others))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from fp8pass import compat, graph, hardware
 from fp8pass.config import Config
 from fp8pass.dynamo import Backend
 from fp8pass.passes import Requests
+from fp8pass.plan import Plan
 from fp8pass.tools import running
 from fp8pass.tools.diagnosis import Diagnosis
 from fp8pass.tools.explanation_data import ExplanationData, describe_operands
@@ -21,6 +24,11 @@ from fp8pass.tools.folding import format_paths
 from fp8pass.tools.output import make_figure
 from fp8pass.tools.saved_bytes import saved_bytes
 from fp8pass.tools.tables import format_totals, make_tables, sort_points
+
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 class Explanation(ExplanationData):
@@ -108,7 +116,7 @@ def _measure_in_eager(
     explanation: Explanation, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     try:  # the stance also applies to functions that the model itself compiles
-        with torch.compiler.set_stance("force_eager"), running.record_linears(module) as linears:
+        with torch.compiler.set_stance("force_eager"), _record_linears(module) as linears:
             explanation.eager_bytes = saved_bytes(module, *args, **kwargs)
     except AssertionError:
         # torch.cond, scan and map need Dynamo, which rejects the hooks that record linear layers.
@@ -117,6 +125,55 @@ def _measure_in_eager(
     else:
         explanation.linears = linears
         explanation.owners |= linears
+
+
+@contextmanager
+def _record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
+    """Map ids of parameters to the paths of the `nn.Linear`s that run with them.
+
+    With FSDP2, these are gathered parameters. Layers that compute their weight are left out.
+    """
+    found: dict[int, str] = {}
+
+    paths = {m: graph.clean_path(n) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+    def note(layer: nn.Module, args: Any) -> None:
+        own = dict(layer.named_parameters(recurse=False))
+        if "weight" in own:
+            found.update((id(p), paths[layer]) for p in own.values())
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in paths]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _count_convolutions(model: nn.Module) -> tuple[int, float]:
+    layers = [m for m in model.modules() if isinstance(m, CONVOLUTIONS)]
+    own = {p for layer in layers for p in layer.parameters()}
+    total = sum(p.numel() for p in model.parameters())
+    return len(layers), sum(p.numel() for p in own) / total if total else 0.0
+
+
+def _name_projections(model: nn.Module, plan: Plan) -> None:
+    """Name the projections of each `nn.MultiheadAttention`, which share a path in the plan.
+
+    Up to three GEMMs project queries, keys and values. The output projection, which follows, has a
+    third of their output features.
+    """
+    modules = [
+        f".{graph.clean_path(path)}"
+        for path, m in model.named_modules()
+        if isinstance(m, nn.MultiheadAttention)
+    ]
+    outputs: Counter[str] = Counter()
+    for i, y in enumerate(plan.linears):
+        if any(path.endswith(f".{y.module}") for path in modules):
+            is_last = outputs[y.module] == 3 * y.out_features
+            outputs[y.module] = 0 if is_last else outputs[y.module] + y.out_features
+            plan.linears[i] = replace(y, projection="out_proj" if is_last else "in_proj")
 
 
 def explain(
@@ -158,7 +215,7 @@ def explain(
     explanation = Explanation(config, type(module).__name__, tuple(map(graph.clean_path, parts)))
     explanation.is_compiled = bool(parts) or running.is_compiled(model)
     explanation.owners = running.find_owners(module)
-    explanation.convolutions, explanation.convolution_share = running.count_convolutions(module)
+    explanation.convolutions, explanation.convolution_share = _count_convolutions(module)
     requests = Requests(frontier=frontier, rules=rules)
     backend = Backend(replace(config, compiler="eager"), explanation.graphs.append, requests)
     with running.restore_state(module):
@@ -167,5 +224,5 @@ def explain(
         with running.compile_as(model, backend) as program:
             explanation.saved_bytes = saved_bytes(program, *args, **kwargs)
     for compiled in explanation.graphs:
-        running.name_projections(module, compiled.plan)
+        _name_projections(module, compiled.plan)
     return explanation

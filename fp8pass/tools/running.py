@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +16,6 @@ from fp8pass import compat, graph
 from fp8pass.config import FIELDS, RECIPES, Config, checked_config, split_options
 from fp8pass.dynamo import Backend, fp8pass
 from fp8pass.optim.shards import local
-from fp8pass.plan import Plan
-
-CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 def find_configuration(model: nn.Module) -> Config:
@@ -155,7 +147,7 @@ def find_compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
     """
     parts: dict[str, nn.Module] = {}
     for name, part in model.named_modules():
-        if compat.compiled_in_vain(part) or _read_configuration(part) is None:
+        if not is_compiled(part):
             continue
         if not name:
             return {}
@@ -183,57 +175,6 @@ def find_owners(model: nn.Module) -> dict[int, str]:
     return {
         id(p): graph.clean_path(name.rpartition(".")[0]) for name, p in model.named_parameters()
     }
-
-
-@contextmanager
-def record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Map ids of parameters to the paths of the `nn.Linear`s that run with them.
-
-    With FSDP2, these are gathered parameters. Layers that compute their weight are left out.
-    """
-    found: dict[int, str] = {}
-
-    def make_hook(path: str) -> Callable[..., None]:
-        def note(layer: nn.Module, args: Any) -> None:
-            own = dict(layer.named_parameters(recurse=False))
-            if "weight" in own:
-                found.update((id(p), path) for p in own.values())
-
-        return note
-
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    hooks = [m.register_forward_pre_hook(make_hook(graph.clean_path(n))) for n, m in layers]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def count_convolutions(model: nn.Module) -> tuple[int, float]:
-    layers = [m for m in model.modules() if isinstance(m, CONVOLUTIONS)]
-    own = {p for layer in layers for p in layer.parameters()}
-    total = sum(p.numel() for p in model.parameters())
-    return len(layers), sum(p.numel() for p in own) / total if total else 0.0
-
-
-def name_projections(model: nn.Module, plan: Plan) -> None:
-    """Name the projections of each `nn.MultiheadAttention`, which share a path in the plan.
-
-    Up to three GEMMs project queries, keys and values. The output projection, which follows, has a
-    third of their output features.
-    """
-    modules = [
-        f".{graph.clean_path(path)}"
-        for path, m in model.named_modules()
-        if isinstance(m, nn.MultiheadAttention)
-    ]
-    outputs: Counter[str] = Counter()
-    for i, y in enumerate(plan.linears):
-        if any(path.endswith(f".{y.module}") for path in modules):
-            is_last = outputs[y.module] == 3 * y.out_features
-            outputs[y.module] = 0 if is_last else outputs[y.module] + y.out_features
-            plan.linears[i] = replace(y, projection="out_proj" if is_last else "in_proj")
 
 
 def find_module_of_run(weights: Mapping[str, Tensor], owners: Mapping[int, str]) -> str:
