@@ -1,4 +1,4 @@
-"""Log compilations: one line for each training graph, warnings, a spinner.
+"""Log compilations: a line for each training graph, warnings, and a spinner.
 
 When PyTorch takes a graph from its caches, fp8pass's passes do not run, and there is no plan to
 report. Therefore the messages of the original compilation are stored in files, in the folder of
@@ -86,7 +86,10 @@ class CompileLog(Hooks):
 
 
 def describe(compiled: CompiledGraph) -> dict[str, str]:
-    """Return the messages about a graph, by kind; {} without a backward or linear layers."""
+    """Return the messages about a graph, by kind.
+
+    The result is empty if the graph has no backward or no linear layer.
+    """
     plan = compiled.plan
     if plan.inference or not plan.linears:
         return {}
@@ -186,14 +189,14 @@ class StoredMessages:
         return cls(key, Path(folder, "fp8pass", f"{key}.json") if folder else None)
 
     def read(self) -> dict[str, str]:
-        """Return the stored messages, by kind; {} without a file."""
+        """Return the stored messages by kind, or {} if the file cannot be read."""
         try:
             return dict(json.loads(self.path.read_text())) if self.path else {}
         except (OSError, ValueError, TypeError):
             return {}
 
     def write(self, messages: dict[str, str]) -> None:
-        """Store messages, if there are any. Other processes never read an incomplete file."""
+        """Store messages, if any. Other processes never read an incomplete file."""
         if not self.path or not messages:
             return
         part = self.path.with_suffix(f".{os.getpid()}")

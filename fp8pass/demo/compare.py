@@ -60,8 +60,8 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
 def check_compiler(device: torch.device) -> None:
     if device.type == "cpu" and not compat.has_cpp_compiler():
         raise Failure(
-            "torch.compile needs a C++ compiler on a CPU, and found none. Install one "
-            "(apt install g++), or set CXX to the path of a compiler."
+            "torch.compile needs a C++ compiler on a CPU, but did not find a compiler. Install one "
+            "(apt install g++), or set CXX to its path."
         )
 
 
@@ -77,7 +77,7 @@ def hide_compile_log() -> Iterator[None]:
 
 
 def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) -> list[Run]:
-    """Train with stock `torch.compile`, with fp8pass, and with stock and another seed."""
+    """Train with stock `torch.compile`, with fp8pass, and again with stock and another seed."""
     with_fp8pass = partial(torch.compile, backend="fp8pass", options={"recipe": recipe})
     variants: list[tuple[str, Compile, int]] = [
         ("torch.compile", torch.compile, seed),

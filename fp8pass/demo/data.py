@@ -17,7 +17,7 @@ from fp8pass.tools.cli.parsing import UsageError
 MAX_TEXT_BYTES = 4 << 20
 HELD_OUT_SHARE = 16  # 1/16 of the bytes is held out from training
 HELD_OUT_BATCHES = 16
-# Tables, tests or other packages.
+# These folders contain tables, tests or other packages.
 SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "encodings", "lib2to3", "idlelib")
 )
@@ -43,7 +43,7 @@ def read_text(path: Path | None) -> bytes:
 
 
 def source_files(path: Path | None) -> list[Path]:
-    """Use a fixed random order."""
+    """List the files of text in a random order, which is the same in every call."""
     if path and path.is_file():
         return [path]
     root = path or Path(sysconfig.get_paths()["stdlib"])
@@ -57,14 +57,14 @@ def source_files(path: Path | None) -> list[Path]:
 
 @dataclass(frozen=True)
 class Data:
-    """uint8 [N], on the device that trains."""
+    """The text, as uint8 [N] on the device that trains the model."""
 
     train: Tensor
     held_out: Tensor
 
     @classmethod
     def of(cls, text: bytes, size: Size, device: torch.device) -> Data:
-        """Hold out the last part.
+        """Split a text. The last part is held out from training.
 
         Raises:
             UsageError: the text is too short.
@@ -88,7 +88,7 @@ class Data:
     def held_out_batches(
         self, size: Size, count: int = HELD_OUT_BATCHES
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Spread sequences evenly over the held-out bytes."""
+        """Return batches of sequences that are spread evenly over the held-out bytes."""
         last = len(self.held_out) - size.seq - 1
         # FP32 cannot represent all integers above 2^24.
         starts = torch.linspace(0, last, count * size.batch, dtype=torch.float64).long()

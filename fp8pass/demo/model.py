@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Returns the mean loss of a batch."""
+    """A decoder in the style of Llama. The forward returns the mean loss of a batch."""
 
     cos: Tensor
     sin: Tensor

@@ -16,7 +16,7 @@ DESCRIPTION = "Train the same small language model with and without fp8pass, and
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, help="file or folder of text (default: Python's standard library)")
-    add("--out", type=Path, default=Path("demo-output"), help="folder for the plot")
+    add("--out", type=Path, default=Path("demo-output"), help="folder for the plot and the report")
     add("--steps", type=_steps, help="training steps of each variant")
     add("--seed", type=int, default=0, help="seed of weights and batches")
     add("--recipe", default="coat", help=f"recipe of fp8pass: {', '.join(RECIPES)}")

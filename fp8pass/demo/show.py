@@ -20,7 +20,7 @@ from fp8pass.tools.output import make_figure
 
 @contextmanager
 def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Callable[..., None]]:
-    """Yield `update(name, step)`; step 0 means compilation."""
+    """Show a progress bar for each variant. Yield `update(name, step)`; step 0 compiles."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -41,7 +41,7 @@ def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Ca
 
 
 def make_table(runs: list[Run]) -> Table:
-    """Omit peak memory if it was not measured."""
+    """Make a table of the results. It omits the peak memory if the peak was not measured."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("variant", no_wrap=True)
     counts_peak = runs[0].peak_bytes is not None
@@ -106,6 +106,6 @@ def write_plot(runs: list[Run], folder: Path) -> str:
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """Average the last `window` values up to each value."""
+    """Replace each value by the mean of the last `window` values up to it."""
     recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(chunk) / len(chunk) for chunk in recent]

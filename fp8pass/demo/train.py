@@ -20,7 +20,7 @@ from fp8pass.tools.saved_bytes import saved_bytes
 
 @dataclass
 class Run:
-    """`peak_bytes` is None on a CPU."""
+    """The results of one variant. `peak_bytes` is None on a CPU."""
 
     variant: str
     losses: list[float]
@@ -58,7 +58,7 @@ OnStep = Callable[[int], None]
 def run_variant(
     name: str, compile_model: Compile, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> Run:
-    """Call `on_step(step)` after each step."""
+    """Train one variant, and measure it. Call `on_step(step)` after each step."""
     device = data.train.device
     model = compile_model(new_model(size, seed, device))
     losses, tokens_per_second, peak_bytes = train(model, data, size, seed, on_step)
@@ -75,7 +75,7 @@ def run_variant(
 def train(
     model: Any, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> tuple[list[float], float, int | None]:
-    """Return all losses, and tokens per second and peak bytes after a warm-up."""
+    """Return the losses of all steps, and tokens per second and peak bytes after a warm-up."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -107,7 +107,7 @@ def learning_rate(step: int, size: Size) -> float:
 
 
 def held_out_loss(model: Any, data: Data, size: Size) -> float:
-    # For `no_grad`, the model would be compiled again.
+    # Under `no_grad`, PyTorch would compile the model again.
     losses = [model(*batch).item() for batch in data.held_out_batches(size)]
     return sum(losses) / len(losses)
 

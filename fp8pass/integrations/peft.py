@@ -53,8 +53,9 @@ PreparedParamWrapper.__name__ = ParamWrapper.__name__  # PEFT compares names of 
 def prepare_experts(model: nn.Module) -> nn.Module:
     """Make a model with PEFT's adapters of parameters compilable, in place.
 
-    Results stay equal, up to rounding with several active adapters. Call it after the last adapter
-    has been added, and before `fully_shard`. Saving, loading and switching adapters work as before.
+    Results do not change, except for rounding if several adapters are active. Call this function
+    after the last adapter has been added, and before `fully_shard`. Saving, loading and switching
+    adapters work as before.
 
     Args:
         model: a model with adapters from `LoraConfig(target_parameters=...)`.

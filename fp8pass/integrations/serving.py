@@ -1,9 +1,9 @@
 """`export` and `served_weights`: a trained model with FP8 weights, for vLLM, SGLang, transformers.
 
-Each linear layer has `NAME.weight`, float8_e4m3fn [out, in], and fp32 scales. The product of both
-is the weight. The serving engine quantizes the layer's inputs. The FP8 weights are bit-identical to
-the FP8 weights in the forward of training, if the recipe has the same scales. FP32 weights are
-rounded to BF16 first, as autocast does.
+Each linear layer has FP8 data, `NAME.weight`, float8_e4m3fn [out, in], and fp32 scales. The weight
+is the product of the data and the scales. The serving engine quantizes the layer's inputs. The FP8
+weights are bit-identical to the FP8 weights in the forward of training, if the recipe has the same
+scales. FP32 weights are rounded to BF16 first, as autocast does.
 
 The stacked weights of experts [E, N, K] are written as separate layers, `EXPERTS.0.up_proj.weight`,
 as in the model's checkpoints in 16 bits. Experts train with row scales in any recipe.
@@ -137,7 +137,7 @@ def _rename(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors with the names of a checkpoint.
 
-    Parameters that a checkpoint splits, or that form one of its tensors, keep their names.
+    Parameters that a checkpoint splits into several tensors, or merges into one, keep their names.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     empty = {name: torch.empty(x.shape, device="meta") for name, x in tensors}
@@ -186,7 +186,7 @@ def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> li
     modules: dict[nn.Module, list[str]] = {}
     for name, (module, _) in find_experts(model).items():
         modules.setdefault(module, []).append(name)
-    for names in modules.values():  # loaders expect FP8 in all weights of a module, or in none
+    for names in modules.values():  # loaders expect all weights of a module in the same format
         if all(_why_not_experts(model, name, layout, config) is None for name in names):
             chosen += names
     if not chosen:
@@ -202,7 +202,7 @@ def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> li
 def _why_not_experts(
     model: PreTrainedModel, name: str, layout: Layout, config: Config
 ) -> str | None:
-    """Return why the stacked weight of experts stays in 16 bits."""
+    """Return why the stacked weight of experts stays in 16 bits, or None."""
     if matching_pattern(name, config.skip_patterns) is not None:
         return "it is skipped"
     stacked = model.get_parameter(name)
@@ -233,15 +233,17 @@ def _in_checkpoint(model: PreTrainedModel, values: dict[str, Tensor]) -> dict[st
 def _quantize_layers(
     model: PreTrainedModel, layout: Layout, chosen: list[str]
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield name, tensor, and whether a checkpoint uses this name. Others are the model's names."""
+    """Yield (name, tensor, is_converted). The name is a checkpoint's if `is_converted`, or else
+    the model's.
+    """
     linears = {f"{name}.weight": f"{name}.{layout.scales}" for name in chosen}
     experts = find_experts(model).keys() & set(chosen)
-    # A tied weight has one name.
+    # `state_dict` lists a tied weight under each of its names, `named_parameters` under one.
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     values = model.state_dict()
     for name in (name for name in values if name in parameters or name in buffers):
         value = values[name]
-        if isinstance(parameters.get(name), QuantizedWeight):  # the state may be FP8 data
+        if isinstance(parameters.get(name), QuantizedWeight):  # the state dict may have FP8 data
             value = parameters[name].detach() + 0
         whole = value.full_tensor() if hasattr(value, "device_mesh") else value
         if name in linears:
