@@ -196,8 +196,8 @@ def _check_gpus() -> None:
 COMMAND = Command(
     "env",
     "print versions, devices and their capabilities, for bug reports",
-    "Print the facts for a bug report: versions, devices, the paths of fp8pass that each device\n"
-    "supports or why not, the result of one FP8 product there, and environment variables.\n"
+    "Print the facts for a bug report: versions, devices, the FP8 paths that each device supports\n"
+    "or the reason against, the result of one FP8 product on each device, environment variables.\n"
     "With --check, run every kernel and FP8 GEMM on each GPU instead, in about a minute.",
     ("fp8pass env", "fp8pass env --json", "fp8pass env --check"),
     add_options,

@@ -33,8 +33,9 @@ def read(path: str) -> Any:
 
 
 def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Build the model of a configuration, in training mode, by default in the config's dtype or
-    FP32.
+    """Build the model of a configuration in training mode.
+
+    The default dtype is the dtype of the configuration, or FP32 if it names no dtype.
 
     Raises:
         UsageError: transformers has no model for the configuration.

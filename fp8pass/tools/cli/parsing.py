@@ -116,8 +116,7 @@ def check_plot(options: argparse.Namespace) -> None:
 
 @contextmanager
 def task(doing: str, fix: str) -> Iterator[None]:
-    """Show a task on stderr if it is a terminal, and turn its errors into messages that end in
-    `fix`.
+    """Show the task `doing` on stderr if it is a terminal. Append `fix` to messages of its errors.
 
     The task's stdout goes to stderr, because stdout is for the command's result.
     """

@@ -55,9 +55,9 @@ class Target:
     model: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    # Takes model and batch; None if the model returns its own loss.
+    # Returns the loss for a model and a batch; None if the model itself returns the loss.
     loss_fn: Callable[[Any, Any], Any] | None = None
-    # As TARGET returned it: a tensor, a tuple, a dict, or a tuple and a dict.
+    # The inputs as TARGET returned them: a tensor, a tuple, a dict, or a tuple and a dict.
     batch: Any = None
     notes: tuple[str, ...] = ()
 
@@ -100,9 +100,9 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
         help="an option of fp8pass.Config; repeatable: memory_budget=0.6, skip=layers.0,lm_head",
     )
     if runs:
-        add("--device", type=check_device, help="of model and inputs: cpu, cuda or cuda:N")
+        add("--device", type=check_device, help="device of model and inputs: cpu, cuda, cuda:N")
     dtype = partial(check_name, "dtype", choices=FLOAT_NAMES)
-    add("--dtype", type=dtype, help=f"of model and inputs: {', '.join(FLOAT_NAMES)}")
+    add("--dtype", type=dtype, help=f"dtype of model and inputs: {', '.join(FLOAT_NAMES)}")
 
 
 def parse_config(options: argparse.Namespace) -> Config | None:
@@ -194,7 +194,8 @@ def parse_input(text: str) -> Input:
 def load(options: argparse.Namespace) -> Target:
     """Build the model and its inputs, and check that the model accepts them.
 
-    A Hugging Face model is on the meta device for commands that do not run it (without `--device`).
+    Commands without `--device` do not run the model: they get a Hugging Face model on the meta
+    device.
 
     Raises:
         UsageError: TARGET or its inputs have the wrong form.

@@ -1,7 +1,7 @@
 """List the ways to train, each with its memory and its step time, the fastest first.
 
-Candidates combine configurations of the backend with choices of the data in host memory. Those with
-4-bit saved values come last, because they are less accurate.
+Candidates combine configurations of the backend with choices of the data in host memory. Candidates
+with 4-bit saved values come last, because they are less accurate.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from fp8pass.tools.fitting.setup import Setup
 from fp8pass.tools.fitting.traced import TracedLayers, TracedStep
 
 MIB = 1 << 20
-# CUDA, its libraries and kernels.
+# GPU memory of CUDA, its libraries and kernels.
 CONTEXT_BYTES = 600 * MIB
-# Reserved by PyTorch's allocator, but unused; measured with expandable segments.
+# Share of the memory that PyTorch's allocator reserves but does not use, measured with expandable
+# segments.
 UNUSED_SHARE = 0.02
-# Python, PyTorch and the driver.
+# Host memory of Python, PyTorch and the driver.
 PROCESS_BYTES = 4 << 30
-# Pinned memory is allocated in blocks of 2^n bytes.
+# Unused share of pinned memory, which is allocated in blocks of 2^n bytes.
 HOST_SHARE = 0.05
 # CPU time to launch one update during the backward: 12 ms for the 291 parameters of Llama-2-7B on
 # an H200 (benchmarks/results/model.json).
 ATTACHED_SECONDS = 40e-6
 
-# Shares of the bytes saved without a budget.
+# Memory budgets, as shares of the bytes that are saved without a budget.
 BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2)
 HEAD_CHUNKS = 8
-# `step_in_backward` and `offload`.
+# Pairs of `step_in_backward` and `offload`.
 STATE_PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (False, ()),
     (True, ()),
@@ -46,7 +47,8 @@ STATE_PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (True, ("states", "gradients")),
     (True, ("states", "gradients", "weights")),
 )
-# Candidates with equal times stay in the order of `STATE_PLACES`.
+# Step times whose ratio is smaller count as equal. Such candidates stay in the order of
+# `STATE_PLACES`.
 SAME_TIME = 1.01
 
 
@@ -54,11 +56,11 @@ SAME_TIME = 1.01
 class Seconds:
     """The time of an optimizer step, in seconds."""
 
-    forward: float  # of all micro-batches
-    backward: float
+    forward: float  # forward of all micro-batches
+    backward: float  # backward of all micro-batches
     update: float  # optimizer, and adding up gradients
     waiting: float  # copies to and from the host that do not overlap with computation
-    link: float  # the link to the host is busy, in both directions at the same time
+    link: float  # how long the link to the host is busy; both directions work at the same time
 
     @property
     def total(self) -> float:
@@ -104,7 +106,7 @@ class Candidate:
     # `gradients`, `workspace`.
     gpu: dict[str, float]
     host: dict[str, float]  # bytes by kind
-    # A module of the `forward` or `backward`, or the `update`.
+    # The part of the step with the peak: `forward of MODULE`, `backward of MODULE` or `update`.
     peak: str
     seconds: Seconds
 
@@ -115,7 +117,7 @@ class Candidate:
 
     @property
     def gpu_bytes(self) -> float:
-        """All GPU bytes, including CUDA's context and the allocator's unused memory."""
+        """All GPU bytes, including the context of CUDA and the unused memory of the allocator."""
         return self.allocated * (1 + UNUSED_SHARE) + CONTEXT_BYTES
 
     @property
@@ -166,7 +168,7 @@ class Candidates:
         )
 
     def all(self) -> Iterator[Candidate]:
-        """Yield all candidates. Those with 4-bit saved values come last."""
+        """Yield all candidates. Candidates with 4-bit saved values come last."""
         yield from self._evaluate(self._list_configs(self.config))
         if self.config == replace(Config(), head_chunks=self.config.head_chunks):
             in_4_bits = replace(self.config, save_format="e2m1")
@@ -185,12 +187,12 @@ class Candidates:
     def _evaluate(self, configs: Iterable[Config]) -> Iterator[Candidate]:
         """Yield candidates, the fastest first.
 
-        Planning is slow, so a configuration is planned only if it may be faster than the timed
-        setups.
+        Planning is slow, so a configuration is planned only if it may be faster than the fastest
+        timed setup.
         """
         waiting = deque(configs)
         timed: list[tuple[int, Setup, Seconds]] = []
-        begun = -math.inf  # `waiting` has no configuration that is faster
+        begun = -math.inf  # no configuration in `waiting` is expected to have a smaller sort key
         while waiting or timed:
             while waiting and not (timed and timed[0][0] <= begun):
                 new = self._time(waiting.popleft())
@@ -222,7 +224,7 @@ class Candidates:
         return list(zip(keys, setups, times, strict=True))
 
     def _may_help(self, config: Config) -> bool:
-        """Whether planning neither fails nor repeats an earlier plan."""
+        """Whether planning may succeed and return another plan than before."""
         unlimited = replace(config, memory_budget=None)
         if unlimited in self._too_small:
             return False

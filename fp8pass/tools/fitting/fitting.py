@@ -130,7 +130,7 @@ def _describe_inputs(*values: Any) -> str:
 
 
 def _search(candidates: Candidates, found: Fit) -> None:
-    """Try candidates until one fits, but only one if even the process is too large for the host."""
+    """Try candidates until one fits. If the host is too small for any process, try only one."""
     for candidate in candidates.all():
         why_not = candidate.why_not(found.gpu.memory, found.host)
         found.tried.append((candidate, why_not))
@@ -238,7 +238,7 @@ def _make_loss(loss_fn: Callable[[Any, Any], Tensor] | None) -> LossFunction:
 
 
 def find_gpu(wanted: str | int | Gpu | None) -> Gpu:
-    """Return the GPU that the argument `gpu` of `fit` stands for."""
+    """Return the GPU for the argument `gpu` of `fit`."""
     if isinstance(wanted, Gpu):
         return wanted
     if wanted is None:

@@ -23,11 +23,11 @@ GROUP: Mapping[str, Any] = {"group_size": 128, **PRESETS["coat"]}
 
 @dataclass
 class Standing:
-    """Bytes that live for the whole step, on the GPU or on the host."""
+    """Bytes that are allocated during the whole step, on the GPU or on the host."""
 
-    weights: float = 0.0  # and buffers; the FP8 data of an offloaded weight is on the GPU
+    weights: float = 0.0  # weights and buffers; the FP8 data of an offloaded weight is on the GPU
     states: float = 0.0
-    sums: float = 0.0  # of gradients over micro-batches
+    sums: float = 0.0  # sums of gradients over micro-batches
     staging: float = 0.0  # buffers of offloaded values
 
 
@@ -55,9 +55,7 @@ class Parameters:
             self.why_not_coded = str(error)
 
     def place(self, setup: Setup, accumulate: int) -> tuple[Standing, Standing]:
-        """Return the bytes that live for the whole step with `setup`, on the GPU and on the
-        host.
-        """
+        """Return the bytes that are allocated during the whole step, on the GPU and on the host."""
         gpu, host = Standing(weights=self.buffer_bytes), Standing()
         group = {"offload": setup.offload}
         stored = moment_format(default_buffer(accumulate), signed=True).storage_dtype

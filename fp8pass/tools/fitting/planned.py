@@ -32,9 +32,9 @@ fp8 = torch.ops.fp8pass
 
 # Generated code dequantizes values while it reads them.
 DEQUANTIZERS = {fp8.dequantize.default}
-# CUDA's backward of attention accumulates the gradient of the queries in FP32.
+# CUDA's backward of attention accumulates the gradient of the queries in a buffer in FP32.
 BYTES_PER_QUERY = 4
-# Floating point operations that remain under a causal mask.
+# Share of the floating point operations of attention that remain under a causal mask.
 CAUSAL_SHARE = 0.5
 
 REGION_KINDS = ("saved", "activations", "gradients", "workspace")
@@ -44,11 +44,11 @@ REGION_KINDS = ("saved", "activations", "gradients", "workspace")
 class Moment:
     """Bytes alive at one time of a step, by kind (`REGION_KINDS`)."""
 
-    module: str = ""  # that runs an operator; '' outside of compiled graphs
+    module: str = ""  # path of the module that runs; '' outside of compiled graphs
     backward: bool = False  # whether the backward has begun
-    saved: float = 0.0  # by compiled graphs
+    saved: float = 0.0  # saved by compiled graphs
     activations: float = 0.0  # forward allocations outside of graphs, and results of graphs
-    gradients: float = 0.0  # of parameters
+    gradients: float = 0.0  # gradients of parameters
     workspace: float = 0.0  # all other bytes
 
     @property
@@ -61,7 +61,7 @@ class Planned:
     """The predicted result of compiling a region, and its memory and work."""
 
     plan: Plan
-    # After each operator of the graph.
+    # The memory after each operator of the graph.
     forward: list[Moment]
     backward: list[Moment]
     kept: float  # bytes saved, except inputs and results of the region
@@ -175,7 +175,10 @@ def _measure_workspace(node: fx.Node) -> float:
 
 
 def estimate_work(g: fx.Graph) -> Work:
-    """Assume that a generated kernel writes one buffer, and reads each of its operands once."""
+    """Estimate the work of a graph.
+
+    Each generated kernel is assumed to write one buffer, and to read each of its operands once.
+    """
     total = Work()
     for node in g.nodes:
         if node.op == "call_function" and is_expensive(node):

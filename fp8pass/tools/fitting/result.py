@@ -26,8 +26,9 @@ MEMORY_KINDS = {
     "gradients": ("gradients", "#54a24b"),
     "workspace": ("workspace of operators", "#e45756"),
 }
-# Only its memory size is known.
+# Name of a GPU of which only the memory is known.
 UNNAMED = "unnamed GPU"
+# The table of memory lists these kinds even if they take no memory.
 ALWAYS = ("weights", "states", "gradients", "saved")
 
 
@@ -214,8 +215,7 @@ class Fit(Result):
     def _make_candidates_table(self) -> Table:
         """Make the table of ways to train, the fastest first.
 
-        Candidates with other `step_in_backward` or `offload` than `shown` have one row for each
-        pair.
+        If `step_in_backward` or `offload` differs from `shown`, each pair of them has one row.
         """
         least: dict[object, Candidate] = {}
         for candidate, _ in self.tried:

@@ -13,17 +13,19 @@ from fp8pass.tools.running import find_recipe
 
 @dataclass(frozen=True)
 class Setup:
+    """A way to train."""
+
     config: Config = field(default_factory=Config)
     # Update each parameter during the backward.
     step_in_backward: bool = False
-    # `states`, `gradients` and `weights` in host memory.
+    # The data in host memory: some of `states`, `gradients` and `weights`.
     offload: tuple[str, ...] = ()
 
     def lines(self, accumulate: int, blocks: Sequence[str]) -> str:
         """Return Python code that prepares a `model` and an optimizer for this setup.
 
-        A path in `blocks` may end in `.*`, for the members of a list. No blocks stand for the whole
-        model.
+        A path in `blocks` may end in `.*`, for the members of a list. If `blocks` is empty, the
+        model is compiled as a whole.
         """
         found = [f"config = {format_config(self.config)}"]
         if "weights" in self.offload:

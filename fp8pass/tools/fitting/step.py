@@ -37,9 +37,9 @@ class CompiledRegion:
     """A part of the model that is compiled as one graph."""
 
     path: str  # of the module that first ran the region
-    # Layout, and whether the result has a gradient.
+    # For each result: its layout, and whether it has a gradient.
     outputs: list[tuple[Any, bool]]
-    # Before any pass; None if the region has no backward.
+    # The joint graph before any pass; None if the region has no backward.
     gm: fx.GraphModule | None = None
     ctx: Context | None = None
 
@@ -167,7 +167,7 @@ def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
     # Modules may override setattr, and PyTorch's version runs hooks.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     mode = compat.use_fake_tensors()
-    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # has the originals, so ids stay unique
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that ids stay unique
 
     def replace(x: Tensor | None) -> Any:
         if x is not None and id(x) not in fakes:
@@ -240,7 +240,7 @@ class _Recorder(compat.OperatorObserver):
 
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
-        """Start an empty record. Parameters and buffers were allocated before the step."""
+        """Start an empty record, to which parameters and buffers do not belong."""
         self.events, self._storages = [], compat.WeakIdKeyDictionary()
         for x in (*module.parameters(), *module.buffers()):
             self._storages[x.untyped_storage()] = None
@@ -293,7 +293,7 @@ class _Recorder(compat.OperatorObserver):
 
 
 def _estimate_work(operator: Any, arguments: Any, result: Any, new: Sequence[Tensor]) -> Work:
-    """`new` are the tensors in `result` that are not views of arguments."""
+    """Estimate the work of an operator. `new` are the results that are not views of arguments."""
     args, kwargs = arguments
     formula = flop_registry.get(getattr(operator, "overloadpacket", None))
     if formula is not None:

@@ -45,7 +45,7 @@ log = logging.getLogger("fp8pass")
 WHOLE = ("",)
 
 FEW, MORE = 3, 4
-# From this number of layers on, two short models are faster to trace.
+# With at least this number of layers, two short models are faster to trace than the whole model.
 WORTHWHILE = 8
 
 # A place is the index of a layer, or "before" or "after" all layers. Each pair matches a place with
@@ -92,8 +92,9 @@ def is_in_list(path: str) -> bool:
 class TracedStep:
     """A recorded step. Plans are computed on first use.
 
-    Up to `held` bytes of final gradients wait for the optimizer during the backward. Unless `held`
-    is 0, one larger gradient may wait. If it is infinite, all gradients stay until the end.
+    `held` is the number of bytes of final gradients that may wait for the optimizer during the
+    backward. Unless `held` is 0, a single larger gradient may wait, too. If `held` is infinite, all
+    gradients stay until the end of the step.
 
     Raises:
         ConfigError: a memory budget cannot be met (all methods).
@@ -219,6 +220,8 @@ class _Replay:
 
 @dataclass(frozen=True)
 class Layers:
+    """A module list of equal layers."""
+
     path: str
     count: int
 
@@ -280,7 +283,10 @@ class TracedLayers:
         return replace(config, memory_budget=max(1, int(own - depth * less)))
 
     def moments(self, config: Config, held: float) -> list[Moment]:
-        """Return the largest moments before, in and after the layers, of which four are shown."""
+        """Return the largest moment of each place: before, in and after the layers.
+
+        Of all layers, the result contains the first two and the last two.
+        """
         few = self._find_largest(self.few.moments(self._config(config, FEW), held))
         more = self._find_largest(self.more.moments(self._config(config, MORE), held))
         pairs = [((False, a), (False, b)) for a, b in FORWARD_PAIRS]
@@ -308,7 +314,7 @@ class TracedLayers:
         return int(number) if module.startswith(prefix) else None
 
     def _extrapolate(self, few: Moment, more: Moment, from_end: bool) -> Moment:
-        """Extrapolate a moment. `from_end`: layers were counted from the last one."""
+        """Extrapolate a moment. If `from_end`, its layer is counted from the last layer."""
         values = {k: getattr(few, k) for k in REGION_KINDS}
         values = {k: x + self._further * (getattr(more, k) - x) for k, x in values.items()}
         module, layer = few.module, self._find_layer_number(few.module)

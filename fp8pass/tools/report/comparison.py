@@ -16,10 +16,10 @@ class ModuleCosts:
     bytes: int = 0  # saved for the backward
     formats: Counter[str] = field(default_factory=Counter)  # saved bytes by format, without scalars
     fp8: tuple[str, ...] = ()  # the GEMMs of a linear layer that run in FP8
-    seconds: float = 0.0  # of all operators, by a roofline
+    seconds: float = 0.0  # time of all operators, by a roofline
 
     def key(self) -> tuple[object, ...]:
-        """Ignore rounding errors of seconds."""
+        """Return a key that is equal for equal costs, apart from rounding errors of seconds."""
         return self.bytes, tuple(self.formats.items()), self.fp8, f"{self.seconds:.6e}"
 
 
@@ -34,12 +34,12 @@ class ComparedRow:
 
     @property
     def more_bytes(self) -> int:
-        """Of all `count` modules, `theirs` minus `ours`."""
+        """Saved bytes of all `count` modules, `theirs` minus `ours`."""
         return self.count * (self.theirs.bytes - self.ours.bytes)
 
     @property
     def more_seconds(self) -> float:
-        """Of all `count` modules, `theirs` minus `ours`."""
+        """Seconds of all `count` modules, `theirs` minus `ours`."""
         return self.count * (self.theirs.seconds - self.ours.seconds)
 
 
@@ -51,13 +51,17 @@ class Comparison:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of all operators of a step, in both explanations."""
+        """Times of all operators of a step, in `ours` and in `theirs`."""
         ours = sum(r.count * r.ours.seconds for r in self.rows)
         return ours, sum(r.count * r.theirs.seconds for r in self.rows)
 
 
 def compare(ours: ExplanationData, theirs: ExplanationData) -> Comparison:
-    """Compare two explanations. Sort rows by their difference in bytes, then in time."""
+    """Compare two explanations. Rows are sorted by their difference in bytes, then in time.
+
+    Raises:
+        ValueError: the explanations are about different models.
+    """
     if _list_linears(ours) != _list_linears(theirs):
         raise ValueError(
             "Only explanations of the same model can be compared, but "

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from fp8pass.passes.runner import MODULE_COMMENT, PassRecord
 
-# These may differ between layers.
+# Numbers of nodes and layers, which may differ between equal changes.
 _NUMBERS = re.compile(r"_\d+\b|(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _CONTEXT = 1  # unchanged lines around a change
 
 
 @dataclass(frozen=True)
 class ModuleDiff:
-    """`count` modules have this change, apart from numbers."""
+    """The change of a pass in `count` modules. Only numbers differ between these modules."""
 
     module: str
     count: int

@@ -54,7 +54,7 @@ def render(
     diagnosis: Diagnosis | None = None,
     other: ExplanationData | None = None,
 ) -> str:
-    """Return the page's HTML with all styles, scripts and data. `other` is compared.
+    """Return the page's HTML with all styles, scripts and data. `other` is compared to it.
 
     Raises:
         ValueError: `other` explains another model.

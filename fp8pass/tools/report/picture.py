@@ -1,8 +1,8 @@
 """Draw a compiled graph: operators in columns by module, and the tensors between them.
 
 Columns follow the order in which the forward runs the modules. A backward operator is in the column
-of its forward operator. PyTorch's sum of the gradients of a value has no module; it is in the
-column of the first module that reads the value.
+of its forward operator. If PyTorch adds several gradients of a value, the sum has no module. It is
+in the column of the first module that reads the value.
 
 Views, casts, constants, sizes and parameters are not drawn, and edges pass through them, unless
 they are saved for the backward.
@@ -110,7 +110,7 @@ def _find_outputs(compiled: CompiledGraph) -> list[fx.Node]:
 
 
 class _Columns:
-    """Forward nodes make columns, and backward nodes use them."""
+    """The columns of a picture. Forward nodes create columns, backward nodes are put into them."""
 
     def __init__(self, forward: list[fx.Node]) -> None:
         self.modules: list[str] = []
@@ -241,7 +241,7 @@ class _Drawing:
 
 
 def _find_operands(node: fx.Node, drawn: set[fx.Node]) -> list[fx.Node]:
-    """Look through hidden nodes."""
+    """Return the drawn nodes that a node reads, directly or through nodes that are not drawn."""
     found = graph.ancestors(node.all_input_nodes, passes=lambda n: n not in drawn)
     return sorted(found & drawn)
 
@@ -268,9 +268,9 @@ def _describe_quantization(node: fx.Node) -> Iterator[tuple[str, str]]:
 
 
 def find_source_line(node: fx.Node) -> str:
-    """Return the user's innermost line that created a node, e.g.
+    """Return the innermost line of the user's code that created a node, or ''.
 
-    `model.py:54  q = self.q(x)`, or ''.
+    For example `model.py:54  q = self.q(x)`.
     """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:

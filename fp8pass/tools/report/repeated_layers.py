@@ -16,7 +16,7 @@ from fp8pass.tools.report.picture import DrawnLayer, DrawnOperator, Edge, Pictur
 # E.g. `model.layers.3` of `model.layers.3.mlp`.
 _NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
-# These may differ between equal layers.
+# Details that may differ between equal layers.
 _OWN_DETAILS = ("source", "saves", "in keep_exact")
 
 

@@ -19,7 +19,7 @@ Change = tuple[fx.Node, int]  # an operator, and the saved bytes that it adds
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    # Number of the operator. `stock` is scaled to the length of fp8pass's step.
+    # Number of the operator in the step. Numbers of stock PyTorch are scaled to the same length.
     position: float
     operator: str  # module and name
     backward: bool
@@ -80,7 +80,7 @@ def _find_changes(
 
 
 def _find_uses(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[fx.Node]:
-    """Look through views."""
+    """Yield the operators that read a node, directly or through views."""
     for user in node.users:
         if user in order:
             yield user
