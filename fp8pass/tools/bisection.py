@@ -219,7 +219,10 @@ def bisect(
 
 @contextmanager
 def _show_progress() -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if stderr is a terminal. `advance(total)` makes one of `total` steps."""
+    """Show a progress bar if stderr is a terminal.
+
+    Yield `advance(total)`, which moves the bar by one of `total` steps.
+    """
     console = Console(stderr=True)
     columns = TextColumn("bisecting"), BarColumn(bar_width=24), MofNCompleteColumn()
     disable = not console.is_terminal
@@ -323,7 +326,7 @@ def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None
     difference = norm = 0.0
     for w, e in zip(wrong, exact, strict=True):
         if w is not None and e is not None:
-            right = whole(e).double()  # all ranks must decide alike, so gather the shards
+            right = whole(e).double()  # gather shards, because all ranks need the same error
             difference += float((whole(w).double() - right).square().sum())
             norm += float(right.square().sum())
     error = math.sqrt(difference / norm if norm else difference)

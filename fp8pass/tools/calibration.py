@@ -31,7 +31,7 @@ def calibrate(
         model = torch.compile(model, backend="fp8pass", options={"calibration": calibration})
 
     Names of values are relative to the compiled part. So compile the model in the same way for
-    calibration and for training: as a whole or in the same parts. If a value is in several graphs
+    calibration and for training: as a whole, or in the same parts. If a value is in several graphs
     or runs, the result has the moments with the largest mean square. Runs one forward and backward;
     parameters, gradients, buffers and random number generators are restored.
 

@@ -17,7 +17,8 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-# A culprit causes this share of the squared error, and this many times the average of other units.
+# A culprit causes at least this share of the squared error, and at least this many times as much as
+# an average other unit.
 CULPRIT_SHARE, CULPRIT_TIMES = 0.25, 10.0
 
 

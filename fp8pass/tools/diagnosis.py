@@ -200,7 +200,7 @@ def measure_errors(record: Record) -> Iterable[LayerError]:
 
 
 def _describe(node: fx.Node, record: Record) -> str:
-    """Return e.g. `weight` or `attention q`."""
+    """Return the field `gradient` of a `LayerError`, e.g. `weight` or `attention q`."""
     if kind(node) is Kind.ATTENTION:  # fused operators return all gradients as a tuple
         position = int(node.args[1]) if graph.is_getitem(node) else 3  # type: ignore[arg-type]
         return f"attention {'qkv'[position] if position < 3 else 'operand'}"

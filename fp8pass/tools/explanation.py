@@ -129,7 +129,7 @@ def _measure_in_eager(
 
 @contextmanager
 def _record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Map ids of parameters to the paths of the `nn.Linear`s that run with them.
+    """Record each `nn.Linear` that runs: yield its path by the ids of its parameters.
 
     With FSDP2, these are gathered parameters. Layers that compute their weight are left out.
     """

@@ -1,4 +1,4 @@
-"""If rows of a plan differ only in the number of the layer, fold them into one row with a count."""
+"""Fold rows of a plan that differ only in the number of the layer into one row with a count."""
 
 from __future__ import annotations
 

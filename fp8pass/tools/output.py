@@ -20,7 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# In characters, if the output is not a terminal.
+# Width in characters if the output is not a terminal.
 DEFAULT_WIDTH = 100
 
 
@@ -61,7 +61,7 @@ class Result(ABC):
 
 
 def render_text(parts: Iterable[Any]) -> str:
-    """Render tables, and sentences, whose lines are not wrapped."""
+    """Render tables and sentences as text. Lines of sentences are not wrapped."""
     text = io.StringIO()
     width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
     console = Console(width=max(width, 40), file=text)
@@ -80,19 +80,19 @@ def make_table(title: str, first: str, *numbers: str) -> Table:
 
 
 def make_name(name: str, *facts: str) -> Group:
-    """Write each fact in a line below the name."""
+    """Make the first cell of a row: a name, and each fact in a line below the name."""
     lines = (Padding(Text(line), (0, 0, 0, 2)) for line in facts if line)
     return Group(Text(name or "(top level)"), *lines)
 
 
 def pick_unit(count: float, units: Mapping[str, float]) -> tuple[float, str]:
-    """Return a number in the first of `units` in which it is at least 1, or else in the last."""
+    """Convert a number to the first of `units` in which it is at least 1, or else to the last."""
     unit = next((unit for unit, size in units.items() if abs(count) >= size), [*units][-1])
     return count / units[unit], unit
 
 
 def make_figure(function: str, **options: Any) -> Any:
-    """Raises ImportError if matplotlib is not installed. `function` is the plotting function."""
+    """Make a matplotlib figure. `function` is the caller's name, for the ImportError."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,7 +1,8 @@
 """Use the error rules to predict the error of every gradient in a planned backward.
 
-Errors are local: what one non-linear region, GEMM or attention adds to exact gradients. Rounding is
-idealized (`samples.rounding`): even tiny values have the relative error of the normal range.
+Predicted errors are local: the error that one non-linear region, GEMM or attention adds to exact
+gradients. Rounding is idealized (`samples.rounding`): even tiny values have the relative error of
+the normal range.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Predictor:
     rules: Rules
     decisions: Mapping[fx.Node, Decision]
     values: Mapping[fx.Node, Any]  # exact, on a batch
-    # Of each forward value that the backward reads.
+    # Error of each forward value that the backward reads.
     forward: dict[fx.Node, float] = field(default_factory=dict)
-    # By the node's name in the graph before any pass; None if no rule could be derived.
+    # Error of each gradient, by the node's name before any pass; None if no rule could be derived.
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:
@@ -81,6 +82,7 @@ class Predictor:
         return max((self.forward.get(n, 0.0) for n in node.all_input_nodes), default=0.0)
 
     def _rerun(self, node: fx.Node) -> None:
+        """Predict the error of an operator by running it on rounded operands."""
         if graph.is_getitem(node) or not any(self.forward.get(n) for n in node.all_input_nodes):
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._round)
@@ -94,6 +96,7 @@ class Predictor:
                 self.backward[original_name(user)] = relative_change(self.values[user], result)
 
     def _round(self, node: fx.Node) -> Any:
+        """Return the exact value of a node, with its error added."""
         value, error = self.values[node], self.forward.get(node, 0.0)
         if not error:
             return value

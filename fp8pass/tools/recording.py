@@ -57,9 +57,7 @@ class Record:
         )
 
     def run(self, interpreter: fx.Interpreter) -> None:
-        """Run a graph with the same random numbers every time, on copies of inputs that it
-        overwrites.
-        """
+        """Run a graph with fixed random numbers. Inputs that it overwrites are copied first."""
         written = {
             node.args[0].name
             for node in self.exact.graph.find_nodes(op="call_function", target=aten.copy_.default)
@@ -76,9 +74,9 @@ class Record:
         return {node.name: value for node, value in interpreter.env.items()}
 
     def planned_values(self, exact: dict[str, Any]) -> dict[fx.Node, Any]:
-        """Return exact values by node of `planned`.
+        """Return the exact values by node of `planned`.
 
-        Views and copies that passes added are recomputed.
+        Views and copies that passes added are computed from these values.
         """
         values: dict[fx.Node, Any] = {}
         for node in self.planned.graph.nodes:
@@ -92,6 +90,7 @@ class Record:
 
 
 def arrange_as(node: fx.Node, value: Any) -> Any:
+    """Transpose and flatten the value of a GEMM like the node that replaced the GEMM."""
     if REPLACED_GEMM not in node.meta or not isinstance(value, Tensor):
         return value
     value = value.mT if IS_TRANSPOSED in node.meta else value
@@ -113,16 +112,16 @@ class Recorder:
 
     def __init__(self, config: Config, records: list[Record], *, copies: bool) -> None:
         self.config, self.records, self.copies = config, records, copies
-        self.module = ""  # that runs the graph
+        self.module = ""  # path of the module that runs the graph
         self._graphs: dict[str, Any] = {}  # fields of `Record`
-        self._waiting: list[Record] = []  # forwards without a backward
+        self._waiting: list[Record] = []  # forwards whose backward has not run
 
     @property
     def passes(self) -> tuple[AddedPass, ...]:
         """The passes of `config`, and passes that copy the graph."""
         return (
             ("before", JOINT_PASSES[0].__name__, self._copy_exact),
-            # Later passes merge GEMMs of layers.
+            # Later passes merge the GEMMs of several layers.
             ("after", materialize_plan.__name__, self._copy_rewritten),
             *self.config.passes,
             ("before", materialize_plan.__name__, self._copy_planned),

@@ -78,7 +78,7 @@ def check_arguments(tool: Callable[..., Any], model: nn.Module, given: Collectio
 
 
 def _list_arguments(module: nn.Module) -> Collection[str]:
-    """Return () if they are unknown, as for code in C++."""
+    """Return the names of the forward's arguments; () if they are unknown, as for code in C++."""
     try:
         return inspect.signature(module.forward).parameters
     except (TypeError, ValueError):
@@ -97,7 +97,11 @@ def why_not_callable(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any) -> Tensor:
-    """Raises TypeError if `loss_fn` takes other arguments or does not return one number."""
+    """Return the loss.
+
+    Raises:
+        TypeError: `loss_fn` takes other arguments, or does not return a tensor of one element.
+    """
     if not callable(loss_fn):
         raise TypeError(
             "loss_fn must be a function of the model and the batch, such as lambda m, b: "
@@ -142,9 +146,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def find_compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost compiled parts by path; {} if the whole model, or nothing, is
-    compiled.
-    """
+    """Return the outermost compiled parts by path; {} if the whole model or nothing is compiled."""
     parts: dict[str, nn.Module] = {}
     for name, part in model.named_modules():
         if not is_compiled(part):
@@ -233,7 +235,7 @@ def restore_state(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _restore(values: Mapping[Tensor, Tensor]) -> None:
-    """Write changed tensors only."""
+    """Restore the values of tensors. Only changed tensors are written."""
     for x, value in values.items():
         if local(x).shape != value.shape:
             x.resize_(value.shape)
@@ -247,9 +249,10 @@ def _isolate_gradients(module: nn.Module, batch: Any) -> Iterator[list[Tensor]]:
     """Yield the leaf tensors with `grad` set to None, and restore their gradients on exit.
 
     Leaves are parameters, and tensors of the batch that require a gradient. Values of gradients are
-    restored, too, because DistributedDataParallel writes to their memory. FSDP2 reduces all
-    gradients inside; sums that it has not reduced yet are restored. Hooks on accumulated gradients
-    do not run, because an optimizer in such a hook would train the model.
+    restored, too, because DistributedDataParallel writes to their memory. Inside of this context,
+    FSDP2 reduces all gradients; its unreduced sums from earlier backwards are restored on exit.
+    Hooks on accumulated gradients do not run, because an optimizer in such a hook would train the
+    model.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError(

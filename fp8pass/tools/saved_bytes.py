@@ -15,7 +15,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Return the bytes that one forward of `model`, compiled or not, saves for its backward.
 
     Parameters, buffers and leaves do not count, and shared storages count once. Saved tensors are
-    freed immediately, so that they may exceed the device's memory; the backward cannot run.
+    freed immediately, so they may exceed the device's memory. The backward cannot run.
     """
     held = (*model.parameters(), *model.buffers(), *find_leaves((args, kwargs)))
     own = {compat.weak_storage(t) for t in held}

@@ -1,7 +1,7 @@
 """Run every kernel and GEMM once on a GPU, and compare the results with the reference.
 
-`fp8pass env --check` prints the outcomes. Sizes are awkward: single rows, rests of tiles, matrices
-that are not aligned.
+`fp8pass env --check` prints the outcomes. The sizes include single rows, incomplete tiles and
+unaligned matrices.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ fp8 = torch.ops.fp8pass
 GROUP = 128
 ROWS = 1, 17, 130
 COLUMNS = 128, 640
-# The library GEMMs round products in another order than the reference: the largest difference, as a
-# share of the result and of the sum of the magnitudes of its terms.
+# Library GEMMs add products in another order than the reference. These are the largest differences,
+# as shares of the result and of the sum of the magnitudes of its terms.
 GEMM_ERROR, TERM_ERROR = 2.0**-7, 2.0**-10
 CAST_ERROR = 2.0**-7
 
@@ -50,7 +50,7 @@ class Outcome:
     Attributes:
         name: the kernel or GEMM.
         case: sizes and formats.
-        problem: the difference to the reference, or an error; '' if there is none.
+        problem: the difference from the reference, or an error; '' if the check passed.
         skipped: why the check did not run; '' if it ran.
     """
 
@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results on the device, and those of the reference."""
+    """Results of the device, and results of the reference."""
 
     case: str
     got: list[Tensor]
@@ -119,7 +119,7 @@ def quantize(x: Tensor, text: str) -> tuple[Tensor, Tensor]:
 
 # --- kernels --------------------------------------------------------------------------------------
 
-# Steps are products and sums that every device computes to the same bits.
+# The steps are products and sums, which have the same bits on all devices.
 ROW_PROGRAM = Program(
     (Load("w", "column"), Load("x", "full"), Load("y", "full")),
     (
@@ -156,7 +156,7 @@ ROW_BLOCKS = replace(
         Store("d", ("rows",), format="e4m3", block=ROW_BLOCK),
     ),
 )
-# For numbers of rows that blocks divide.
+# The number of rows must be a multiple of the block's side.
 SQUARES = replace(
     SUM_PROGRAM, stores=(Store("y", ("rows", "columns"), format="e4m3", block=SQUARE_BLOCK),)
 )
@@ -257,14 +257,14 @@ def _check_optimizer(device: torch.device) -> Iterator[Comparison]:
             weight.grad = _random(17, 130, seed=step + 1).float().to(place)
             optimizer.step()
         found.append(weight.detach())
-    # A moment on the edge between two FP8 numbers may be rounded to either.
+    # A moment near the middle of two FP8 numbers may be rounded up or down.
     yield Comparison(
         "three steps of 17×130", found[:1], found[1:], [2.0**-8 * found[1].abs() + 1e-3]
     )
 
 
 def _check_generated(device: torch.device) -> Iterator[Comparison]:
-    """Casts that Inductor generates, in groups and transposed."""
+    """Check casts that Inductor generates, in groups and transposed."""
     texts = [f"{f.name} 1×{GROUP}" for f in SAVED_FORMATS]
 
     def cast(x: Tensor, factor: float) -> list[Tensor]:
@@ -283,8 +283,8 @@ def _check_generated(device: torch.device) -> Iterator[Comparison]:
 
     x = _random(48, 640).float()
     lowered, want = trace_and_lower(partial(cast, factor=1.0), x.to(device)), cast(x, 1.0)
-    # Generated divisions and powers are less precise, so values near an edge between two numbers
-    # may be rounded to either.
+    # Generated divisions and powers are less precise, so values near the middle of two numbers may
+    # be rounded up or down.
     ends = zip(cast(x, 1 - CAST_ERROR), cast(x, 1 + CAST_ERROR), want, strict=True)
     allowed = [torch.maximum((a - b).abs(), CAST_ERROR * c.abs()) for a, b, c in ends]
     yield Comparison("48×640", torch.compile(lowered)(x.to(device)), want, allowed)
@@ -305,7 +305,7 @@ def _check_gemm(*texts: str, dtype: torch.dtype = torch.bfloat16) -> Check:
     """Check a GEMM whose operands have the quantizations `texts`."""
 
     def multiply(a: Tensor, b: Tensor, bias: Tensor, turned: bool = False) -> Tensor:
-        a = a.t().contiguous().t() if turned else a  # as operands of wgrad
+        a = a.t().contiguous().t() if turned else a  # the layout of wgrad's operands
         operands = (*quantize(a, texts[0]), *quantize(b, texts[1]))
         product: Tensor = fp8.scaled_mm(*operands, bias, dtype, False, *texts)
         return product

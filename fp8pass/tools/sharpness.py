@@ -177,7 +177,7 @@ def _compute_corner(landscape: Landscape, half_widths: Tensor) -> float:
 
 
 def find_logits(output: Any) -> Tensor:
-    """Raises ConfigError if the output has no logits."""
+    """Return the logits in a model's output. Raises ConfigError if it has no logits."""
     if isinstance(output, Mapping):
         found = output.get("logits")
     elif isinstance(output, (tuple, list)) and not hasattr(output, "logits"):

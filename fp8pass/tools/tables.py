@@ -67,7 +67,7 @@ def _make_host_table(title: str, offload: Offload) -> Table:
     columns = "×", "MiB", "computed at ms", "used after ms", "copy ms"
     table = make_table(f"{title}: saved in host memory", "module and tensor", *columns)
     rows = folding.fold_rows((c.module, (c.shape, c.dtype), c) for c in offload.copies)
-    for path, count, c, _ in rows:  # with the times of the first of equal layers
+    for path, count, c, _ in rows:  # of equal layers, show the times of the first
         later = offload.forward_s - c.computed_s + c.used_s
         seconds = c.computed_s, later, 2 * count * c.bytes / offload.bandwidth
         name = make_name(path, f"{c.dtype} {c.shape}")
@@ -101,7 +101,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Make the table. Saved bytes are rounded up, so that they are valid memory budgets."""
+    """Saved bytes are rounded up, so that they are valid memory budgets."""
     points = sort_points({*plan.frontier, *([plan.point] if plan.point else [])})
     host = ["MiB on host"] if any(p.host_bytes for p in points) else []
     columns = "saved", "of unlimited", *host, "peak MiB", "added ms", "grad error"
@@ -126,7 +126,7 @@ def sort_points(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
 
 
 def format_totals(explanation: ExplanationData) -> str:
-    """Sum over all runs of all graphs."""
+    """Summarize all runs of all graphs."""
     plans = [g.plan for g in explanation.graphs for _ in g.runs]
     linears = [y for plan in plans for y in plan.linears]
     rewritten = [y for y in linears if y.fp8 or y.simulated]
