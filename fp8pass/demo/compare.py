@@ -26,19 +26,18 @@ def run_demo(options: argparse.Namespace) -> list[Run]:
     """Train with and without fp8pass, and print the results. `options.py` defines `options`.
 
     Raises:
-        UsageError: the recipe or device does not exist, or the text is too short.
+        ConfigError: the recipe does not exist.
+        UsageError: the device does not exist, or the text is too short.
         Failure: no C++ compiler was found.
     """
     device = find_device(options.device)
     check_compiler(device)
     size = SIZES[options.size or ("large" if device.type == "cuda" else "small")]
     size = replace(size, steps=options.steps or size.steps)
+    config = fp8pass.Config.recipe(options.recipe)
     try:
-        config = fp8pass.Config.recipe(options.recipe)
         data = Data.of(read_text(options.data), size, device)
         options.out.mkdir(parents=True, exist_ok=True)
-    except fp8pass.ConfigError as error:
-        raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}.") from error
 

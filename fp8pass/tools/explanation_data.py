@@ -101,7 +101,7 @@ class ExplanationData(Result):
         return {
             # JSON has neither infinity nor tuples.
             "config": {
-                name: str(x) if x == math.inf else json.loads(json.dumps(x, default=_plain))
+                name: str(x) if x == math.inf else json.loads(json.dumps(x, default=_to_plain))
                 for name, x in vars(self.config).items()
             },
             "saved_bytes": self.saved_bytes,
@@ -140,7 +140,7 @@ def _describe_operand(saved: SavedTensor, node: fx.Node) -> SavedTensor:
     return replace(saved, saved_as=OPERAND_FORMATS[saved.dtype], bytes_exact=graph.nbytes(node))
 
 
-def _plain(option: object) -> object:
+def _to_plain(option: object) -> object:
     """Convert an option that JSON cannot represent."""
     return vars(option) if isinstance(option, Simulation) else f"{option}"
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 
 from fp8pass import __version__
-from fp8pass.option_checks import unknown
+from fp8pass.option_checks import ConfigError, unknown
 from fp8pass.tools.cli import commands, env
 from fp8pass.tools.cli.parsing import Failure, Parser, UsageError, describe_error
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             COMMANDS[options.command].run(options)
         sys.stdout.flush()
-    except UsageError as error:
+    except (UsageError, ConfigError) as error:
         command.error(str(error))
     except BrokenPipeError:  # the reader of stdout, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fp8pass.config import LISTS, RECIPES, Config, configured
-from fp8pass.option_checks import ConfigError, unknown
+from fp8pass.option_checks import unknown
 from fp8pass.tools.cli.parsing import UsageError, check_device, check_name, find_device, task
 
 if TYPE_CHECKING:
@@ -109,12 +109,12 @@ def parse_config(options: argparse.Namespace) -> Config | None:
     """Return the configuration of `--recipe` and `--option`, if given.
 
     Raises:
-        UsageError: the recipe, an option or a value is invalid.
+        ConfigError: the recipe, an option or a value is invalid.
     """
     if not options.recipe and not options.option:
         return None
     recipe = {"recipe": options.recipe} if options.recipe else {}
-    return _make_config({**recipe, **dict(options.option)})
+    return configured({**recipe, **dict(options.option)})
 
 
 def parse_beside(options: argparse.Namespace, config: Config) -> Config | None:
@@ -123,20 +123,13 @@ def parse_beside(options: argparse.Namespace, config: Config) -> Config | None:
     A recipe of `--beside` replaces the recipe of `config`, but not the options of `--option`.
 
     Raises:
-        UsageError: an option of `--beside` is invalid.
+        ConfigError: an option of `--beside` is invalid.
     """
     given = dict(options.beside)
     if not given:
         return None
     base = dict(options.option) if "recipe" in given else vars(config)
-    return _make_config({**base, **given})
-
-
-def _make_config(options: dict[str, Any]) -> Config:
-    try:
-        return configured(options)
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
+    return configured({**base, **given})
 
 
 def option(text: str) -> tuple[str, Any]:

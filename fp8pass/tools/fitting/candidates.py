@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from fp8pass.activation_memory.planner import BudgetTooSmall
@@ -137,34 +137,21 @@ class Candidate:
         return "; ".join(reasons)
 
 
+@dataclass
 class Candidates:
-    """The ways to train one model.
+    """The ways to train one model."""
 
-    Args:
-        traced: a step of the model.
-        parameters: parameters of the model.
-        config: the configuration that the search varies.
-        accumulate: number of micro-batches of a step.
-        gpu: rates of the GPU.
+    traced: TracedStep | TracedLayers
+    parameters: Parameters
+    config: Config  # the configuration that the search varies
+    accumulate: int  # number of micro-batches of a step
+    gpu: Gpu
+    impossible: dict[Config, str] = field(default_factory=dict)  # why planning failed
+    _too_small: set[Config] = field(default_factory=set)
 
-    Attributes:
-        impossible: why planning failed, by configuration.
-    """
-
-    def __init__(
-        self,
-        traced: TracedStep | TracedLayers,
-        parameters: Parameters,
-        config: Config,
-        accumulate: int,
-        gpu: Gpu,
-    ) -> None:
-        self.traced, self.parameters, self.config = traced, parameters, config
-        self.accumulate, self.gpu = accumulate, gpu
-        self.impossible: dict[Config, str] = {}
-        self._too_small: set[Config] = set()
-        self._largest = cache(
-            lambda config, held: max(traced.moments(config, held), key=lambda m: m.total)
+    def __post_init__(self) -> None:
+        self._find_peak = cache(
+            lambda config, held: max(self.traced.moments(config, held), key=lambda m: m.total)
         )
 
     def all(self) -> Iterator[Candidate]:
@@ -235,7 +222,7 @@ class Candidates:
     def _measure(self, setup: Setup, seconds: Seconds) -> Candidate:
         here, host = self.parameters.place(setup, self.accumulate)
         held = self.parameters.held_gradients(setup, self.accumulate)
-        moment = self._largest(setup.config, held)
+        moment = self._find_peak(setup.config, held)
         alive = {kind: getattr(moment, kind) for kind in REGION_KINDS}
         half = "backward" if moment.backward else "forward"
         peak = f"{half} of {moment.module}" if moment.module else half
