@@ -191,7 +191,7 @@ def format_remarks(explanation: ExplanationData) -> str:
         text += f" {format_mib(-outside)} MiB are saved by several graphs and counted once."
     if explanation.graphs and all(g.plan.inference for g in explanation.graphs):
         text += (
-            "\nThe graphs save nothing, because none of them has a backward. To explain a training "
+            "\nThe graphs save nothing, because no graph has a backward. To explain a training "
             "step, call explain outside of torch.inference_mode() and torch.no_grad(), with a "
             "model that has a trainable parameter."
         )

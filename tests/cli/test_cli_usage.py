@@ -58,7 +58,7 @@ from fp8pass.tools.cli import COMMANDS
         (["explain", "factory:model"], "Unknown module 'factory'. Did you mean 'factories'?"),
         (["explain", "not/a.module:model"], "is not a module"),
         (["explain", "factories:modle"], "Did you mean 'model'? factories has "),
-        (["explain", "factories:constant"], "is a int. TARGET must name a function"),
+        (["explain", "factories:constant"], "is of type int. TARGET must name a function"),
         (["explain", "factories:with_argument"], "missing a required argument: 'size'"),
         (["explain", "factories:number"], "TARGET returned (int). It must return a model"),
         (["explain", "factories:model"], "takes x, scale: missing a required argument: 'x'"),

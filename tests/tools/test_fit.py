@@ -327,7 +327,7 @@ def test_times_of_an_unnamed_gpu_are_marked():
 def test_times_of_an_unknown_gpu_are_marked(fitted):
     gpu = replace(GPUS["H200"], name="RTX 9090", capability=(7, 5), rates="assumed")
     line = replace(fitted, gpu=gpu)._planned_text
-    assert "(speed unknown: fit does not know this GPU; times are those of an H200; no FP8" in line
+    assert "(speed unknown: fit does not know this GPU; times are for an H200; no FP8" in line
 
 
 @pytest.mark.long

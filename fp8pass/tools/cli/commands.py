@@ -122,7 +122,7 @@ def _fit(options: argparse.Namespace) -> None:
     result.notes[:0] = found.notes
     _show(result, options)
     if not result.fits:
-        raise Failure("no way to train the model fits; the output shows what is too large.")
+        raise Failure("the model does not fit; the output shows what is too large.")
 
 
 def _run_tool(name: str, options: argparse.Namespace) -> None:

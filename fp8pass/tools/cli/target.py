@@ -31,7 +31,7 @@ TARGET is one of
   config.json             of a Hugging Face model, or its folder; random weights, no download
 build returns a model, or a tuple of a model, its inputs and a loss_fn. Inputs are a tuple of
 arguments, a dict of keyword arguments, or both in this order. loss_fn(model, batch) returns the
-loss, as in fp8pass.diagnose; batch are the inputs. Inputs and loss_fn may be left out."""
+loss, as in fp8pass.diagnose, where batch holds the inputs. Inputs and loss_fn may be left out."""
 
 _FORMS = "TARGET is module:function, file.py:function or a Hugging Face config.json"
 _RETURNS = (
@@ -240,7 +240,7 @@ def build(text: str) -> Any:
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
-        raise UsageError(f"{text} is a {type(found).__name__}. TARGET must name a function.")
+        raise UsageError(f"{text} is of type {type(found).__name__}. TARGET must name a function.")
     if problem := why_not_callable(found):
         raise UsageError(f"{text} must not require arguments: {problem}.")
     return found()

@@ -192,7 +192,7 @@ class Fit(Result):
         if self.gpu.rates != "assumed":
             return f"rates: {self.gpu.rates}{no_fp8}"
         why = "no GPU was named" if self.gpu.name == UNNAMED else "fit does not know this GPU"
-        return f"speed unknown: {why}; times are those of an {REFERENCE}{no_fp8}"
+        return f"speed unknown: {why}; times are for an {REFERENCE}{no_fp8}"
 
     def _make_memory_table(self) -> Table:
         shown, table = self.shown, Table(show_footer=True)

@@ -55,7 +55,7 @@ function pictureStyle(largest) {
   ];
 }
 
-const NARROW = 700; // here the line of places runs downwards
+const NARROW = 700; // in a narrower page, the line of places runs downwards
 let picture;
 let canvas;
 
@@ -84,7 +84,7 @@ const READABLE = 0.7;
 const LARGE = 1.4;
 const MARGIN = 24;
 
-// Show the whole picture if its text is large enough to read, else its beginning.
+// Show the whole picture if its text is then large enough to read, else show its beginning.
 function view() {
   const all = canvas.elements();
   canvas.fit(all, MARGIN);
@@ -185,8 +185,8 @@ function describePlace(id) {
   describe(place.title, entries, button);
 }
 
-let hits; // what the search found, and which of it is looked at
-let looked = -1;
+let hits; // the boxes that the search found
+let looked = -1; // index of the box in the middle of the picture
 
 function search() {
   const wanted = element("search").value.trim();
