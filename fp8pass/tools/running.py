@@ -113,12 +113,18 @@ def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any
         )
     loss = loss_fn(program, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(
             "loss_fn must return a tensor of one element, like lambda m, b: m(**b).loss, but it "
-            f"returned {given}."
+            f"returned {describe_value(loss)}."
         )
     return loss
+
+
+def describe_value(value: Any) -> str:
+    """Describe a tensor by its shape, another value by its type."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return type(value).__name__
 
 
 def run_step(

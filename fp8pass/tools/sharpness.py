@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fp8pass.compat.attributes import set_attributes
 from fp8pass.option_checks import ConfigError, is_number
-from fp8pass.tools.running import restore_state
+from fp8pass.tools.running import describe_value, restore_state
 
 EPSILON = 5e-4
 
@@ -137,7 +137,7 @@ class Landscape:
             shape = "×".join(map(str, self._current.shape))
             raise ConfigError(f"loss_fn failed on logits {shape}: {error}. {_HOW_TO}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ConfigError(f"loss_fn returned {_describe(loss)}, not a scalar. {_HOW_TO}")
+            raise ConfigError(f"loss_fn returned {describe_value(loss)}, not a scalar. {_HOW_TO}")
         return loss.squeeze()
 
     def _stand_in(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def find_logits(output: Any) -> Tensor:
         found = getattr(output, "logits", output)
     if not isinstance(found, Tensor) or found.ndim < 2 or not found.is_floating_point():
         raise ConfigError(
-            f"The model returns {_describe(output)} instead of logits [batch, sequence, "
+            f"The model returns {describe_value(output)} instead of logits [batch, sequence, "
             "vocabulary]. For sharpness, return the logits alone, first in a tuple, or as .logits."
         )
     return found
@@ -203,9 +203,3 @@ def _replace_logits(output: Any, logits: Tensor) -> Any:
     else:
         changed.logits = logits
     return changed
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return type(value).__name__

@@ -7,7 +7,6 @@ with 4-bit saved values come last, because they are less accurate.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -177,17 +176,16 @@ class Candidates:
         Planning is slow, so a configuration is planned only if it may be faster than the fastest
         timed setup.
         """
-        waiting = deque(configs)
         timed: list[tuple[int, Setup, Seconds]] = []
-        begun = -math.inf  # no configuration in `waiting` is expected to have a smaller sort key
-        while waiting or timed:
-            while waiting and not (timed and timed[0][0] <= begun):
-                new = self._time(waiting.popleft())
-                begun = max(begun, min((t for t, *_ in new), default=begun))
-                timed = sorted((*timed, *new), key=lambda each: each[0])
-            if timed:
-                _, setup, seconds = timed.pop(0)
-                yield self._measure(setup, seconds)
+        begun = -math.inf  # no later configuration is expected to have a smaller sort key
+        for config in configs:
+            new = self._time(config)
+            begun = max(begun, min((key for key, *_ in new), default=begun))
+            timed = sorted((*timed, *new), key=lambda each: each[0])
+            while timed and timed[0][0] <= begun:
+                yield self._measure(*timed.pop(0)[1:])
+        for _, setup, seconds in timed:
+            yield self._measure(setup, seconds)
 
     def _time(self, config: Config) -> list[tuple[int, Setup, Seconds]]:
         """Return (sort key, setup, seconds) of each setup with `config`."""

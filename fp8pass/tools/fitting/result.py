@@ -228,10 +228,8 @@ class Fit(Result):
             table.add_column(column, justify="right")
         table.add_column("")
         for candidate, why_not in self.tried:
-            if (
-                _find_place(candidate) != _find_place(self.shown)
-                and candidate is not least[_find_place(candidate)]
-            ):
+            place = _find_place(candidate)
+            if place != _find_place(self.shown) and candidate is not least[place]:
                 continue
             seconds = candidate.seconds
             table.add_row(
