@@ -5,8 +5,8 @@
     model.compile(backend="fp8pass")
 
 In each forward, PEFT adds a parametrization to the module of experts and removes it, which Dynamo
-cannot trace. After `prepare_experts`, the forward of that module is called with the adapted
-parameter instead. In the compiled graph, adapters become grouped GEMMs (`graph/split_adapters.py`).
+cannot trace. After `prepare_experts`, PEFT's wrapper instead calls the module of experts with the
+adapted parameter. In the compiled graph, adapters become grouped GEMMs (`graph/split_adapters.py`).
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def fold_saved(
     lines = sources or {}
 
     def key(s: SavedTensor) -> tuple[Any, ...]:
-        kept = s.saved_as, s.bytes, s.host_bytes, s.reason
-        return s.op, s.shape, s.dtype, *kept, lines.get(s.name)
+        storage = s.saved_as, s.bytes, s.host_bytes, s.reason
+        return s.op, s.shape, s.dtype, *storage, lines.get(s.name)
 
     rows = fold_rows((s.module, key(s), s) for s in saved if not s.is_scalar)
     return sort_by_bytes(row._replace(source=lines.get(row.item.name, "")) for row in rows)

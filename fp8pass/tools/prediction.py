@@ -156,7 +156,7 @@ class Predictor:
         return self.values[source], math.hypot(inherited, format.relative_error)  # type: ignore[index]
 
     def _predict_region(self, region: Region) -> None:
-        kept = {
+        stored = {
             n: d.format.relative_error if d.low_bit else 0.0
             for n in region.nodes
             if (d := self.decisions.get(n)) is not None and d.format is not None
@@ -165,9 +165,9 @@ class Predictor:
             if reason := self.rules.reason_of(region):
                 raise Underivable(reason)
             with compat.real_tensors():
-                errors = self._compute_region_errors(region, kept)
+                errors = self._compute_region_errors(region, stored)
         except Underivable:
-            exact = not any(kept.values()) and not any(self.forward.get(n) for n in region.values)
+            exact = not any(stored.values()) and not any(self.forward.get(n) for n in region.values)
             unknown = 0.0 if exact else None
             self.backward.update((original_name(n), unknown) for n in region.backward)
             return
@@ -176,11 +176,12 @@ class Predictor:
                 self.backward[original_name(node)] = error
             else:
                 known = error if node in self.decisions else 0.0
-                self.forward[node] = kept.get(node, known)
+                self.forward[node] = stored.get(node, known)
 
     def _compute_region_errors(
-        self, region: Region, kept: Mapping[fx.Node, float]
+        self, region: Region, stored: Mapping[fx.Node, float]
     ) -> dict[fx.Node, float]:
+        """Return the error of each node of a region. `stored` has the errors of stored values."""
         derivation = Derivation(region)
         symbols = derivation.expressions.symbols
         derivation.samples.use(
@@ -191,9 +192,9 @@ class Predictor:
             }
         )
         noise = {symbols[n]: self.forward.get(n, 0.0) for n in region.values}
-        noise |= {symbols[n]: error for n, error in kept.items() if n in symbols}
-        stored = {symbols[n] for n in kept if n in symbols}
-        errors = derivation.samples.errors({s: e for s, e in noise.items() if e}, stored)
+        noise |= {symbols[n]: error for n, error in stored.items() if n in symbols}
+        stored_symbols = {symbols[n] for n in stored if n in symbols}
+        errors = derivation.samples.errors({s: e for s, e in noise.items() if e}, stored_symbols)
         return {n: errors[symbols[n]] for n in region.nodes if n in symbols}
 
 

@@ -202,7 +202,7 @@ class Candidates:
         for step_in_backward, offload in STATE_PLACES:
             if self.accumulate == 1:  # no sums of gradients exist
                 offload = tuple(name for name in offload if name != "gradients")
-            if "weights" not in offload or (self.parameters.coded and self.gpu.has_fp8):
+            if "weights" not in offload or (self.parameters.movable and self.gpu.has_fp8):
                 setups[Setup(config, step_in_backward, offload)] = None
         times = [estimate_step(work, self.parameters, s, self.accumulate, self.gpu) for s in setups]
         keys = [round(math.log(t.total, SAME_TIME)) for t in times]

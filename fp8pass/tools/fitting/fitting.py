@@ -160,8 +160,8 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
         found.notes.append(
             f"Some memory budgets, such as {config.memory_budget}, cannot be met: {why}"
         )
-    if not found.fits and candidates.parameters.why_not_coded:
-        found.notes.append(candidates.parameters.why_not_coded)
+    if not found.fits and candidates.parameters.why_not_movable:
+        found.notes.append(candidates.parameters.why_not_movable)
     used, memory = found.shown.gpu_bytes, found.gpu.memory
     with_margin = (1 - PREDICTION_ERROR) * memory
     if found.fits and used > with_margin:

@@ -35,8 +35,8 @@ class Parameters:
     """The parameters of a model.
 
     Attributes:
-        coded: the weights that `offload_weights` can move to the host.
-        why_not_coded: why `offload_weights` cannot move weights; '' if it can.
+        movable: the weights that `offload_weights` can move to the host.
+        why_not_movable: why `offload_weights` cannot move weights; '' if it can.
         gradient_bytes: bytes of all gradients.
 
     Raises:
@@ -48,11 +48,11 @@ class Parameters:
         self.trained = [p for p in self.all if p.requires_grad]
         self.buffer_bytes = sum(x.numel() * x.itemsize for x in dict.fromkeys(module.buffers()))
         self.gradient_bytes = float(sum(p.numel() * p.itemsize for p in self.trained))
-        self.coded, self.why_not_coded = frozenset[Tensor](), ""
+        self.movable, self.why_not_movable = frozenset[Tensor](), ""
         try:
-            self.coded = frozenset(layers_to_code(module, ()))
+            self.movable = frozenset(layers_to_code(module, ()))
         except ConfigError as error:
-            self.why_not_coded = str(error)
+            self.why_not_movable = str(error)
 
     def place(self, setup: Setup, accumulate: int) -> tuple[Standing, Standing]:
         """Return the bytes that are allocated during the whole step, on the GPU and on the host."""
@@ -64,13 +64,13 @@ class Parameters:
             size = (
                 p.fp8_data.nbytes + p.scales.nbytes if isinstance(p, QuantizedWeight) else p.nbytes
             )
-            if in_codes := "weights" in setup.offload and p in self.coded:
+            if is_moved := "weights" in setup.offload and p in self.movable:
                 gpu.weights += p.numel() + 4 * p.shape[0]  # E4M3 and one FP32 scale per row
                 host.weights += size
             else:
                 gpu.weights += size
             if p.requires_grad:
-                on_host = in_codes or is_offloaded(group, "states", p)
+                on_host = is_moved or is_offloaded(group, "states", p)
                 (host if on_host else gpu).states += state_bytes(GROUP, p)
                 if accumulate > 1 and setup.step_in_backward:
                     on_host = is_offloaded(group, "gradients", p)

@@ -152,7 +152,7 @@ class _Drawing:
         self.decisions = {n.name: d for n, d in self.ctx.decisions.items()}
         saved = describe_operands(compiled)
         self.saved = {s.name: s for s in saved}
-        self.kept = {t.name: s for s in saved for t in s.tensors}
+        self.saved_tensors = {t.name: s for s in saved for t in s.tensors}
         self.linears = {y.module: y for y in plan.linears}
 
     def _is_drawn(self, node: fx.Node) -> bool:
@@ -187,7 +187,7 @@ class _Drawing:
         for node in self.drawn:
             for source in self.operands[node]:
                 crosses = source in self.crossing and node not in self.forward
-                saved = self.kept.get(source.name)
+                saved = self.saved_tensors.get(source.name)
                 first = crosses and source not in counted and saved is not None and saved.bytes
                 if first:
                     counted.add(source)
@@ -226,7 +226,7 @@ class _Drawing:
 
     def _describe_saving(self, node: fx.Node) -> Iterator[tuple[str, str]]:
         name = node.meta.get(COPIED_VALUE, node.name) if node not in self.forward else node.name
-        saved = self.saved.get(name) or self.kept.get(node.name)
+        saved = self.saved.get(name) or self.saved_tensors.get(node.name)
         if saved is not None:
             yield "saves", saved.name if saved.name != node.name else ""
             yield "in keep_exact", saved.value
