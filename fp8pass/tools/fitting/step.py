@@ -64,7 +64,6 @@ class RegionForward:
     """A region runs forward."""
 
     region: CompiledRegion
-    call: int  # the matching `RegionBackward` has the same number
     # Storages; None if a storage existed before the step.
     inputs: list[int | None]
     outputs: list[int | None] = field(default_factory=list)
@@ -72,10 +71,9 @@ class RegionForward:
 
 @dataclass(frozen=True)
 class RegionBackward:
-    """A region runs backward. The matching `RegionForward` has the same `call`."""
+    """A region runs the backward of an earlier forward."""
 
-    region: CompiledRegion
-    call: int
+    forward: RegionForward
 
 
 @dataclass(frozen=True)
@@ -236,7 +234,6 @@ class _Recorder(compat.OperatorObserver):
         self.path = ""
         self._storages = compat.WeakIdKeyDictionary()
         self._numbers = itertools.count()
-        self.calls = itertools.count()
 
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
@@ -308,7 +305,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recorder: _Recorder, region: CompiledRegion, *inputs: Any) -> Any:
-        call = RegionForward(region, next(recorder.calls), [recorder.number(x) for x in inputs])
+        call = RegionForward(region, [recorder.number(x) for x in inputs])
         recorder.events.append(call)
         results = tuple(_allocate(x) for x, _ in region.outputs)
         call.outputs.extend(map(recorder.number, results))
@@ -322,7 +319,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.recorder.events.append(RegionBackward(ctx.call.region, ctx.call.call))
+        ctx.recorder.events.append(RegionBackward(ctx.call))
         wanted = zip(ctx.layouts, ctx.needs_input_grad[2:], strict=True)
         return (None, None, *(_allocate(x) if needed else None for x, needed in wanted))
 

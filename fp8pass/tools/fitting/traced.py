@@ -127,8 +127,8 @@ class TracedStep:
                     totals[begun] += work
                 case RegionForward(region) if region in regions:
                     totals[False] += regions[region].forward_work
-                case RegionBackward(region) if region in regions:
-                    totals[True] += regions[region].backward_work
+                case RegionBackward(forward) if forward.region in regions:
+                    totals[True] += regions[forward.region].backward_work
         return totals[False], totals[True]
 
 
@@ -144,7 +144,6 @@ class _Replay:
         self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
         self._held: Counter[int] = Counter()  # for each storage: how many backwards will read it
         self._freed: set[int] = set()  # the model freed them before these backwards
-        self._calls: dict[int, RegionForward] = {}
         self._backward = False
         self._waiting: deque[tuple[int, int]] = deque()  # gradients and their bytes
         self._gradients = {e.storage for e in step.events if isinstance(e, Gradient)}
@@ -156,8 +155,8 @@ class _Replay:
                     self._free(storage)
                 case RegionForward():
                     self._run_forward(event)
-                case RegionBackward(region, call):
-                    self._run_backward(region, self._calls[call])
+                case RegionBackward(forward):
+                    self._run_backward(forward)
                 case Gradient(storage) if storage in self._storages and held < math.inf:
                     self._consume(storage)
                 case BackwardBegins():
@@ -195,16 +194,16 @@ class _Replay:
         if call.region not in self.plans:
             return
         plan = self.plans[call.region]
-        self._calls[call.call] = call
         for moment in plan.forward:
             self._note(moment)
         self._alive["saved"] += plan.kept
         self._note(Moment())
         self._held.update(self._find_held(call))
 
-    def _run_backward(self, region: CompiledRegion, call: RegionForward) -> None:
-        self._alive["saved"] -= self.plans[region].kept  # each moment below includes these bytes
-        for moment in self.plans[region].backward:
+    def _run_backward(self, call: RegionForward) -> None:
+        plan = self.plans[call.region]
+        self._alive["saved"] -= plan.kept  # each moment below includes these bytes
+        for moment in plan.backward:
             self._note(moment)
         for storage in self._find_held(call):
             self._held[storage] -= 1
