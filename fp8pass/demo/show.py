@@ -20,7 +20,7 @@ from fp8pass.tools.output import make_figure
 
 @contextmanager
 def show_progress(console: Console, names: list[str], steps: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar for each variant. Yield `update(name, step)`; step 0 compiles."""
+    """Show a progress bar for each variant. Yield `update(name, step)`; step 0 means compiling."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),

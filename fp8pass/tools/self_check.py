@@ -175,7 +175,8 @@ def _compare_programs(
                 batch, on_device = Batch((program,)), [x.to(device) for x in inputs]
                 got = batch.empty_outputs(on_device)
                 kernel_operator.run(prepare, batch, on_device, got)
-                want, allowed = batch.reference(inputs), None
+                want = batch.reference(inputs)
+                allowed = None
                 if program is SUM_PROGRAM:  # sums depend on the order of their terms
                     allowed = [2.0**-16 * x.float().abs() + 1e-3 for x in want]
                 yield Comparison(f"{name} {rows}×{columns}", got, want, allowed)
@@ -212,9 +213,10 @@ def _check_expert_transpose(device: torch.device) -> Iterator[Comparison]:
         scales = fp8.scale(fp8.segment_amax(fp8.amax(x, "row"), offsets), "e4m3 row")
         data, row_scales = quantize(x, "e4m3 row")
         for case, rows, own_scales in (("", x, None), (", FP8 data", data, row_scales)):
-            args = rows, scales, offsets, "e4m3", None, own_scales
-            got = transpose_segments(*(y.to(device) if isinstance(y, Tensor) else y for y in args))
-            want = fp8.transpose_segments(*args)
+            want = fp8.transpose_segments(rows, scales, offsets, "e4m3", None, own_scales)
+            on_device = rows.to(device), scales.to(device), offsets.to(device)
+            own_scales = own_scales if own_scales is None else own_scales.to(device)
+            got = transpose_segments(*on_device, "e4m3", row_scales=own_scales)
             yield Comparison(f"{len(counts)} experts{case}", [got], [want])
 
 
