@@ -134,7 +134,9 @@ def _record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
     With FSDP2, these are gathered parameters. Layers that compute their weight are left out.
     """
     found: dict[int, str] = {}
-    paths = {m: graph.clean_path(n) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    paths: dict[nn.Module, str] = {
+        m: graph.clean_path(n) for n, m in model.named_modules() if isinstance(m, nn.Linear)
+    }
 
     def note(layer: nn.Module, args: Any) -> None:
         own = dict(layer.named_parameters(recurse=False))
