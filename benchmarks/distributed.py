@@ -381,10 +381,7 @@ def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
         timed: dict[str, tuple[Callable[[], Any], int]] = {
             "pack": (partial(wire.pack, rows), rows.numel() * dtype.itemsize + coded),
             "add up": (partial(wire.add_up, sent.unsqueeze(1), into, 0.5), summed),
-            "code rows": (
-                partial(quantize_rows, [matrix], torch.bfloat16),
-                weights_moved,
-            ),
+            "code rows": (partial(quantize_rows, matrix, torch.bfloat16), weights_moved),
         }
         for name, (function, moved) in timed.items():
             found[f"{name} {dtype}"] = share(function, moved)

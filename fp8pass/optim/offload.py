@@ -297,7 +297,7 @@ def _why_not_offloaded(weight: Tensor) -> str:
 
 @torch.no_grad()
 def _quantize_weight(weight: Tensor, device: torch.device, arena: Arena) -> nn.Parameter:
-    ((data, scales),) = quantize_rows([weight.to(device)], weight.dtype)
+    data, scales = quantize_rows(weight.to(device), weight.dtype)
     quantized = QuantizedWeight(data, scales, weight.dtype)
     quantized.source = arena.take(weight.detach())
     quantized.mark_quantized()

@@ -129,7 +129,7 @@ def _why_nothing(frozen: int, reasons: dict[str, str]) -> str:
 
 def _quantize(weight: Tensor) -> QuantizedWeight:
     experts = len(weight) if weight.ndim == 3 else 0
-    ((data, scales),) = quantize_rows([weight.flatten(0, -2)], torch.bfloat16)
+    data, scales = quantize_rows(weight.flatten(0, -2), torch.bfloat16)
     found = QuantizedWeight(data, scales, weight.dtype, experts=experts)
     found.is_only_copy = True
     return nn.Parameter(found, requires_grad=False)  # type: ignore[return-value]

@@ -40,11 +40,16 @@ class QuantizedWeight(Tensor):
     dequantized data.
     """
 
+    experts: int  # number of experts, 0 for a single matrix
+    quantization: str
     # Exact, [M, K], in host memory. Optimizers may write to it.
     source: Tensor | None = None
     is_only_copy: bool = False
     # How the checkpoint stores the scales, if the FP8 data come from a checkpoint.
     checkpoint: Layout | None = None
+    _fp8_data: Tensor
+    _scales: Tensor
+    _version_of_source = -1  # version of the source when it was last quantized
 
     @staticmethod
     def __new__(
@@ -55,19 +60,10 @@ class QuantizedWeight(Tensor):
         quantization: str = BY_ROW,
         experts: int = 0,
     ) -> QuantizedWeight:
-        return compat.wrapper(cls, _stack(fp8_data, experts), dtype)
-
-    def __init__(
-        self,
-        fp8_data: Tensor,
-        scales: Tensor,
-        dtype: torch.dtype,
-        quantization: str = BY_ROW,
-        experts: int = 0,
-    ) -> None:
-        self.experts = experts
-        self._fp8_data, self._scales, self.quantization = fp8_data, scales, quantization
-        self._version_of_source = -1  # version of the source when it was last quantized
+        found = compat.wrapper(cls, _stack(fp8_data, experts), dtype)
+        found._fp8_data, found._scales = fp8_data, scales
+        found.quantization, found.experts = quantization, experts
+        return found
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return no values, because compilers print fake weights."""
@@ -211,7 +207,7 @@ class QuantizedWeight(Tensor):
         return is_same and (self.checkpoint is None or other.checkpoint is not None)
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
-        """Quantize the source, or new `rows` [R, K] from `first`."""
+        """Quantize the source, or new `rows` [R, K] from row `first` on."""
         if rows is None:
             assert self.source is not None
             self.wait_for_source()
@@ -268,12 +264,13 @@ class QuantizedWeight(Tensor):
 class WeightView(Tensor):
     """A read-only view of a `QuantizedWeight`, with a copy of its values."""
 
+    values_of_weight: Tensor
+
     @staticmethod
     def __new__(cls, values: Tensor) -> WeightView:
-        return compat.wrapper(cls, values, values.dtype)
-
-    def __init__(self, values: Tensor) -> None:
-        self.values_of_weight = values
+        found = compat.wrapper(cls, values, values.dtype)
+        found.values_of_weight = values
+        return found
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.values_of_weight)
@@ -401,23 +398,21 @@ def save_weights(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
             state[prefix + weight.checkpoint.name] = weight.checkpoint.collapse(weight.scales).cpu()
 
 
-def quantize_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Round matrices [M, K] to `dtype`, and quantize each row, as `dialect.ops.quantize` does.
+def quantize_rows(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round a matrix [M, K] to `dtype`, and quantize each row, as `dialect.ops.quantize` does.
 
-    Returns FP8 data [M, K] and scales fp32 [M, 1] for each matrix.
+    Returns FP8 data [M, K] and scales fp32 [M, 1].
     """
-    shapes, device = [x.shape for x in matrices], matrices[0].device
-    elements, rows = sum(x.numel() for x in matrices), sum(len(x) for x in matrices)
-    data = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty(rows, dtype=torch.float32, device=device)
-    quantize_rows_into(matrices, dtype, data, scales)
-    return split_rows(data, scales, shapes)
+    data = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
+    scales = torch.empty(len(matrix), 1, dtype=torch.float32, device=matrix.device)
+    quantize_rows_into([matrix], dtype, data.view(-1), scales.view(-1))
+    return data, scales
 
 
 def quantize_rows_into(
     matrices: Sequence[Tensor], dtype: torch.dtype, data: Tensor, scales: Tensor
 ) -> None:
-    """Write results of `quantize_rows`, concatenated, to `data` [ΣM·K] and `scales` [ΣM]."""
+    """Write the results of `quantize_rows` for all matrices to `data` [ΣM·K] and `scales` [ΣM]."""
     if hardware.why_no_triton_kernels(matrices[0].device) is None:
         from fp8pass.weights import quantization_kernel  # imports Triton
 

@@ -41,7 +41,7 @@ def ddp_broadcasts_exact_weights(device: str) -> None:
             model[0].weight.zero_()
     nn.parallel.DistributedDataParallel(model)
     check_exact(model, before)
-    ((codes, _),) = quantize_rows([before["0.weight"].to(device)], torch.bfloat16)
+    codes, _ = quantize_rows(before["0.weight"].to(device), torch.bfloat16)
     assert torch.equal(model[0].weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
 
 

@@ -30,7 +30,7 @@ def quantize_weights(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            ((codes, scales),) = quantize_rows([layer.weight.detach()], layer.weight.dtype)
+            codes, scales = quantize_rows(layer.weight.detach(), layer.weight.dtype)
             layer.weight = nn.Parameter(QuantizedWeight(codes, scales, layer.weight.dtype))
     return model
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8pass import hardware
 from fp8pass.distributed.weight_gather import PackedWeights, SendBuffers, ShardKey, unpack
 from fp8pass.distributed.wire import add_up, pack, packed_bytes
-from fp8pass.weights.quantized_parameter import quantize_rows, quantize_rows_into, split_rows
+from fp8pass.weights.quantized_parameter import quantize_rows_into, split_rows
 
 # Largest relative error of an FP8 value.
 ROUNDING = 2.0**-4 + 2.0**-20
@@ -131,10 +131,10 @@ def test_the_kernel_quantizes_weights_like_pytorch(device, rests_in, shift, requ
     small[1] *= 1e-30
     small[2] = 0.0
     large[3, 2500], large[4, 3] = float("inf"), float("nan")
-    wanted = quantize_rows(matrices, torch.bfloat16)
+    wanted = pack_weights(matrices).parts
     request.getfixturevalue("fused")
     for (codes, scales), (want, want_scales) in zip(
-        quantize_rows(matrices, torch.bfloat16), wanted, strict=True
+        pack_weights(matrices).parts, wanted, strict=True
     ):
         torch.testing.assert_close(scales, want_scales, rtol=0, atol=0, equal_nan=True)
         assert codes.shape == want.shape
@@ -149,7 +149,7 @@ def test_the_kernel_quantizes_weights_like_pytorch(device, rests_in, shift, requ
 def test_weights_are_requantized_in_place(device, shift, fused):
     """A second launch bypasses Triton, which must not happen for other addresses."""
     matrices = [torch.randn(m, 48).to(device) for m in (6, 16)]
-    wanted = quantize_rows(matrices, torch.bfloat16)
+    wanted = pack_weights(matrices).parts
     data = torch.empty(22 * 48, dtype=torch.float8_e4m3fn, device=device)
     places = torch.empty(22, device=device), torch.empty(22 + shift, device=device)[shift:]
     for _ in range(3):
@@ -188,10 +188,7 @@ def test_packed_shards_are_unpacked_to_quantized_weights(
     weights = [torch.randn(m * ranks, k).to(device) for m, k in shapes]
     sent = []
     for rank in range(ranks):
-        shards = [x.chunk(ranks)[rank] for x in weights]
-        packed = PackedWeights([x.shape for x in shards], shards[0].device)
-        quantize_rows_into(shards, torch.bfloat16, packed.data, packed.scales)
-        sent.append(packed.memory)
+        sent.append(pack_weights([x.chunk(ranks)[rank] for x in weights]).memory)
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: "none")
     if fuses:
         request.getfixturevalue("fused")
@@ -199,10 +196,17 @@ def test_packed_shards_are_unpacked_to_quantized_weights(
         whole = PackedWeights([x.shape for x in weights], weights[0].device)
         versions = [] if inference else [x._version for x in whole.parts[0]]
         unpack(torch.stack(sent), whole)
-    for got, want in zip(whole.parts, quantize_rows(weights, torch.bfloat16), strict=True):
+    for got, want in zip(whole.parts, pack_weights(weights).parts, strict=True):
         assert all(map(torch.equal, _bytes(got), _bytes(want)))
     if not inference:  # autograd may have saved them
         assert [x._version for x in whole.parts[0]] == versions
+
+
+def pack_weights(matrices):
+    """Quantize matrices by row, in BF16."""
+    packed = PackedWeights([x.shape for x in matrices], matrices[0].device)
+    quantize_rows_into(matrices, torch.bfloat16, packed.data, packed.scales)
+    return packed
 
 
 def _bytes(tensors):

@@ -71,9 +71,7 @@ def test_large_weights_are_quantized(device):
     assert all(p.device.type == device for p in model.parameters())
     assert model.up.weight.source.device.type == "cpu"
     assert model.up.weight.requires_grad
-    ((codes, scales),) = quantize_rows(
-        [Model().bfloat16().up.weight.detach().to(device)], torch.bfloat16
-    )
+    codes, scales = quantize_rows(Model().bfloat16().up.weight.detach().to(device), torch.bfloat16)
     assert torch.equal(model.up.weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(model.up.weight.scales, scales)
 
@@ -182,7 +180,7 @@ def test_fp8_data_follow_the_weights(device):
     model = new(device)
     train(model, device, 2, offload=(), accumulate=1, recipe="coat")
     for p in (model.up.weight, model.down.weight):
-        ((codes, scales),) = quantize_rows([p.source.to(device)], torch.bfloat16)
+        codes, scales = quantize_rows(p.source.to(device), torch.bfloat16)
         assert torch.equal(p.fp8_data.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(p.scales, scales)
 
@@ -193,7 +191,7 @@ def test_changed_rows_are_requantized(device, monkeypatch):
     pytest.importorskip("triton")
     weight = new(device).up.weight
     before, rows = weight.dequantize(), torch.randn(64, WIDTH, device=device).bfloat16()
-    ((codes, scales),) = quantize_rows([rows], torch.bfloat16)
+    codes, scales = quantize_rows(rows, torch.bfloat16)
     monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
     weight.requantize(128, rows)
     assert torch.equal(weight.fp8_data[128:192].view(torch.uint8), codes.view(torch.uint8))
@@ -238,7 +236,7 @@ def check_exact(weight: QuantizedWeight, want: torch.Tensor) -> None:
     """Check the source of a weight, the values that operators read, and the FP8 data."""
     assert torch.equal(weight.source, want)
     assert torch.equal(weight + 0, want)
-    ((codes, scales),) = quantize_rows([want], torch.bfloat16)
+    codes, scales = quantize_rows(want, torch.bfloat16)
     assert torch.equal(weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(weight.scales, scales)
 

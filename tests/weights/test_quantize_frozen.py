@@ -96,7 +96,7 @@ def test_frozen_linear_layers_are_quantized(device, caplog):
     assert stored(model).keys() == {"up.base.weight", "down.base.weight"}
     assert model.again.weight is model.up.base.weight
     assert model.lm_head.weight is model.embedding.weight
-    ((codes, _),) = quantize_rows([new(device).up.base.weight.detach()], torch.bfloat16)
+    codes, _ = quantize_rows(new(device).up.base.weight.detach(), torch.bfloat16)
     assert torch.equal(model.up.base.weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
     (said,) = caplog.messages
     assert said == (
@@ -145,9 +145,9 @@ def test_each_weight_is_freed_before_the_next_is_quantized(monkeypatch):
     whole = [compat.weak_storage(layer.weight) for layer in model]
     left = []
 
-    def count(matrices, dtype):
+    def count(matrix, dtype):
         left.append(sum(not x.expired() for x in whole))
-        return quantize_rows(matrices, dtype)
+        return quantize_rows(matrix, dtype)
 
     monkeypatch.setattr(quantize_frozen_module, "quantize_rows", count)
     fp8pass.quantize_frozen(model)
@@ -389,7 +389,7 @@ def test_writes_update_the_fp8_data_or_are_refused(rows, columns, dtype, change,
                 write(slice(1, 3) if change == "part =" else values.to(dtype), 0.5)
             assert torch.equal(view.fp8_data.view(torch.uint8), before.view(torch.uint8))
             return
-    ((codes, scales),) = quantize_rows([values.bfloat16()], torch.bfloat16)
+    codes, scales = quantize_rows(values.bfloat16(), torch.bfloat16)
     for weight in (layer.weight, view):
         assert torch.equal(weight.fp8_data.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(weight.scales, scales)
