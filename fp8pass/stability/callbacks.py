@@ -97,7 +97,8 @@ def make_lightning_callback(observer: Any) -> Any:
     if not hasattr(observer, "state_dict"):
         return LightningStepCallback()
 
-    # Lightning stores states of callbacks by class, so the callback of a Guard has its own class.
+    # Lightning stores the states of callbacks by the qualified names of their classes. So a Guard's
+    # callback has its own class, and checkpoints lose its state if the class is renamed or moved.
     class LightningGuardCallback(LightningStepCallback):
         def state_dict(self) -> dict[str, Any]:
             return observer.state_dict()

@@ -48,7 +48,6 @@ class Actions:
         self._until: int | None = None  # step at which lasting actions end; None if none is on
         self._quiet_since = 0  # last step with an alarm or a lasting action
         self._rates: list[LowerRate] = []
-        self._has_stepped = False
         self._snapshots = Snapshots(quiet)
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -105,9 +104,7 @@ class Actions:
 
     def tend(self, step: int, *, alarmed: bool) -> Iterator[Done]:
         """End actions that are over. Without an alarm, take snapshots. Called in each step."""
-        if not self._has_stepped:
-            self._check_steps(self._optimizers)  # step_in_backward may be called after `bind`
-        self._has_stepped = True
+        self._check_steps(self._optimizers)  # step_in_backward may be called after `bind`
         snapshots = self._snapshots if ROLL_BACK in self.act else None
         if self._until is not None and step >= self._until:
             self._until = None

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 NORMAL = 1.4826  # ratio of standard deviation to median distance in a normal distribution
-LEAST_ROWS = 8  # number of rows that a history needs for a comparison
 REFRESH = 4  # medians are recomputed only after so many new rows, to save time
 
 
@@ -106,7 +105,7 @@ class History:
         least: number of past rows that a comparison needs.
     """
 
-    def __init__(self, floor: float, window: int = 40, least: int = LEAST_ROWS) -> None:
+    def __init__(self, floor: float, window: int = 40, least: int = 8) -> None:
         self.floor, self.least = floor, least
         self.frozen = False  # new rows are then not added to the past
         self._rows: deque[Numbers] = deque(maxlen=window)
