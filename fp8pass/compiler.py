@@ -108,7 +108,7 @@ class Captured:
         inputs = Inputs.of(self.example_inputs, moving)
         by_name = match_names(self.gm, config)
         placeholders = self.gm.graph.find_nodes(op="placeholder")
-        names = tuple(graph.clean_path(compat.input_name(n)) for n in placeholders)
+        names = tuple(graph.clean_path(compat.source_of(n)) for n in placeholders)
         return Compilation(
             config, inputs, self.hooks, by_name=by_name, input_names=names, **options
         )

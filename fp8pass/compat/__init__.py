@@ -12,6 +12,7 @@ fakes.py          runs a model without memory
 tracing.py        traces a function into operators that Inductor lowers
 frames.py         looks up the function that Dynamo is tracing
 attributes.py     sets attributes for a limited time
+hooks.py          finds, disables and removes hooks of tensors, modules and optimizers
 loading.py        prepares and completes loads of checkpoints
 pipelining.py     schedules of pipeline parallelism
 data_parallel.py  FSDP2 and `replicate`; imported separately, as it needs torch.distributed
@@ -39,6 +40,7 @@ check_version(torch.__version__)
 from fp8pass.compat.compiling import *  # noqa: E402, F403
 from fp8pass.compat.fakes import *  # noqa: E402, F403
 from fp8pass.compat.frames import *  # noqa: E402, F403
+from fp8pass.compat.hooks import *  # noqa: E402, F403
 from fp8pass.compat.joint import *  # noqa: E402, F403
 from fp8pass.compat.launching import *  # noqa: E402, F403
 from fp8pass.compat.loading import *  # noqa: E402, F403

@@ -36,13 +36,13 @@ from fp8pass.compat.attributes import Attribute, set_attributes
 __all__ = [
     "SEEDED_RANDOM", "CustomPartitionerFn", "activation_quantization_is_on", "after_backward",
     "backend_of", "box", "cache_folder", "compile_fx", "compile_fx_inner", "compiled_in_vain",
-    "compiles_backward", "copy_captured", "current_options", "disable_gradient_hooks",
-    "find_replayed_memory", "forget_sizes", "fresh_compilation", "get_cpp_compiler", "half_of",
-    "has_cpp_compiler", "interpret", "is_checkpointing", "is_of_fsdp", "is_region",
-    "list_mode_options", "list_options", "match_generated_code", "multiplies_bf16_on_cpu",
-    "original_of", "patch_options", "recompile", "reuse_small_buffers", "run_uncompiled",
-    "running_backward", "runs_gradient_hooks", "source_of", "static_inputs", "trace_structured",
-    "type_of_option", "uncached", "uses_cuda_graphs",
+    "compiles_backward", "copy_captured", "current_options", "find_replayed_memory",
+    "forget_sizes", "fresh_compilation", "get_cpp_compiler", "half_of", "has_cpp_compiler",
+    "interpret", "is_checkpointing", "is_of_fsdp", "is_region", "list_mode_options",
+    "list_options", "match_generated_code", "multiplies_bf16_on_cpu", "original_of",
+    "patch_options", "recompile", "reuse_small_buffers", "run_uncompiled", "running_backward",
+    "source_of", "static_inputs", "trace_structured", "type_of_option", "uncached",
+    "uses_cuda_graphs",
 ]  # fmt: skip
 
 # Before 2.13, Dynamo does not check a parameter again while its dict is unchanged. If the user
@@ -240,26 +240,6 @@ def run_uncompiled(module: nn.Module) -> AbstractContextManager[None]:
     return set_attributes([(m, "_compiled_call_impl", None) for m in compiled])
 
 
-@contextmanager
-def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    # The autograd engine holds a reference to the dict of hooks, so the dict must be cleared
-    # instead of replaced.
-    hooks = [h for x in leaves if (h := x._post_accumulate_grad_hooks)]
-    registered = [dict(h) for h in hooks]
-    for h in hooks:
-        h.clear()
-    try:
-        yield
-    finally:
-        for h, before in zip(hooks, registered, strict=True):
-            h.update(before)
-
-
-def runs_gradient_hooks(leaf: torch.Tensor) -> bool:
-    """Whether a leaf has hooks on accumulated gradients, which are not disabled."""
-    return bool(leaf._post_accumulate_grad_hooks)
-
-
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy the sources of inputs, too, by which AOTAutograd recognizes parameters."""
     copies: dict[fx.Node, fx.Node] = {}
@@ -276,7 +256,7 @@ def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def source_of(node: fx.Node) -> str:
-    """Return the Python expression from which Dynamo read a graph input, or ''."""
+    """Return the Python expression of a Dynamo graph's input, such as `L['ids']`, or ''."""
     source = getattr(node, "_dynamo_source", None)
     return "" if source is None else source.name
 

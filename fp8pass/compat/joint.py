@@ -13,9 +13,9 @@ from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
-    "copy_region", "extract_forward_backward", "forget_checkpointing", "input_index", "input_name",
-    "is_primal", "is_tangent", "must_recompute", "must_save", "normalize_joint_graph",
-    "recompute_always", "save_always", "stock_partition",
+    "copy_region", "extract_forward_backward", "forget_checkpointing", "input_index", "is_primal",
+    "is_tangent", "must_recompute", "must_save", "normalize_joint_graph", "recompute_always",
+    "save_always", "stock_partition",
 ]  # fmt: skip
 
 stock_partition = partitioners.min_cut_rematerialization_partition
@@ -72,12 +72,6 @@ def is_tangent(node: fx.Node) -> bool:
 def is_primal(node: fx.Node) -> bool:
     """Whether `node` is a parameter, buffer or argument, an input of the forward."""
     return node.op == "placeholder" and "primals" in str(node.target)
-
-
-def input_name(node: fx.Node) -> str:
-    """Return e.g. `L['ids']`; '' if unknown."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    return getattr(source, "name", "")
 
 
 def must_recompute(node: fx.Node) -> bool:

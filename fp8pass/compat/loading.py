@@ -1,4 +1,4 @@
-"""Call functions before and after `torch.distributed.checkpoint` (DCP) reads data; find hooks."""
+"""Call functions before and after `torch.distributed.checkpoint` (DCP) reads data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 
-import torch
-from torch import nn
-
-__all__ = ["has_step_hooks", "prepare_loads", "remove_forward_pre_hooks"]
+__all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
 # Gets the flat state dict, whose entries it may replace, and the checkpoint's metadata before data
@@ -65,15 +62,3 @@ def _call_after_reads(planner: Any, conversions: Mapping[str, Convert]) -> None:
                 convert()
 
     planner.finish_plan, planner.commit_tensor = finish_plan, commit_tensor
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether functions run before or after each step of an optimizer."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def remove_forward_pre_hooks(module: nn.Module, package: str) -> None:
-    """Remove a module's hooks that are functions of `package`."""
-    hooks = module._forward_pre_hooks
-    for key in [k for k, hook in hooks.items() if hook.__module__.split(".")[0] == package]:
-        del hooks[key]
