@@ -15,11 +15,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass import compat
 from fp8pass.compat.data_parallel import replace_accumulation
+from fp8pass.optim.shards import local
 from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.sums import GradientSum
 
@@ -52,12 +52,12 @@ class LocalSums:
 
     def add(self, number: int, gradient: Tensor) -> None:
         """Add a gradient to the sum of a parameter."""
-        local = _local(gradient).contiguous()
-        if local.device not in self._reductions:
-            self._reductions[local.device] = torch.zeros((), device=local.device)
+        dense = local(gradient).contiguous()
+        if dense.device not in self._reductions:
+            self._reductions[dense.device] = torch.zeros((), device=dense.device)
         if number not in self._sums:
             self._sums[number] = GradientSum(self.format, number=number)
-        self._sums[number].add(local, seed=0, step=self._reductions[local.device])
+        self._sums[number].add(dense, seed=0, step=self._reductions[dense.device])
 
     def move_to(self, number: int, gradient: Tensor) -> None:
         """Add the sum of a parameter to its gradient in place, and start a new sum."""
@@ -69,11 +69,11 @@ class LocalSums:
             for reductions in self._reductions.values():
                 reductions.add_(1)
         self._moved.add(number)
-        local = _local(gradient)
-        dense = local.contiguous()
+        shard = local(gradient)
+        dense = shard.contiguous()
         found.move_to(dense)
-        if dense is not local:
-            local.copy_(dense)
+        if dense is not shard:
+            shard.copy_(dense)
 
     def add_to_bucket(self, bucket: Any) -> None:
         """Add the sums of the parameters in a bucket of DDP to their gradients."""
@@ -116,7 +116,3 @@ def _take_unreduced(
     wrapper = module()
     if wrapper is not None and not wrapper.require_backward_grad_sync:
         sums.take(parameter)
-
-
-def _local(gradient: Any) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

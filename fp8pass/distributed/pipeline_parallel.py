@@ -19,7 +19,7 @@ from fp8pass import compat
 from fp8pass.compat import PipelineAction
 from fp8pass.config import Config, checked_config
 from fp8pass.dialect.formats import SAVED_FORMATS
-from fp8pass.option_checks import LARGEST_SHARE, ConfigError, unknown
+from fp8pass.option_checks import LARGEST_SHARE, ConfigError, is_whole, unknown
 
 # Micro-batches that a rank holds. A backward in two parts releases its micro-batch after the second
 # part (W), which computes weight gradients.
@@ -165,7 +165,7 @@ def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int)
 
 
 def _check_count(name: str, number: int | None) -> int:
-    if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+    if number is not None and is_whole(number) and number >= 1:
         return number
     raise ConfigError(
         f"{name}={number!r} must be a whole number, at least 1, if schedule is a name or a class. "
