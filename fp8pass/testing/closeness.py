@@ -39,6 +39,7 @@ from fp8pass.testing.steps import TrainingStep, step
 
 JUDGED = 0.75
 FLOOR = 1e-4
+FEW_SEEDS = 3  # without complaints
 PLAIN_SEEDS = 4  # one of every 4 seeds runs in the model's own dtype
 Batch = Sequence[Any]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -153,14 +154,14 @@ class Reference:
                 self.noisy.append(self._run_steps(self.wide, noise))
 
     def judge(
-        self, steps: Sequence[TrainingStep], expected: float = 0.0, seeds: int = 3, more: int = 96
+        self, steps: Sequence[TrainingStep], expected: float = 0.0, more: int = 96
     ) -> Verdict:
-        """Judge whether `steps` are as close to the exact steps as noise of `seeds` seeds allows.
+        """Judge whether `steps` are as close to the exact steps as noise of few seeds allows.
 
         `expected` is the largest gradient error that a plan predicts for one saved value. If there
         are complaints, the steps are judged again with `more` seeds.
         """
-        self.measure(seeds)
+        self.measure(FEW_SEEDS)
         verdict = self._judge(steps, expected)
         if verdict.complaints and self.formats.forward and len(self.noisy) < more:
             self.measure(more)
