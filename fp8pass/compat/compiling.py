@@ -50,8 +50,8 @@ __all__ = [
 if torch.__version__ < "2.13":
     dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
 
-# Larger buffers are freed after their last use. Inductor would hold them for later results.
-# Half of the allocations of a small model are smaller.
+# Bytes. Larger buffers are freed after their last use, because Inductor would hold them for later
+# results. Half of the allocations of a small model are smaller.
 _LARGEST_REUSED = 1 << 20
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -65,7 +65,7 @@ SEEDED_RANDOM = (
 
 
 def half_of(kwargs: dict[str, Any]) -> str:
-    """Return `forward`, `backward` or `inference`."""
+    """Return which graph Inductor compiles: `forward`, `backward` or `inference`."""
     if kwargs.get("is_inference"):
         return "inference"
     return "backward" if kwargs.get("is_backward") else "forward"
@@ -132,7 +132,7 @@ def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None)
 
 
 def _detach_from_base(value: Any) -> Any:
-    """Share the memory of a view, but not as a view for autograd."""
+    """Return a tensor with the memory of a view that is not a view for autograd."""
     if not isinstance(value, torch.Tensor) or not value._is_view():
         return value
     return torch.ops.aten._unsafe_view.default(value, value.shape)
@@ -191,8 +191,8 @@ def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
 def compiled_in_vain(module: nn.Module) -> bool:
     """Whether `module.compile()` had no effect, because Dynamo does not trace the module's class.
 
-    Before PyTorch 2.14 Dynamo traces the forward of a `torch.nn` class only when other traced code
-    calls it. For a DistributedDataParallel, the class of the wrapped module counts.
+    Before PyTorch 2.14, Dynamo traces the forward of a `torch.nn` class only if other traced code
+    calls this forward. For a DistributedDataParallel, the class of the wrapped module counts.
     """
     if module._compiled_call_impl is None:
         return False
@@ -235,13 +235,13 @@ def recompile(parts: Iterable[nn.Module], backend: Any) -> AbstractContextManage
 
 
 def run_uncompiled(module: nn.Module) -> AbstractContextManager[None]:
-    """Run a module and its submodules without in-place compilation."""
+    """Ignore the in-place compilation of a module and its submodules."""
     compiled = [m for m in module.modules() if m._compiled_call_impl]
     return set_attributes([(m, "_compiled_call_impl", None) for m in compiled])
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy the sources of inputs, too, by which AOTAutograd recognizes parameters."""
+    """Copy a Dynamo graph with its inputs' sources, by which AOTAutograd recognizes parameters."""
     copies: dict[fx.Node, fx.Node] = {}
     g = fx.Graph()
     g.output(g.graph_copy(gm.graph, copies))
@@ -314,9 +314,9 @@ def uncached() -> AbstractContextManager[Any]:
 
 
 def forget_sizes() -> None:
-    """Let Dynamo forget the sizes that it has seen; after two sizes it compiles for any size.
+    """Let Dynamo forget the sizes that it has seen. Compiled code stays.
 
-    Compiled code stays.
+    After two different sizes, Dynamo compiles for any size.
     """
     reset_code_state()
 
@@ -330,7 +330,7 @@ def fresh_compilation() -> Iterator[None]:
     `accumulated_recompile_limit` counts.
     """
     unlimited = 1 << 20
-    # Ids of dead objects may be reused.
+    # References, because ids of dead objects may be reused.
     before = [
         (code, [entry.guard_manager for entry in _live_entries(code)]) for code in _compiled_codes()
     ]
@@ -370,7 +370,7 @@ def _forget(code: CodeType, known: set[int]) -> None:
 
 
 class _Forgotten(DeletedGuardManagerWrapper):
-    """They match no object, so Dynamo does not count the dropped version."""
+    """Guards of a dropped version. They match no object, so Dynamo does not count the version."""
 
     def __init__(self) -> None:
         super().__init__("compiled by an fp8pass tool that has ended")
@@ -411,7 +411,7 @@ def after_backward(function: Callable[[], None], otherwise: Callable[[], None]) 
 
 
 class _Ending:
-    """If a backward fails, its callbacks are deleted, but not called."""
+    """A callback of a backward. If the backward fails, callbacks are deleted, but not called."""
 
     def __init__(self, function: Callable[[], None], otherwise: Callable[[], None]) -> None:
         self._function, self._otherwise = function, otherwise

@@ -49,14 +49,15 @@ def fsdp_has_run(module: FSDPModule) -> bool:
 
 
 def get_shard(parameter: DTensor) -> Tensor:
-    """Return the object on which FSDP2 looks up its extension methods, unlike `to_local()`."""
+    """Return the tensor on which FSDP2 looks up its extensions. `to_local()` may return another."""
     return parameter._local_tensor
 
 
 def find_factor(op: Any, ranks: int) -> float | None:
     """Return the factor that turns a sum over ranks into `op`: 1/8 for an average over 8 ranks.
 
-    None for a maximum. FSDP2's `set_gradient_divide_factor` makes NCCL multiply terms by a factor.
+    Return None if there is no such factor, as for a maximum. FSDP2's `set_gradient_divide_factor`
+    makes NCCL multiply terms by a factor.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0
@@ -69,7 +70,7 @@ def find_factor(op: Any, ranks: int) -> float | None:
 
 
 def reduce_separately(model: nn.Module) -> AbstractContextManager[None]:
-    """Let FSDP2 reduce new gradients, but not those accumulated before, which return on exit."""
+    """Let FSDP2 reduce new gradients alone. On exit, accumulated gradients are as before."""
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
     # A parameter has this attribute only after the first forward.
@@ -160,7 +161,7 @@ class SumOfReplicas:
         for x in (terms, earlier):  # FSDP2 allocated and frees them on another stream
             if x is not None and x.is_cuda:
                 x.record_stream(torch.cuda.current_stream(x.device))
-        if earlier is not None:  # of backwards under `set_requires_all_reduce(False)`
+        if earlier is not None:  # the sums of backwards under `set_requires_all_reduce(False)`
             if terms.dtype is torch.float16:  # FSDP2 has divided them by another factor
                 raise RuntimeError(
                     "compress does not support set_requires_all_reduce(False) with gradients in "
@@ -180,7 +181,7 @@ class GradientBuffer(Tensor):
     have no shape and no memory in the buffer.
     """
 
-    shapes: list[torch.Size]  # of whole gradients, in both cases
+    shapes: list[torch.Size]  # shapes of whole gradients, also in the part of a rank
 
     @classmethod
     def empty(cls, *size: int, dtype: torch.dtype, device: torch.device) -> GradientBuffer:
@@ -229,7 +230,7 @@ def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[N
 
 
 def same_placements(like: DTensor, local: Tensor) -> DTensor:
-    """Wrap the shard `local`, on any device."""
+    """Return a DTensor with the placements of `like` and the shard `local`, on any device."""
     return DTensor(local, like._spec, requires_grad=False)
 
 

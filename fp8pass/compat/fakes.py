@@ -26,7 +26,7 @@ __all__ = [
     "autocast_for_cpu", "use_fake_tensors",
 ]  # fmt: skip
 
-# A result or its shape depends on values. `func` is the operator.
+# Raised if a result or its shape depends on values. Their attribute `func` is the operator.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 # Ids of the threads in which `torch.autocast("cuda")` applies to the CPU.
 _redirected: list[int] = []

@@ -106,7 +106,7 @@ def save_always(node: fx.Node) -> None:
 
 
 def copy_region(source: fx.Node, node: fx.Node) -> None:
-    """Copy the checkpointing tag."""
+    """Copy the checkpointing tag of `source` to `node`."""
     node.meta.pop("recompute", None)
     if "recompute" in source.meta:
         node.meta["recompute"] = source.meta["recompute"]

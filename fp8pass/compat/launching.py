@@ -72,8 +72,8 @@ def lower_to_triton(
 ) -> None:
     """Lower `op(inputs, programs)` on a GPU to the launches that `prepare` returns.
 
-    `overwritten` returns the inputs that nothing else reads and that results may replace: the
-    number of an input by the number of the result.
+    `overwritten` returns which results may overwrite inputs that nothing else reads: the number of
+    the input by the number of the result.
     """
     fallback = fallback_handler(op, add_to_fallback_set=False)
 

@@ -33,10 +33,10 @@ __all__ = [
     "version_of", "weak_storage", "wrapper",
 ]  # fmt: skip
 
-# Older code calls this instead of `torch.nn.functional.grouped_mm`.
+# Older models call this function instead of `torch.nn.functional.grouped_mm`.
 grouped_mm = torch._grouped_mm
 scaled_mm = torch._scaled_mm
-# Many tensors in one launch.
+# Functions of many tensors, in one launch.
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
@@ -54,14 +54,14 @@ def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Copy sizes, strides and device of `like`."""
+    """Return a `cls` without memory, with the sizes, strides and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
     )
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Count in-place changes of a tensor and its views."""
+    """Return a number that every in-place change of a tensor or of its views increases."""
     return tensor._version
 
 
@@ -73,8 +73,8 @@ def has_unbacked(value: object) -> bool:
 def size_hint(value: int | torch.SymInt) -> int:
     """Return a dynamic size's traced value.
 
-    For a data-dependent size, return the middle of its range, e.g. half the elements of a mask for
-    its true elements.
+    For a data-dependent size, return the middle of its range. For example, the size of the true
+    elements of a mask is half the size of the mask.
     """
     if isinstance(value, int):
         return value
@@ -103,8 +103,8 @@ def guard_count(graph: torch.fx.Graph) -> int:
 def restrictions(graph: torch.fx.Graph, known: int) -> list[str]:
     """Describe the guards, except the first `known`, that can cause recompilations.
 
-    A guard is left out if it holds for all tested sizes that the first guards allow, or if it is on
-    strides alone, which every pointwise operator adds.
+    A guard is left out if it holds for all tested sizes that the first guards allow. Guards on
+    strides alone are left out, too, because every pointwise operator adds some.
     """
     guards, env = _guards(graph), _shape_env(graph)
     return [
@@ -177,7 +177,7 @@ def calls_graphs(node: fx.Node) -> bool:
 
 
 def tensor_leaves(values: Any) -> list[torch.Tensor]:
-    """Search nested containers and Hugging Face outputs."""
+    """Return the tensors in nested containers and in outputs of Hugging Face models."""
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
@@ -190,7 +190,7 @@ def is_mutable(target: Any) -> bool:
 
 
 def schema_of(operator: Any) -> Any:
-    """Return name, arguments, and which arguments the operator writes to."""
+    """Return the schema: name, arguments, and which arguments the operator writes to."""
     return operator._schema
 
 

@@ -103,7 +103,7 @@ def gradient_divisor(schedule: Any) -> int:
 
 
 def _iterate_modules(schedule: Any) -> Iterator[nn.Module]:
-    """Stages of a schedule that `pipeline_configs` plans have no module."""
+    """Yield the modules of the stages. Stages that `pipeline_configs` plans have no module."""
     one = getattr(schedule, "_stage", None)
     for stage in getattr(schedule, "_stages", [one]):
         if (module := getattr(stage, "submod", None)) is not None:

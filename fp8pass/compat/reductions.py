@@ -18,10 +18,10 @@ _LONGEST = 1024
 
 
 def hold_dequantized_rows() -> AbstractContextManager[None]:
-    """Read rows of up to 1,024 elements once, also if a kernel reads the scales of their groups.
+    """Read rows of up to 1,024 elements once, even if a kernel reads the scales of their groups.
 
-    Inductor does not hold a row in registers if some index is not contiguous. The index of a
-    group's scale, `column // 128`, is not.
+    Inductor does not hold a row in registers if an index is not contiguous. The index of a group's
+    scale, `column // 128`, is not contiguous.
     """
     return V.set_choices_handler(_Choices(V.choices))
 

@@ -37,7 +37,7 @@ from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
-PATIENCE_S = 30  # before a rank warns that it waits
+PATIENCE_S = 30  # seconds after which a rank warns that it waits
 TOO_LATE = "the model has run already: call compress before its first forward."
 _COMPRESSED: WeakSet[nn.Module] = WeakSet()
 
@@ -46,10 +46,10 @@ _COMPRESSED: WeakSet[nn.Module] = WeakSet()
 class Compression:
     """Changes that `compress` made to a model, and the bytes that this rank has sent since then."""
 
-    modules: tuple[str, ...] = ()  # that reduce compressed gradients; '' is the model itself
-    layers: tuple[str, ...] = ()  # linear layers whose weights are gathered in FP8
+    modules: tuple[str, ...] = ()  # modules that reduce compressed gradients; '' is the model
+    layers: tuple[str, ...] = ()  # linear layers with weights that are gathered in FP8
     gradients: Traffic = field(default_factory=Traffic)
-    weights: Traffic = field(default_factory=Traffic)  # of `layers`
+    weights: Traffic = field(default_factory=Traffic)  # the weights of `layers`
     # Sums of gradients that are not reduced yet; None without `sums`.
     sums: LocalSums | None = None
 
@@ -162,7 +162,7 @@ def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> N
     """
     found = {arguments}
     with _warn_after_waiting():
-        for group in groups:  # each gather sends what earlier gathers received
+        for group in groups:  # each gather also sends the arguments that earlier gathers received
             received: list[set[str]] = [set()] * group.size()
             dist.all_gather_object(received, found, group=group)
             found = set().union(*received)
@@ -175,7 +175,7 @@ def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> N
 
 @contextmanager
 def _warn_after_waiting() -> Iterator[None]:
-    """PyTorch's timeout takes minutes."""
+    """Warn if the code in this context waits long, because PyTorch's timeout takes minutes."""
     text = "compress has waited %d s for other ranks: call it on every rank."
     timer = threading.Timer(PATIENCE_S, log.warning, (text, PATIENCE_S))
     timer.daemon = True
@@ -286,14 +286,14 @@ class FSDPReduceScatter:
         self.sums.reduce_scatter(output_tensor.plain(), terms, sizes, group, factor)
 
 
-# DDP compares a hook's annotations with classes, but annotations in this module are strings. A
-# copied DDP finds the hook by its module-level name.
+# The hook has no annotations: DDP compares them with classes, but annotations in this module are
+# strings. The hook is a function of the module, because a copied DDP finds the hook by its name.
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]
     return state.reduce(bucket)
 
 
 class DDPReduction:
-    """DDP's all-reduce of a bucket of gradients, in FP8, beside the rest of the backward.
+    """DDP's all-reduce of a bucket of gradients, in FP8, concurrently with the backward.
 
     Copies and pickles of a DDP contain an empty instance, and use PyTorch's own reduction.
     """

@@ -39,7 +39,7 @@ class Traffic:
     bytes: int = 0
 
     def add(self, elements: int, sent: int, copies: float) -> None:
-        """Count `copies` times, which may be a fraction."""
+        """Count values and bytes that are sent to `copies` ranks. `copies` may be a fraction."""
         self.elements += int(elements * copies)
         self.bytes += int(sent * copies)
 
@@ -58,7 +58,7 @@ class ParameterLayout:
 
     @cached_property
     def _runs(self) -> tuple[int, ...]:
-        """Lengths of sequences of parameters without padding between them."""
+        """The lengths of sequences of parameters without padding between them."""
         runs = [0]
         for size in self.sizes:
             runs[-1] += size
@@ -81,7 +81,7 @@ class ParameterLayout:
         return padded
 
     def unpad(self, padded: Tensor, rows: Tensor) -> None:
-        """Copy to `rows` [R, N] without the padding."""
+        """Copy `padded`, without the padding, to `rows` [R, N]."""
         for source, run in self._pair_runs(padded, rows):
             run.copy_(source[:, : run.shape[-1]])
 
@@ -91,7 +91,7 @@ class ParameterLayout:
 
 @lru_cache(maxsize=1024)
 def make_layout(sizes: tuple[int, ...]) -> ParameterLayout:
-    """Leave out parameters of size 0."""
+    """Return the layout of parameters of these sizes, without parameters of size 0."""
     return ParameterLayout(tuple(size for size in sizes if size))
 
 

@@ -25,14 +25,14 @@ from fp8pass.optim.sums import GradientSum
 
 
 class LocalSums:
-    """The sums of a model's gradients on this rank, by the number of the parameter."""
+    """The sums of a model's gradients on this rank. Each parameter has a number."""
 
     def __init__(self, format: StateFormat) -> None:
         self.format = format
         self._next = count()
         # DDP's parameters. Their hooks refer to this object, so it must not refer to them.
         self._numbers = compat.WeakIdKeyDictionary()
-        self._sums: dict[int, GradientSum] = {}
+        self._sums: dict[int, GradientSum] = {}  # by the number of the parameter
         # Reductions so far, fp32 [], for the random bits of stochastic rounding.
         self._reductions: dict[torch.device, Tensor] = {}
         self._moved: set[int] = set()  # the sums of the current reduction
@@ -78,7 +78,7 @@ class LocalSums:
     def add_to_bucket(self, bucket: Any) -> None:
         """Add the sums of the parameters in a bucket of DDP to their gradients."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            # Tools disable the hooks during backwards of their own, which leave the sums alone.
+            # Tools disable the hooks while they run backwards, which must not change the sums.
             if parameter in self._numbers and compat.runs_gradient_hooks(parameter):
                 # `gradient` has the memory of the parameter's layout, but contiguous strides.
                 placed = gradient.as_strided(parameter.size(), parameter.stride())

@@ -21,8 +21,8 @@ from fp8pass.config import Config, checked_config
 from fp8pass.dialect.formats import SAVED_FORMATS
 from fp8pass.option_checks import LARGEST_SHARE, ConfigError, is_whole, unknown
 
-# Micro-batches that a rank holds. A backward in two parts releases its micro-batch after the second
-# part (W), which computes weight gradients.
+# Change of the number of micro-batches that a rank holds. A backward in two parts releases its
+# micro-batch after the second part (W), which computes weight gradients.
 HELD_CHANGE = {"F": 1, "B": -1, "W": -1}
 
 
@@ -79,8 +79,8 @@ def pipeline_configs(
 def most_held(actions: list[PipelineAction]) -> int:
     """Return how many micro-batches a rank holds at its peak.
 
-    For interleaved 1F1B with two stages on each of n ranks, rank i (from
-    1) holds 3n - 2i + 1. Eq. 21 of AGoQ is n + 2i - 1, because it counts ranks backwards.
+    For interleaved 1F1B with two stages on each of n ranks, rank i, counted from 1, holds
+    3n - 2i + 1. Eq. 21 of AGoQ is n + 2i - 1, because it counts ranks backwards.
     """
     held = peak = 0
     for action in actions:

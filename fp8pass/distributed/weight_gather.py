@@ -36,7 +36,7 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows_i
 
 log = logging.getLogger("fp8pass")
 
-# Supported by the quantization kernel.
+# Dtypes that the quantization kernel supports.
 SHARD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -110,7 +110,7 @@ class WeightGather:
         return [get_shard(cast(Any, y.weight)) for y in self.layers]
 
     def attach(self) -> None:
-        """Skip weights that FSDP2 has just gathered."""
+        """Attach the extension to new shards. Skip weights that are gathered at the moment."""
         for i, layer in enumerate(self.layers):
             weight: Any = layer.weight
             shard: Any = get_shard(weight) if isinstance(weight, DTensor) else None
@@ -126,7 +126,8 @@ class WeightGather:
             dtype = mp_policy.param_dtype or module.weight.dtype
             return self._quantize_shards(dtype, mesh.size() - 1) if i == 0 else (), dtype
 
-        # FSDP2 inspects the signature in each gather, which would take more CPU time than the rest.
+        # FSDP2 inspects the signature in each gather. Without this attribute, the inspection would
+        # take more CPU time than the rest of the gather.
         signature = inspect.signature(pre_all_gather)
         pre_all_gather.__signature__ = signature  # type: ignore[attr-defined]
         return pre_all_gather

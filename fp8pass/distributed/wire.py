@@ -23,7 +23,7 @@ from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE, amax_quotient, round_up_t
 fp8 = torch.ops.fp8pass
 
 WIRE_GROUP_SIZE = 128
-# All ranks must use the same.
+# All ranks must use the same quantization.
 WIRE_QUANTIZATION = str(Quantization(E4M3, group(WIRE_GROUP_SIZE)))
 
 

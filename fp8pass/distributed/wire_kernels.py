@@ -19,9 +19,9 @@ from fp8pass.dialect.scaling import BF16_BITS
 from fp8pass.dialect.triton_scaling import largest, quotient_of
 from fp8pass.runtime.triton_launcher import Launcher
 
-# Groups of a program of `pack` or `add_up`, 4 kB of fp32 registers.
+# Number of groups for a Triton program of `pack` or `add_up`, 4 kB of fp32 registers.
 GROUPS = 8
-# Words of 4 bytes of a program of `unpack`.
+# Number of words of 4 bytes for a Triton program of `unpack`.
 WORDS = 4096
 BITS = tl.constexpr(BF16_BITS)
 

@@ -98,8 +98,8 @@ class Buffers:
         extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         size = extent * dtype.itemsize
         buffer = self._take(round_size(size))
-        # Every view of this memory refers to the array, so the buffer is free when the array is
-        # gone.
+        # Every view of this memory refers to the array. So the buffer is free when the array is
+        # freed.
         array = buffer.numpy()[:size]
         weakref.finalize(array, self._give_back, buffer).atexit = False
         return torch.from_numpy(array).view(dtype).as_strided(shape, stride)
@@ -124,7 +124,7 @@ def round_size(size: int) -> int:
 
 
 def available() -> int | None:
-    """Return bytes, or None if the system does not report them."""
+    """Return the bytes of available memory, or None if the system does not report them."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)

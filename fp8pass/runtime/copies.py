@@ -5,7 +5,8 @@
     z = settled(y, copy)            wait for the copy: `y`, which now has the values of `copy`
 
 Copies run in order on one side stream, after all work that was launched before. `settled` makes the
-device wait, not the CPU. Until then, nothing may read the copy, and this module holds references.
+device wait, not the CPU. Until then, nothing may read the copy, and this module holds references to
+both tensors.
 
 A compiler starts the copy `from_host(..., after)` after computing `after`. `bandwidth` measures
 copies, for plans.
@@ -28,7 +29,7 @@ from fp8pass.runtime.arena import Arena, Buffers
 H200 = 51e9
 MEASURED_BYTES = 64 << 20
 REPEATS = 4
-# Rounded down to powers of 2^(1/4), so that plans do not depend on noise.
+# Bandwidths are rounded down to powers of 2^(1/4), so that plans do not depend on noise.
 STEPS = 4
 
 library = torch.library.Library("fp8pass_host", "DEF")
@@ -52,7 +53,7 @@ class _Unsettled(NamedTuple):
     source: Tensor
 
 
-# By address. None is a finished copy.
+# Started copies by address; None for a finished copy.
 _unsettled: dict[int, _Unsettled | None] = {}
 
 
@@ -131,7 +132,7 @@ settled = _register("settled", _settle, lambda copy, source: copy)
 
 @cache
 def bandwidth(device: torch.device) -> float:
-    """Return bytes per second in the slower direction."""
+    """Return the bandwidth of copies in the slower direction, in bytes per second."""
     if device.type != "cuda":
         return H200
     on_device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)

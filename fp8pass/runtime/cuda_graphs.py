@@ -1,9 +1,9 @@
 """Support for CUDA graphs: weights whose address changes (FSDP2), and gradient accumulation.
 
 Inductor records a graph again when the address of a parameter changes. So weights that FSDP2
-gathers become non-static inputs, which are copied to the graph's own memory before each replay. For
-the backward, the forward saves the original weight, which FSDP2 frees and gathers again, and not
-the copy.
+gathers become non-static inputs, which are copied to the graph's own memory before each replay. The
+forward saves the original weight for the backward, not the copy, because FSDP2 frees the original
+and gathers it again.
 
 Autograd assigns the first gradient to `.grad` without a copy. In replays, the next micro-batch
 overwrites this memory before autograd adds its gradients (pytorch/pytorch#169545). So gradients in
@@ -64,7 +64,7 @@ def pass_inputs(compiled: Callable[..., Any], pairs: Sequence[tuple[int, int]]) 
     return compat.box(run)
 
 
-# Of all compiled graphs, because the first graph of a forward checks all parameters.
+# Parameters of all compiled graphs, because the first graph of a forward checks all of them.
 _parameters = compat.WeakIdKeyDictionary()
 
 

@@ -39,7 +39,7 @@ from fp8pass.testing.steps import TrainingStep, step
 
 JUDGED = 0.75
 FLOOR = 1e-4
-FEW_SEEDS = 3  # without complaints
+FEW_SEEDS = 3  # enough if there are no complaints
 PLAIN_SEEDS = 4  # one of every 4 seeds runs in the model's own dtype
 Batch = Sequence[Any]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -47,6 +47,8 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass
 class Verdict:
+    """The result of a comparison of steps."""
+
     # One line for each fault.
     complaints: list[str] = field(default_factory=list)
     judged: int = 0  # tensors compared with their accepted error
@@ -95,7 +97,7 @@ class Verdict:
         self.unjudged += 1
         norms = [float(n.double().norm()) for n in (want, plain, *noisy) if n is not None]
         if not all(map(math.isfinite, norms)):
-            return  # e.g. rounding the operand of a maximum hides all elements that are equal to it
+            return  # e.g. after a maximum, if rounding hides all elements that are equal to it
         norm = float(x.double().norm())
         if norm > 10 * max(norms) + 1e-6 or (norm == 0 and min(norms) > 1e-6):
             self.complaints.append(
@@ -156,7 +158,7 @@ class Reference:
     def judge(
         self, steps: Sequence[TrainingStep], expected: float = 0.0, more: int = 96
     ) -> Verdict:
-        """Judge whether `steps` are as close to the exact steps as noise of few seeds allows.
+        """Judge whether `steps` are as close to the exact steps as the noise of few seeds allows.
 
         `expected` is the largest gradient error that a plan predicts for one saved value. If there
         are complaints, the steps are judged again with `more` seeds.
@@ -182,7 +184,7 @@ class Reference:
 
 
 def error(x: Tensor, want: Tensor, least: float = 0.0) -> float:
-    """Divide by the norm of `want`, or by `least` if that is larger."""
+    """Return the norm of the error, divided by the norm of `want` or by `least` if it is larger."""
     norm, gap = float(want.norm()), float((x.double() - want).norm())
     return gap / max(norm, least, 1e-30) if math.isfinite(gap) else math.inf
 
@@ -205,7 +207,7 @@ def _align(steps: Sequence[TrainingStep]) -> Iterator[tuple[str, list[Tensor | N
 
 
 def _concatenate(got: TrainingStep, exact: TrainingStep, names: list[str]) -> Tensor:
-    """Concatenate gradients, with zeros for missing or misshapen ones."""
+    """Concatenate gradients, with zeros for gradients that are missing or have a wrong shape."""
     parts = []
     for name in names:
         x, want = got.gradients[name], exact.gradients[name]
@@ -215,7 +217,7 @@ def _concatenate(got: TrainingStep, exact: TrainingStep, names: list[str]) -> Te
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> list[Any]:
-    """Detach and convert floating-point tensors."""
+    """Detach the floating-point tensors of a batch, and convert them to `dtype`."""
     return [
         x.detach().to(dtype).requires_grad_(x.requires_grad)
         if isinstance(x, Tensor) and x.is_floating_point()

@@ -1,7 +1,7 @@
 """Simulate in eager PyTorch how rounding to FP8 and to low-bit formats changes gradients.
 
-Independently of the package, it rounds the operands of each GEMM with a parameter, the gradient of
-its result, and all saved tensors. A random factor shifts the grid for each seed.
+Independently of the package, this module rounds the operands of each GEMM with a parameter, the
+gradient of its result, and all saved tensors. A random factor shifts the grid for each seed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class Grid:
-    """Mantissa bits, smallest exponent, largest number."""
+    """The numbers of a format."""
 
-    mantissa: int
-    smallest: int
-    largest: float
+    mantissa: int  # bits
+    smallest: int  # exponent
+    largest: float  # number
 
     def round(self, x: Tensor) -> Tensor:
-        """Round to the nearest number."""
+        """Round to the nearest number of the format."""
         _, exponent = torch.frexp(x)
         step = torch.exp2((exponent - 1).clamp(min=self.smallest).to(x.dtype) - self.mantissa)
         return (x / step).round().mul(step).clamp(-self.largest, self.largest)
@@ -69,15 +69,15 @@ class Formats:
 
     @property
     def saved_error(self) -> float:
-        """Relative root mean square, if rounding errors are uniform."""
+        """The relative root mean square error of saved tensors, if errors are uniform."""
         return 0.0 if self.saved is None else 0.42 * 2.0 ** -(GRIDS[self.saved].mantissa + 1)
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype = torch.float32) -> Formats:
         """Return the formats of a `Config`, for a model in `dtype`.
 
-        A BF16 model without FP8 rounds to BF16, because fusion changes where values are rounded,
-        and so maxima and ReLUs.
+        A BF16 model without FP8 rounds to BF16: fusion changes where values are rounded, which
+        changes the results of maxima and ReLUs.
         """
         if not config.quantizes_linears:
             own = "bfloat16" if dtype is torch.bfloat16 else None
@@ -167,7 +167,7 @@ class Noise(TorchFunctionMode):
 
 
 class _RoundValue(torch.autograd.Function):
-    """Does not change the gradient."""
+    """Rounds a value in the forward, and does not change its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, noise: Noise) -> Tensor:
@@ -179,6 +179,8 @@ class _RoundValue(torch.autograd.Function):
 
 
 class _RoundGradient(torch.autograd.Function):
+    """Rounds a gradient, and does not change the value in the forward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, noise: Noise) -> Tensor:
         ctx.noise = noise
@@ -200,7 +202,7 @@ GEMM_FUNCTIONS = frozenset(
     )
 )  # fmt: skip
 
-# Rows of a parameter, which are treated as activations.
+# Their results are rows of a parameter, but are treated as activations.
 EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 

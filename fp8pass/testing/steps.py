@@ -38,7 +38,7 @@ def step(
         run: the model, compiled or not.
         model: the module that has the parameters and buffers.
         args: arguments of `run`.
-        seed: seed of dropout and of the random gradients of outputs, which start the backward.
+        seed: seed of dropout, and of the random gradients of outputs that start the backward.
     """
     parameters = dict(model.named_parameters()) if model is not None else {}
     inputs = {f"input {i}": x for i, x in enumerate(args) if isinstance(x, Tensor)}

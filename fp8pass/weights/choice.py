@@ -22,9 +22,10 @@ def choose_layers(
     """Choose the linear layers of a model that can have quantized weights.
 
     `skip` excludes layer paths. `why_not` returns why a weight cannot be quantized, or ''. Layers
-    without a candidate weight (`considers`) are left out.
+    for whose weight `considers` is false are left out.
 
-    Returns the layers of each chosen weight, and why other layers, by path, cannot be quantized.
+    Returns the layers of each chosen weight. Also returns, by path, why other layers cannot be
+    quantized.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -46,7 +47,7 @@ def choose_layers(
 
 
 def find_linears(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear, tuple[str, str]]:
-    """Return path of each linear layer, and why it stays in high precision, or ''."""
+    """Return the path of each linear layer, and why it stays in high precision, or ''."""
     named = [(clean_path(path), m) for path, m in model.named_modules()]
     linears = {m: path for path, m in named if isinstance(m, nn.Linear)}
     names = [*linears.values(), *find_experts(model)]
@@ -59,7 +60,7 @@ def find_linears(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear,
 
 
 def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return module and name of all stacked weights of experts, parameters [E, N, K], by path.
+    """Return, by path, module and name of the stacked weights of experts, parameters [E, N, K].
 
     The path or the class of the module contains the word "expert".
     """
@@ -77,8 +78,8 @@ def choose_experts(
 ) -> tuple[dict[Tensor, list[tuple[nn.Module, str]]], dict[str, str]]:
     """Choose the frozen weights of experts.
 
-    Returns the modules with each chosen weight, with its name, and why other weights, by path,
-    cannot be quantized.
+    Returns the modules that have each chosen weight, with the weight's name in the module. Also
+    returns, by path, why other weights cannot be quantized.
     """
     chosen: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     reasons: dict[str, str] = {}

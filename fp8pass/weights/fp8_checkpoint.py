@@ -31,21 +31,21 @@ from fp8pass.weights.layout import Layout
 from fp8pass.weights.quantized_parameter import WITH_SCALES, QuantizedWeight, save_weights
 
 SCALE_SUFFIXES = "_scale_inv", "_scale"
-# The classes of transformers that only multiply.
+# Classes of transformers that compute only products.
 LOADED_CLASSES = "FP8Linear", "FP8Experts"
 OPERAND_DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 def has_fp8_layers(model: nn.Module) -> bool:
-    """Whether a model has FP8 data of a checkpoint, used by `use_fp8_layers` or not."""
+    """Whether a model has FP8 data of a checkpoint, before or after `use_fp8_layers`."""
     used = (p for p in model.parameters() if isinstance(p, QuantizedWeight))
     return any(True for _ in _fp8_weights(model)) or any(p.checkpoint is not None for p in used)
 
 
 def use_fp8_layers(model: nn.Module, skip: tuple[Pattern, ...]) -> tuple[int, dict[str, str]]:
-    """Make quantized weights of FP8 data. Linear layers become `nn.Linear`.
+    """Turn the FP8 data of a checkpoint into quantized weights. Linear layers become `nn.Linear`.
 
-    Returns the number of weights, and why other FP8 data, by path, are left.
+    Returns the number of weights. Also returns, by path, why other FP8 data are left unchanged.
     """
     chosen, reasons = _choose_weights(model, skip)
     replaced = {}
@@ -66,7 +66,7 @@ def use_fp8_layers(model: nn.Module, skip: tuple[Pattern, ...]) -> tuple[int, di
 def _choose_weights(
     model: nn.Module, skip: tuple[Pattern, ...]
 ) -> tuple[dict[nn.Module, dict[str, nn.Parameter]], dict[str, str]]:
-    """Return quantized weights by module and name, and why other data are left, by path."""
+    """Return quantized weights by module and name, and, by path, why other data are left."""
     found, dtype = list(_fp8_weights(model)), _find_dtype(model)
     warn_about_idle_patterns("skip", skip, "FP8 weight", [path for path, *_ in found])
     reasons: dict[str, str] = {}
@@ -91,9 +91,9 @@ def _choose_weights(
 
 
 def _why_not(module: nn.Module, model: nn.Module) -> str:
-    """Return why a module's FP8 data cannot be used, whatever the data are."""
+    """Return why a module's FP8 data cannot be used, for reasons that lie in the module, or ''."""
     if (kind := type(module)) is not nn.Linear and kind.__name__ not in LOADED_CLASSES:
-        return f"{kind.__name__} may compute something else than products"
+        return f"{kind.__name__} may compute something other than products"
     if module is model:
         return "it is the whole model: pass the module that contains it"
     return "accelerate moves it between devices" if hasattr(module, "_hf_hook") else ""
@@ -108,14 +108,17 @@ def _fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _find_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the other layers' weights. Scales are in FP32 in any model."""
+    """Return the dtype of the weights of modules without FP8 data.
+
+    Modules with FP8 data are left out, because their scales are FP32 in any model.
+    """
     others = set(model.modules()) - {module for _, module, _ in _fp8_weights(model)}
     parameters = (p for m in model.modules() if m in others for p in m.parameters(recurse=False))
     return next((p.dtype for p in parameters if p.dtype in OPERAND_DTYPES), torch.bfloat16)
 
 
 def _quantized_weight(module: nn.Module, name: str, dtype: torch.dtype) -> nn.Parameter | str:
-    """Return the weight of a module, or why its data cannot be used."""
+    """Return the quantized weight of a module, or why its FP8 data cannot be used."""
     names = [f"{name}{suffix}" for suffix in SCALE_SUFFIXES]
     scales = next((n for n in names if getattr(module, n, None) is not None), None)
     if scales is None:
@@ -150,7 +153,7 @@ def from_checkpoint(
 
 
 def _find_block(shape: torch.Size, scales: torch.Size) -> Block | None:
-    """Return the smallest block with sides that are powers of two."""
+    """Return the smallest block with sides that are powers of two, or None if no block fits."""
     if scales[:-2] != shape[:-2] or len(scales) < 2 or not all(scales):
         return None
     pairs = list(zip(shape[-2:], scales[-2:], strict=True))

@@ -30,14 +30,14 @@ class Layout:
     experts: int = 1
 
     def expand(self, stored: Tensor, rows: int) -> Tensor:
-        """Return the scales of a quantized weight, fp32. Each matrix has `rows` rows."""
+        """Return fp32 scales for a quantized weight. Each of its matrices has `rows` rows."""
         columns = stored.shape[-1] if self.quantization.is_in_groups else 1
         scales = stored.float().reshape(self.experts, -1, columns)
         count = rows // self.quantization.block[0]
         return scales.repeat_interleave(self._copies, 1)[:, :count].flatten(0, 1).contiguous()
 
     def collapse(self, scales: Tensor) -> Tensor:
-        """Return the tensor of the checkpoint."""
+        """Return the scales as the checkpoint stores them."""
         stored = scales.unflatten(0, (self.experts, -1))[:, :: self._copies]
         return stored.reshape(self.shape).to(self.dtype)
 

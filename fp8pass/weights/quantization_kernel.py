@@ -60,7 +60,7 @@ def quantize_rows(
 ) -> None:
     """Round contiguous matrices [M, K] of one dtype to `dtype`, and quantize each row.
 
-    `data` (E4M3) and `scales` (fp32) have the concatenated results.
+    The concatenated results are written to `data` (E4M3) and `scales` (fp32).
     """
     first = matrices[0]
     addresses = tuple(x.data_ptr() for x in matrices)

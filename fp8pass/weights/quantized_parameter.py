@@ -150,7 +150,7 @@ class QuantizedWeight(Tensor):
         return self._dequantize(data, scales)
 
     def copy_with(self, fp8_data: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-        """Keep the source."""
+        """Return a weight with the given data, scales and dtype, and the same source."""
         found = QuantizedWeight(fp8_data, scales, dtype, self.quantization, self.experts)
         found.source, found.is_only_copy = self.source, self.is_only_copy
         found.checkpoint = self.checkpoint
@@ -163,7 +163,7 @@ class QuantizedWeight(Tensor):
         return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
-        """Copy data and source. The copy of an `nn.Parameter` is an `nn.Parameter`."""
+        """Copy the data and the source. The copy of an `nn.Parameter` is an `nn.Parameter`."""
         if id(self) not in memo:
             parts = copy.deepcopy((self.fp8_data, self.scales), memo)
             found = self.copy_with(*parts, self.dtype)
@@ -176,7 +176,7 @@ class QuantizedWeight(Tensor):
         return memo[id(self)]
 
     def change(self, values: Tensor) -> None:
-        """Broadcast `values` of any dtype and device to the weight."""
+        """Write `values` of any dtype and device to the weight. They are broadcast to its shape."""
         if self.source is not None:
             values = values.exact() if isinstance(values, QuantizedWeight) else values
             self.wait_for_source()
@@ -195,14 +195,15 @@ class QuantizedWeight(Tensor):
             )
         else:
             values = values.exact() if isinstance(values, QuantizedWeight) else values
-            # As FP32 weights under autocast.
+            # FP32 weights are rounded to BF16, as under autocast.
             rows = values.to(self.device, torch.bfloat16).expand(self.shape)
-            # DistributedDataParallel writes weights onto themselves. Other scales would result.
+            # DistributedDataParallel writes a weight to itself. Quantizing these values again would
+            # change the scales.
             if not torch.equal(rows, self.dequantize().bfloat16()):
                 self.requantize(0, rows.reshape(self._fp8_data.shape))
 
     def _has_form_of(self, other: QuantizedWeight) -> bool:
-        """Whether this weight can have the data and scales of `other`, and can be saved then."""
+        """Whether this weight can take the data and scales of `other`, and can then be saved."""
         is_same = other.quantization == self.quantization
         return is_same and (self.checkpoint is None or other.checkpoint is not None)
 
@@ -301,6 +302,7 @@ def _stack(matrix: Tensor, experts: int) -> Tensor:
 
 
 def _protect_views(func: Any, found: Any) -> Any:
+    """Make the results of an operator read-only if it returns views."""
     if not any(x.alias_info for x in compat.schema_of(func).returns):
         return found
     return compat.tree_map_only(Tensor, WeightView, found)
@@ -333,7 +335,7 @@ def _move(
     non_blocking: bool = False,
     **_: Any,  # such as `memory_format`; the layout of FP8 matrices is fixed
 ) -> QuantizedWeight | None:
-    """Return None if the dtype is not a float."""
+    """Return the weight with another dtype or device, or None if the dtype is not a float."""
     dtype = dtype or weight.dtype
     if not dtype.is_floating_point:
         return None
@@ -350,6 +352,7 @@ def _move(
 
 
 def _find_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> list[Any]:
+    """Return the tensors of type `kind` that an operator writes to."""
     schema = compat.schema_of(func)
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     written = [

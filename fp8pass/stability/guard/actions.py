@@ -43,9 +43,9 @@ class Actions:
         self.act, self.factor, self.hold, self.quiet = act, factor, hold, quiet
         self._monitor = monitor
         self._lasting = tuple(a for a in act if a != ROLL_BACK)
-        self._level = 0  # number of started actions, plus further reductions of rates
-        self._times = 0  # how often lasting actions started since the last quiet time
-        self._until: int | None = None  # step at which lasting actions end; None if none is on
+        self._level = 0  # number of started lasting actions, plus further reductions of rates
+        self._times = 0  # number of starts of lasting actions since the last quiet time
+        self._until: int | None = None  # step at which lasting actions end; None without an action
         self._quiet_since = 0  # last step with an alarm or a lasting action
         self._rates: list[LowerRate] = []
         self._snapshots = Snapshots(quiet)

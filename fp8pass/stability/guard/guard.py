@@ -28,7 +28,7 @@ from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
-AGREEMENT = 10  # two weak signals of different kinds within so many steps raise an alarm
+AGREEMENT = 10  # maximum number of steps between two weak signals that raise an alarm together
 REACTION = 20  # minimum number of steps between two rollbacks
 MOST_ROLLBACKS = 10  # maximum number of rollbacks after one alarm
 NO_OPTIMIZER = "Guard has no optimizer: write Guard(monitor, optimizer, model=model)."
@@ -42,7 +42,7 @@ class Alarm:
     confirmed: bool = False  # the loss has risen since the alarm
     acted: bool = False  # an action was taken
     rollbacks: int = 0  # after the alarm
-    stuck: bool = False  # no good copy exists, or there were `MOST_ROLLBACKS` rollbacks
+    stuck: bool = False  # rollbacks ended: no good copy exists, or after `MOST_ROLLBACKS`
 
 
 class Guard(StepObserver):
@@ -175,7 +175,7 @@ class Guard(StepObserver):
             self._note(kind, message)
         if ends:
             self._norms.forget()  # the next change would mix steps with two learning rates
-        # Numbers measured with a lower learning rate are too low to compare later numbers with.
+        # Numbers that were measured with a lower learning rate are too low for comparisons.
         if self._alarm is None and not self._actions.active:
             self._signals.freeze(frozen=False)
 
@@ -253,8 +253,9 @@ class Guard(StepObserver):
     def _follow_trained(self, *_: Any) -> None:
         """Watch the parameters that are trained now, if the user froze or unfroze some.
 
-        Snapshots add the values of unfrozen parameters. So this is a hook that runs before a step
-        of an optimizer changes them. If the backward updates parameters, they have changed already.
+        Snapshots add the values of newly unfrozen parameters. So optimizers call this method as a
+        hook before each step, which changes the values. If the backward updates parameters, their
+        values have changed already.
         """
         assert self._norms is not None
         assert self.model is not None

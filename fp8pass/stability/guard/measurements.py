@@ -23,7 +23,7 @@ from fp8pass.optim.shards import local, whole
 from fp8pass.stability.guard.past import Numbers
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-SAMPLE = 1024  # a parameter's change is computed from up to so many elements
+SAMPLE = 1024  # maximum number of elements from which a parameter's change is computed
 ABSENT = -1.0  # replaces a number that does not exist
 
 
@@ -117,7 +117,8 @@ class LossScale:
     def unscale(self, norms: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Divide the gradient norms of the optimizer's parameters by the factor.
 
-        They are `ABSENT` if the step was skipped. Norms of other `parameters` do not change.
+        If the step was skipped, these norms become `ABSENT`. Norms of other `parameters` do not
+        change.
         """
         if self._factor is None and self._skipped is None:
             return norms
@@ -154,9 +155,9 @@ class _Transfer:
     step: int
     losses: list[Tensor | float]
     gradient_norms: list[Tensor | float]
-    norms: int  # numbers in the result of `ParameterNorms.measure`
+    norms: int  # number of elements of the result of `ParameterNorms.measure`
     host: Tensor  # the copy: the norms, then the tensors in the lists
-    arrival: torch.cuda.Event | None  # at the end of the copy; None if nothing is copied
+    arrival: torch.cuda.Event | None  # the end of the copy; None if the numbers are on the host
 
 
 class Readings:

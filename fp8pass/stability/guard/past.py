@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 NORMAL = 1.4826  # ratio of standard deviation to median distance in a normal distribution
-REFRESH = 4  # medians are recomputed only after so many new rows, to save time
+REFRESH = 4  # number of new rows after which medians are recomputed; fewer would take time
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Trend:
 
     def __init__(self, recent: int, block: int, blocks: int, floor: float) -> None:
         self.block, self.floor = block, floor
-        self.frozen = False  # numbers that are no longer recent are then dropped
+        self.frozen = False  # if true, numbers that are no longer recent are dropped
         self._recent: deque[float] = deque(maxlen=recent)
         self._past: deque[float] = deque(maxlen=block * blocks)
 
@@ -107,7 +107,7 @@ class History:
 
     def __init__(self, floor: float, window: int = 40, least: int = 8) -> None:
         self.floor, self.least = floor, least
-        self.frozen = False  # new rows are then not added to the past
+        self.frozen = False  # if true, new rows are not added to the past
         self._rows: deque[Numbers] = deque(maxlen=window)
         self._rows_until_refresh = 0
         self._center: Numbers = np.empty(0)

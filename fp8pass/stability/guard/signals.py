@@ -36,7 +36,8 @@ class Limit:
 class Signal:
     """A measured number that is far from its past values.
 
-    A strong signal alone raises an alarm; a weak one together with a signal of another name.
+    A strong signal alone raises an alarm. A weak signal raises an alarm together with a signal of
+    another name.
     """
 
     name: str  # a key of `LIMITS`
@@ -97,7 +98,7 @@ LIMITS: dict[str, tuple[Limit, Limit]] = {
 # The rise of the loss that confirms an alarm. It is lower than the limit of a strong signal,
 # because the alarm is evidence already.
 RISEN = Limit(2.0, 1.10)
-SUSPECT = Limit(4.0, 1.5)  # a tensor is a suspect from these limits on
+SUSPECT = Limit(4.0, 1.5)  # from these limits on, a tensor is a suspect
 # For each kind of norm of a parameter: the lower limit of the noise in the norm's logarithm.
 NOISE_FLOORS = {"{}": 0.02, "gradient of {}": 0.2, "change of {}": 0.2}
 Name = tuple[str, str]  # module path, and name of a parameter or another tensor
@@ -259,7 +260,7 @@ class Signals:
         measured = np.concatenate([_take_logs(r) for r in rows])
         change, deviations = self._rows.jumps(measured)
         self._rows.push(measured)
-        # For each tensor, the statistic that jumped most.
+        # Index of the statistic that jumped most, for each tensor.
         worst = np.abs(deviations).reshape(len(rows), -1).argmax(axis=1)
         worst += np.arange(len(rows)) * len(STATISTICS)
         self._add_suspects([(m, t) for m, t, _ in keys], change[worst], deviations[worst])

@@ -52,7 +52,7 @@ class Snapshot:
 
     @torch.no_grad()
     def add(self, model: nn.Module, names: Collection[str]) -> None:
-        """Add parameters that were frozen until now, and so did not change after the snapshot."""
+        """Add parameters that were frozen until now. They have not changed since the snapshot."""
         for name, parameter in model.named_parameters():
             if name in names and ("model", name) not in self.tensors:
                 x = local(parameter).detach()

@@ -1,11 +1,12 @@
 """Warnings about tensors with a problem, and advice.
 
-FP8 data cannot overflow, because scales follow the current amax, so saturation is no problem. The
-16-bit tensor before quantization can: it is *near overflow* if its amax is within a factor of
-`HEADROOM` of the largest number of its dtype, in fp16 or in a training that diverges.
+FP8 data cannot overflow, because scales follow the current amax. So saturation is not a problem.
+The 16-bit tensor before quantization can overflow, in fp16 or in a training that diverges. This
+tensor is *near overflow* if its amax is within a factor of `HEADROOM` of the largest number of its
+dtype.
 
-No warning reports a low SQNR, because the error in a format's normal range gives 24 dB in E4M3, and
-elements that become zero hardly lower it. A separate warning reports their share.
+A low SQNR causes no warning. Rounding errors in the normal range of E4M3 give 24 dB, and elements
+that become zero hardly lower the SQNR. A separate warning reports the share of these elements.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fp8pass.dialect.formats import E4M3
 from fp8pass.stability.monitor.statistics import TensorName, TensorStatistics
 
 HEADROOM = 8
-MOSTLY = 0.5  # share of nonzero elements that become zero
+MOSTLY = 0.5  # share of nonzero elements that become zero, above which a warning is logged
 SENT = "gradient sent"  # `TensorStatistics.tensor` of gradients sent to other ranks
 MOST_NAMED = 5  # tensors in one warning
 NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (

@@ -30,7 +30,7 @@ log = logging.getLogger("fp8pass")
 
 MOST_PRINTED = 40  # rows of `print(monitor)`
 
-# Some optimizers run a forward with perturbed weights.
+# Changes of a weight within a sample. Some optimizers run a forward with perturbed weights.
 MOST_CHANGES = 1
 
 

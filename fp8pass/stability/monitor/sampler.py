@@ -30,7 +30,7 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
 
-# Limits the number of blocks times the number of micro-batches in flight.
+# Maximum number of blocks times the number of micro-batches in flight.
 MOST_FORWARDS = 4096
 # After this number of forwards, the sampler drops references to freed memory.
 COMPACT_EVERY = 64
@@ -75,7 +75,7 @@ class Sampler:
         return compat.interpret(gm, run)
 
     def _add(self, forward: SampledForward) -> None:
-        """Use weak references, because many forwards never have a backward."""
+        """Remember a forward by weak references, because many forwards never have a backward."""
         self._forwards.append(forward)
         self._count += 1
         if self._count % COMPACT_EVERY == 0:
@@ -84,7 +84,10 @@ class Sampler:
             self._forwards = deque(compacted, maxlen=MOST_FORWARDS)
 
     def _find_forward_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the forward that shares most memory, or of the last forward."""
+        """Return the path of the forward that ran before the backward with these `arguments`.
+
+        The forward shares the most memory with them. If none does, it is the last forward.
+        """
         memory = _collect_memory(arguments)
         found = max(
             reversed(self._forwards),
@@ -102,7 +105,7 @@ class SampledForward:
 
     prefix: str  # path of the part of the model that ran
     arguments: frozenset[compat.StorageWeakRef]
-    # Allocated for outputs and saved tensors.
+    # Memory that the forward allocated for outputs and saved tensors.
     results: frozenset[compat.StorageWeakRef]
 
     def drop_freed(
@@ -141,7 +144,7 @@ class MeasuringInterpreter(fx.Interpreter):
         return super().run_node(n)
 
     def find_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the part of the model that runs; the graph has paths below it."""
+        """Return the path of the part of the model that runs. The graph has paths in this part."""
         for index, module in self.weights:
             path = self.monitor.module_of(arguments[index])
             if path is not None and path.endswith(module):
@@ -152,8 +155,8 @@ class MeasuringInterpreter(fx.Interpreter):
 def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
     """Name the tensors of each quantize node.
 
-    An operand of several layers has several names. Further results of an operator that a module
-    saves get a number.
+    An operand of several layers has several names. If a module saves several results of one
+    operator, the names of all except the first have a number.
     """
     found: dict[fx.Node, list[TensorName]] = {}
     counts: dict[tuple[str, str], int] = {}

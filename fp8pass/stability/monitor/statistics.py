@@ -1,4 +1,4 @@
-"""Statistics of a quantized tensor: totals are computed on its device, the rest on the host."""
+"""Statistics of a quantized tensor: the device computes totals, the host computes the rest."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fp8pass import graph
 from fp8pass.dialect.encoding import decode, encode
 from fp8pass.dialect.formats import Format
 
-# Elements at once. On a GPU the temporaries take about ten bytes for each. On a CPU they fit into
-# the caches.
+# Elements of a chunk. On a GPU, temporaries take about ten bytes per element. On a CPU, they fit
+# into the caches.
 GPU_CHUNK = 1 << 24
 CPU_CHUNK = 1 << 17
 
-LANDSCAPE = "loss landscape"  # `TensorStatistics.tensor` in the row about the whole model
+LANDSCAPE = "loss landscape"  # `TensorStatistics.tensor` in the row of the whole model
 
 
 @dataclass(frozen=True, slots=True)
