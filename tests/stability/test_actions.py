@@ -160,6 +160,26 @@ def test_tensors_added_after_the_copy_do_not_change():
     assert training.model.late.sum() == 3
 
 
+def test_a_snapshot_is_restored_several_times():
+    """LBFGS changes the lists of its state in place."""
+    model = network()
+    optimizer, snapshot = torch.optim.LBFGS(model.parameters(), max_iter=3), Snapshot()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(8, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    snapshot.take(1, model, optimizer)
+    count = len(optimizer.state_dict()["state"][0]["old_dirs"])
+    for _ in range(2):
+        optimizer.step(closure)
+        snapshot.restore(model, optimizer)
+        assert len(optimizer.state_dict()["state"][0]["old_dirs"]) == count
+
+
 def test_a_copy_is_trusted_after_quiet_steps_and_dropped_after_an_alarm():
     model = network()
     optimizer = torch.optim.SGD(model.parameters())

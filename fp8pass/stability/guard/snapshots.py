@@ -74,7 +74,7 @@ class Snapshot:
             tensors[key].copy_(self.tensors[key], non_blocking=True)
         parameters = [[p for group in x.param_groups for p in group["params"]] for x in optimizers]
         for (number, index, name), value in self.values.items():
-            optimizers[number].state[parameters[number][index]][name] = value
+            optimizers[number].state[parameters[number][index]][name] = copy.copy(value)
         for optimizer in optimizers:
             if isinstance(optimizer, Optimizer):
                 optimizer.prepare_again()
