@@ -46,7 +46,7 @@ class Experts(nn.Module):
 
 
 def ddp_keeps_data(device: str, kind: str) -> None:
-    """It writes the weights of rank 0 to all ranks."""
+    """DDP writes the weights of rank 0 to all ranks."""
     torch.manual_seed(0)
     model = Experts(kind).to(device)
     assert isinstance(model.frozen, QuantizedWeight)

@@ -215,7 +215,7 @@ def test_a_run_that_breaks_is_rolled_back_and_recovers():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_layers_that_are_unfrozen_later_are_rolled_back(name):
-    """They get the values from when they were frozen."""
+    """A rollback restores the values that they had while they were frozen."""
     training = Training(OPTIMIZERS[name], act="roll back", quiet=5, every=1)
     first = training.model[0]
     first.requires_grad_(False)

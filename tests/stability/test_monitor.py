@@ -379,7 +379,7 @@ def test_gradients_belong_to_their_block_in_any_order(order, recipe):
 
 
 def references() -> int:
-    """Return the number of weak references to storages. Each keeps a StorageImpl alive."""
+    """Return the number of weak references to storages. They keep StorageImpl objects alive."""
     gc.collect()
     return sum(type(x) is compat.StorageWeakRef for x in gc.get_objects())
 

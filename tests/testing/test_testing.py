@@ -21,7 +21,7 @@ from fp8pass.testing.steps import identical
 
 
 class Wrong(torch.autograd.Function):
-    """An identity. When it is compiled its gradient is too large by a half."""
+    """An identity. If it is compiled, its gradient is 1.5 times too large."""
 
     @staticmethod
     def forward(ctx, x):

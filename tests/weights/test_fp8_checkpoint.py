@@ -41,7 +41,7 @@ def loaded(inputs: int, outputs: int, layout: str, bias: bool = False, seed: int
 
 
 def stored(weight: Tensor, layout: str) -> tuple[Tensor, Tensor, str]:
-    """Quantize a weight as the tools of other projects do, with scales that use all of FP8."""
+    """Quantize a weight as other projects do, with scales that use the full range of FP8."""
     rows, columns = weight.shape
     if layout == "rows":
         scales = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
@@ -255,7 +255,7 @@ def test_layers_that_cannot_be_used_are_named(caplog):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_writing_the_values_of_a_weight_changes_nothing(layout):
-    """As DistributedDataParallel does. Other values get scales that are powers of two."""
+    """DistributedDataParallel does this. If values change, scales become powers of two."""
     model = fp8pass.quantize_frozen(Model(layout))
     want = fp8_state(model)
     with torch.no_grad():
@@ -336,7 +336,7 @@ def test_scales_survive_a_round_trip(rows, groups, layout, seed):
 
 @pytest.mark.parametrize("format", ["block", "row"])
 def test_models_of_transformers(format, tmp_path, monkeypatch):
-    """From `export` through the loaders of transformers, and back to the same files."""
+    """Loaders of transformers read the files of `export`, and training saves equal files."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     from safetensors.torch import load_file

@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Experts(nn.Module):
-    """Two grouped GEMMs of frozen weights, beside an adapter of all experts."""
+    """Two grouped GEMMs of frozen weights, plus one adapter for all experts."""
 
     def __init__(self) -> None:
         super().__init__()

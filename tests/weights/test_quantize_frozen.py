@@ -139,7 +139,7 @@ def test_another_call_quantizes_more_layers():
 
 
 def test_each_weight_is_freed_before_the_next_is_quantized(monkeypatch):
-    """One byte an element is left of four."""
+    """Each weight then takes one byte per element instead of four."""
     model = nn.Sequential(*(nn.Linear(1024, 512, bias=False) for _ in range(4)))
     model.requires_grad_(False)
     whole = [compat.weak_storage(layer.weight) for layer in model]
@@ -413,7 +413,7 @@ def test_compiled_code_reads_new_weights(device):
 
 
 def test_weights_can_be_copied_and_added_to_tensors():
-    """Such as an average of weights, a copy, or a sum of several tensors."""
+    """Examples are an average of weights, a copy, and a sum of several tensors."""
     weight = fp8pass.quantize_frozen(new()).up.base.weight
     values, average = weight.dequantize(), torch.zeros(weight.shape, dtype=weight.dtype)
     average.copy_(weight)
