@@ -51,7 +51,6 @@ class LocalSums:
                 parameter.register_post_accumulate_grad_hook(torch.compiler.disable(hook))
 
     def add(self, number: int, gradient: Tensor) -> None:
-        """Add a gradient to the sum of a parameter."""
         dense = local(gradient).contiguous()
         if dense.device not in self._reductions:
             self._reductions[dense.device] = torch.zeros((), device=dense.device)

@@ -136,7 +136,6 @@ class History:
         return change, change / self._noise
 
     def forget(self) -> None:
-        """Forget all rows."""
         self._rows.clear()
         self._rows_until_refresh = 0
 

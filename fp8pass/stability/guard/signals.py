@@ -163,7 +163,6 @@ class Signals:
             past.frozen = frozen
 
     def forget(self) -> None:
-        """Forget all past numbers."""
         for past in self._list_pasts():
             past.forget()
 

@@ -19,7 +19,7 @@ from fp8pass import compat, graph, hardware
 from fp8pass.codegen.lowering import lower
 from fp8pass.config import Config
 from fp8pass.dialect.ops import OPERATORS
-from fp8pass.dialect.quantization import Quantization, block_text
+from fp8pass.dialect.quantization import block_text
 from fp8pass.graph.names import operator_name
 from fp8pass.graph.patterns import is_quantized_operand, is_quantized_saved_value, quantization_of
 from fp8pass.graph.tags import OPERAND_OF
@@ -137,8 +137,10 @@ class MeasuringInterpreter(fx.Interpreter):
         if names:
             x, scale = (self.env[operand] for operand in n.all_input_nodes)
             how = quantization_of(n)
-            scales = _scales_of_groups(how, scale)
-            totals = measure(x, scales, how.format, how.block[1] or x.shape[-1])
+            rows, columns = how.block
+            if rows > 1:  # blocks of several rows: repeat their scales for each row
+                scale = scale.repeat_interleave(rows, -2)
+            totals = measure(x, scale, how.format, columns or x.shape[-1])
             for name in names:
                 self.monitor.record(self.prefix, name, totals)
         return super().run_node(n)
@@ -179,12 +181,6 @@ def find_quantized(g: fx.Graph) -> dict[fx.Node, list[TensorName]]:
 
 def _operand(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
-
-
-def _scales_of_groups(how: Quantization, scale: Tensor) -> Tensor:
-    """Repeat the scales of blocks for each row of a block."""
-    rows = how.block[0]
-    return scale.repeat_interleave(rows, -2) if rows > 1 else scale
 
 
 def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
