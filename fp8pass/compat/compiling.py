@@ -132,7 +132,7 @@ def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None)
 
 
 def _detach_from_base(value: Any) -> Any:
-    """Return a tensor with the memory of a view that is not a view for autograd."""
+    """Return a tensor with the memory of a view. Autograd does not treat the tensor as a view."""
     if not isinstance(value, torch.Tensor) or not value._is_view():
         return value
     return torch.ops.aten._unsafe_view.default(value, value.shape)
@@ -241,7 +241,7 @@ def run_uncompiled(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy a Dynamo graph with its inputs' sources, by which AOTAutograd recognizes parameters."""
+    """Copy a Dynamo graph and its inputs' sources. AOTAutograd recognizes parameters by them."""
     copies: dict[fx.Node, fx.Node] = {}
     g = fx.Graph()
     g.output(g.graph_copy(gm.graph, copies))

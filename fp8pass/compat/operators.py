@@ -36,7 +36,7 @@ __all__ = [
 # Older models call this function instead of `torch.nn.functional.grouped_mm`.
 grouped_mm = torch._grouped_mm
 scaled_mm = torch._scaled_mm
-# Functions of many tensors, in one launch.
+# Each call handles many tensors in one launch.
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
@@ -73,8 +73,8 @@ def has_unbacked(value: object) -> bool:
 def size_hint(value: int | torch.SymInt) -> int:
     """Return a dynamic size's traced value.
 
-    For a data-dependent size, return the middle of its range. For example, the size of the true
-    elements of a mask is half the size of the mask.
+    For a data-dependent size, return the middle of its range. For example, the estimated number of
+    true elements of a mask is half the number of its elements.
     """
     if isinstance(value, int):
         return value

@@ -39,7 +39,7 @@ from fp8pass.testing.steps import TrainingStep, step
 
 JUDGED = 0.75
 FLOOR = 1e-4
-FEW_SEEDS = 3  # enough if there are no complaints
+FEW_SEEDS = 3  # for a first judgement, which is final without complaints
 PLAIN_SEEDS = 4  # one of every 4 seeds runs in the model's own dtype
 Batch = Sequence[Any]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -97,7 +97,7 @@ class Verdict:
         self.unjudged += 1
         norms = [float(n.double().norm()) for n in (want, plain, *noisy) if n is not None]
         if not all(map(math.isfinite, norms)):
-            return  # e.g. after a maximum, if rounding hides all elements that are equal to it
+            return  # e.g. after rounding, no element equals the maximum
         norm = float(x.double().norm())
         if norm > 10 * max(norms) + 1e-6 or (norm == 0 and min(norms) > 1e-6):
             self.complaints.append(

@@ -24,11 +24,11 @@ from fp8pass import compat
 
 @dataclass(frozen=True)
 class Grid:
-    """The numbers of a format."""
+    """The numbers that a format can represent."""
 
-    mantissa: int  # bits
-    smallest: int  # exponent
-    largest: float  # number
+    mantissa: int  # number of mantissa bits
+    smallest: int  # smallest exponent
+    largest: float  # largest number
 
     def round(self, x: Tensor) -> Tensor:
         """Round to the nearest number of the format."""

@@ -22,7 +22,7 @@ def choose_layers(
     """Choose the linear layers of a model that can have quantized weights.
 
     `skip` excludes layer paths. `why_not` returns why a weight cannot be quantized, or ''. Layers
-    for whose weight `considers` is false are left out.
+    are left out if `considers` is false for their weight.
 
     Returns the layers of each chosen weight. Also returns, by path, why other layers cannot be
     quantized.

@@ -91,7 +91,7 @@ def _choose_weights(
 
 
 def _why_not(module: nn.Module, model: nn.Module) -> str:
-    """Return why a module's FP8 data cannot be used, for reasons that lie in the module, or ''."""
+    """Return why FP8 data of this module cannot be used, or '' if the module allows it."""
     if (kind := type(module)) is not nn.Linear and kind.__name__ not in LOADED_CLASSES:
         return f"{kind.__name__} may compute something other than products"
     if module is model:

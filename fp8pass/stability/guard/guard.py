@@ -28,7 +28,7 @@ from fp8pass.stability.monitor import Monitor
 
 log = logging.getLogger("fp8pass")
 
-AGREEMENT = 10  # maximum number of steps between two weak signals that raise an alarm together
+AGREEMENT = 10  # maximum number of steps between weak signals of two kinds that raise an alarm
 REACTION = 20  # minimum number of steps between two rollbacks
 MOST_ROLLBACKS = 10  # maximum number of rollbacks after one alarm
 NO_OPTIMIZER = "Guard has no optimizer: write Guard(monitor, optimizer, model=model)."
@@ -42,7 +42,7 @@ class Alarm:
     confirmed: bool = False  # the loss has risen since the alarm
     acted: bool = False  # an action was taken
     rollbacks: int = 0  # after the alarm
-    stuck: bool = False  # rollbacks ended: no good copy exists, or after `MOST_ROLLBACKS`
+    stuck: bool = False  # no good copy exists, or `MOST_ROLLBACKS` rollbacks did not help
 
 
 class Guard(StepObserver):

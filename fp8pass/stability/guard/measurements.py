@@ -23,7 +23,7 @@ from fp8pass.optim.shards import local, whole
 from fp8pass.stability.guard.past import Numbers
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-SAMPLE = 1024  # maximum number of elements from which a parameter's change is computed
+SAMPLE = 1024  # maximum number of elements that are sampled from a parameter
 ABSENT = -1.0  # replaces a number that does not exist
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 NORMAL = 1.4826  # ratio of standard deviation to median distance in a normal distribution
-REFRESH = 4  # number of new rows after which medians are recomputed; fewer would take time
+REFRESH = 4  # number of new rows after which medians are recomputed, which takes time
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Sampler:
     def _find_forward_prefix(self, arguments: Sequence[Any]) -> str:
         """Return the path of the forward that ran before the backward with these `arguments`.
 
-        The forward shares the most memory with them. If none does, it is the last forward.
+        This forward shares the most memory with them. If no forward does, it is the last one.
         """
         memory = _collect_memory(arguments)
         found = max(
