@@ -121,7 +121,7 @@ def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None)
     """
     match_generated_code(gm)
     run = run or make_boxed_func(gm.forward)
-    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    results: Any = gm.graph.output_node().args[0]
     are_inputs = [isinstance(x, fx.Node) and x.op == "placeholder" for x in results]
 
     def interpreted(arguments: list[Any]) -> list[Any]:

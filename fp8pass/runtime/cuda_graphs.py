@@ -24,8 +24,7 @@ from fp8pass import compat
 
 def moving_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> frozenset[int]:
     """Return the indices of the Dynamo graph's inputs that FSDP2 gathers."""
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    pairs = zip(placeholders, example_inputs, strict=True)
+    pairs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     return frozenset(
         i
         for i, (node, value) in enumerate(pairs)
@@ -40,9 +39,9 @@ def compile_for_moving(
 
     `moving` are indices of the Dynamo graph's inputs.
     """
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
     moved = {n: i for i, n in enumerate(placeholders) if compat.input_index(n) in moving}
-    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    results: Any = gm.graph.output_node().args[0]
     passed = [(i, moved[x]) for i, x in enumerate(results) if x in moved]
     static = compat.static_inputs(kwargs) - set(moved.values())
     compiled = compat.compile_fx_inner(

@@ -185,7 +185,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
     """Return input indices of linear weights, and the layers' paths."""
-    placeholders = [n for n in g.nodes if n.op == "placeholder"]
+    placeholders = g.find_nodes(op="placeholder")
     return [
         (placeholders.index(weight), module)
         for node in g.nodes
