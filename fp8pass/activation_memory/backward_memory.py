@@ -62,9 +62,9 @@ class BackwardMemory:
             recompute other values.
     """
 
-    def __init__(self, g: fx.Graph, values: list[fx.Node], choices: FormatChoices) -> None:
-        self.choices = choices
-        self.backward = [n for n in g.nodes if n in choices.rules.backward and n.op != "output"]
+    def __init__(self, values: list[fx.Node], choices: FormatChoices) -> None:
+        self.choices, rules = choices, choices.rules
+        self.backward = [n for n in rules.graph.nodes if n in rules.backward and n.op != "output"]
         self._position = {n: i for i, n in enumerate(self.backward)}
         self._used = find_uses(self.backward, is_buffered)
         self.lifetimes = self._find_lifetimes(values)

@@ -14,7 +14,6 @@ from fp8pass.activation_memory.added_time import AddedTime
 from fp8pass.activation_memory.costs import UNITS_PER_BYTE, recompute_price, save_price
 from fp8pass.activation_memory.decision import Decision, stored_bytes
 from fp8pass.activation_memory.reasons import SavedReason
-from fp8pass.config import Config
 from fp8pass.dialect.formats import (
     E2M5,
     E4M3,
@@ -29,7 +28,6 @@ from fp8pass.error_analysis.derivation import Amplification
 from fp8pass.error_analysis.error_rules import Rules
 from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
-from fp8pass.graph.joint_facts import JointFacts
 from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle_patterns
 from fp8pass.option_checks import bytes_text
 
@@ -57,10 +55,8 @@ STORABLE_KINDS = (
 class FormatChoices:
     """The formats in which each value of one joint graph may be saved."""
 
-    def __init__(
-        self, config: Config, facts: JointFacts, rules: Rules, time: AddedTime | None = None
-    ) -> None:
-        self.config, self.facts = config, facts
+    def __init__(self, rules: Rules, time: AddedTime | None = None) -> None:
+        self.config, self.facts = rules.config, rules.facts
         self.rules, self.time = rules, time
         self.options = cache(self._list_options)
         self.save_price = cache(self._save_price)

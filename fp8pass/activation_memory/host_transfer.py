@@ -61,9 +61,9 @@ class HostTransfer:
         to_fetch: seconds from the start of the backward to its first use of each value.
     """
 
-    def __init__(self, g: fx.Graph, memory: BackwardMemory, choices: FormatChoices) -> None:
+    def __init__(self, memory: BackwardMemory, choices: FormatChoices) -> None:
         self.facts, self._constants = choices.facts, choices.rules.constants
-        backward = choices.rules.backward
+        g, backward = choices.rules.graph, choices.rules.backward
         forward = [n for n in g.nodes if n not in backward and n.op != "output"]
         computed = _times_of_forward(g, forward, memory.backward)
         end = max(computed.values(), default=0.0)

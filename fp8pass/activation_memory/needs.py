@@ -37,14 +37,14 @@ def find_relevant(
     return [n for n in values if n in found]
 
 
-def find_needs(gm: fx.GraphModule, choices: FormatChoices) -> Needs:
-    facts, backward = choices.facts, choices.rules.backward
-    needs = Needs([n for n in gm.graph.nodes if n not in backward and n.op != "output"])
-    for gradient in graph.outputs(gm.graph)[facts.num_fwd_outputs :]:
+def find_needs(choices: FormatChoices) -> Needs:
+    g, backward = choices.rules.graph, choices.rules.backward
+    needs = Needs([n for n in g.nodes if n not in backward and n.op != "output"])
+    for gradient in graph.outputs(g)[choices.facts.num_fwd_outputs :]:
         if isinstance(gradient, fx.Node) and gradient not in backward:
             needs.all.add(gradient)
             needs.exact[gradient] = SavedReason.GRADIENT
-    for node in gm.graph.nodes:
+    for node in g.nodes:
         if node in backward and node.op != "output":
             needs.all.update(n for n in node.all_input_nodes if n not in backward)
     for node in needs.values:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from torch import fx
 
 from fp8pass import graph
 from fp8pass.activation_memory.backward_memory import BackwardMemory
@@ -38,13 +37,13 @@ class Planner:
         most: bytes that `cuts`, the plan without a budget, saves.
     """
 
-    def __init__(self, g: fx.Graph, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:
-        self.graph, self.choices, self.cuts = g, choices, cuts
+    def __init__(self, cuts: Decisions, needs: Needs, choices: FormatChoices) -> None:
+        self.choices, self.cuts = choices, cuts
         self.most = saved_bytes(cuts, choices.facts)
-        self.memory = BackwardMemory(g, needs.relevant_values(), choices)
+        self.memory = BackwardMemory(needs.relevant_values(), choices)
         allowance = self.memory.peak(cuts) - self.most
         offloads = choices.config.offload
-        self.transfer = HostTransfer(g, self.memory, choices) if offloads else None
+        self.transfer = HostTransfer(self.memory, choices) if offloads else None
         self.problem = BudgetProblem(needs, choices, self.memory, allowance, self.transfer)
 
     def within(self, budget: float) -> Decisions:
@@ -92,7 +91,7 @@ class Planner:
         plan, facts = self.problem.smallest(), self.choices.facts
         sizes = {node: saved_bytes({node: d}, facts) for node, d in plan.items()}
         node = max(sizes, key=lambda node: sizes[node])
-        name = node.meta.get(INPUT_NAME) or graph.value_names(self.graph)[node]
+        name = node.meta.get(INPUT_NAME) or graph.value_names(self.choices.rules.graph)[node]
         return f"the largest tensor is {name}, {bytes_text(sizes[node])}"
 
     def frontier(self, chosen: FrontierPoint) -> list[FrontierPoint]:
@@ -123,7 +122,7 @@ class Planner:
             if d.recomputed and not (node in self.cuts and self.cuts[node].recomputed)
         )
         seconds += self.transfer.wait(decisions) if self.transfer else 0.0
-        saved = propagate_errors(self.graph, decisions, self.choices.rules).values()
+        saved = propagate_errors(decisions, self.choices.rules).values()
         errors = [d.expected_error for d in saved if not d.recomputed]
         return FrontierPoint(
             bytes=int(saved_bytes(decisions, self.choices.facts)),

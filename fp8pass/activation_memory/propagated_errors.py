@@ -16,10 +16,10 @@ from fp8pass.error_analysis.derivation import Amplification
 from fp8pass.error_analysis.error_rules import Rules
 
 
-def propagate_errors(g: fx.Graph, decisions: Decisions, rules: Rules) -> Decisions:
+def propagate_errors(decisions: Decisions, rules: Rules) -> Decisions:
     """Raise expected errors to the errors that recomputed values cause."""
     found, worst = dict(decisions), dict[fx.Node, Amplification]()
-    for node in reversed(g.nodes):
+    for node in reversed(rules.graph.nodes):
         decision = decisions.get(node)
         if decision is None:
             continue

@@ -83,7 +83,7 @@ class Rules:
     """The error rules of one joint graph. Without `calibration`, values have unit variance."""
 
     def __init__(self, g: fx.Graph, config: Config, facts: JointFacts) -> None:
-        self.graph = g
+        self.graph, self.config, self.facts = g, config, facts
         self.error_tolerance = config.error_tolerance
         self.backward = graph.tangent_dependent(g)
         outputs = {attention_output(n) for n in self.backward} - self.backward - {None}

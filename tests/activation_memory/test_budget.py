@@ -337,8 +337,7 @@ def test_time_falls_as_memory_rises(recipe):
 
 
 def choices_of(joint: JointGraph) -> FormatChoices:
-    config, facts = joint.ctx.config, joint.ctx.facts
-    return FormatChoices(config, facts, Rules(joint.gm.graph, config, facts))
+    return FormatChoices(Rules(joint.gm.graph, joint.ctx.config, joint.ctx.facts))
 
 
 CHAINS = {
@@ -374,8 +373,8 @@ def is_feasible(program: BudgetProblem, state: dict[fx.Node, int | None]) -> boo
     return True
 
 
-def without_limit_of_the_peak(joint, needs, choices) -> BudgetProblem:
-    memory = BackwardMemory(joint.gm.graph, needs.relevant_values(), choices)
+def without_limit_of_the_peak(needs, choices) -> BudgetProblem:
+    memory = BackwardMemory(needs.relevant_values(), choices)
     return BudgetProblem(needs, choices, memory, allowance=math.inf)
 
 
@@ -385,7 +384,7 @@ def test_no_plan_is_faster(name, recipe):
     x = torch.randn(64, 64).requires_grad_() * 1
     joint = capture_joint(CHAINS[name], x, config=Config.recipe(recipe))
     choices = choices_of(joint)
-    program = without_limit_of_the_peak(joint, find_needs(joint.gm, choices), choices)
+    program = without_limit_of_the_peak(find_needs(choices), choices)
     assert 2 <= len(program.values) <= 7
     every = list(plans(program))
     assert program.least() == min(bytes_ for bytes_, _ in every)
@@ -411,8 +410,8 @@ def cost_of(program: BudgetProblem, plan) -> float:
 def test_the_budget_of_the_cuts_takes_no_longer_than_the_cuts():
     joint = capture_joint(FFN(64, 128), torch.randn(64, 64) * 1)
     choices = choices_of(joint)
-    needs = find_needs(joint.gm, choices)
-    program = without_limit_of_the_peak(joint, needs, choices)
+    needs = find_needs(choices)
+    program = without_limit_of_the_peak(needs, choices)
     cuts = cheapest_plan(needs, choices)
     plan = program.within(saved_bytes(cuts, choices.facts))
     assert cost_of(program, plan) <= cost_of(program, cuts) * 1.031
@@ -474,8 +473,8 @@ def planner() -> Planner:
     (joint,) = [capture_joint(*deep_decoder(), config=Config.recipe("agoq"))]
     quantize_linears(joint.gm, joint.ctx)
     choices = choices_of(joint)
-    needs = find_needs(joint.gm, choices)
-    return Planner(joint.gm.graph, cheapest_plan(needs, choices), needs, choices)
+    needs = find_needs(choices)
+    return Planner(cheapest_plan(needs, choices), needs, choices)
 
 
 def deep_decoder() -> tuple[Any, ...]:

@@ -149,8 +149,8 @@ def test_saves_take_no_longer_than_gemms_save(hidden, launch, on_a_gpu, monkeypa
     gm, ctx = joint.gm, joint.ctx
     rules = Rules(gm.graph, ctx.config, ctx.facts)
     time = AddedTime(SLOW, rules.backward, PRICES[-1])
-    choices = FormatChoices(ctx.config, ctx.facts, rules, time)
-    least = time.total(cheapest_plan(find_needs(gm, choices), choices))
+    choices = FormatChoices(rules, time)
+    least = time.total(cheapest_plan(find_needs(choices), choices))
     plan_saved_values(gm, ctx)
     assert time.total(ctx.decisions) <= (least + ctx.spare_seconds) * (1 + 1e-9)
 

@@ -39,9 +39,8 @@ class Case:
         config = Config.recipe(recipe)
         joint = capture_joint(Gated(), torch.randn(64, 64).requires_grad_() * 1, config=config)
         quantize_linears(joint.gm, joint.ctx)
-        rules = Rules(joint.gm.graph, config, joint.ctx.facts)
-        self.choices = FormatChoices(config, joint.ctx.facts, rules)
-        self.cuts = cheapest_plan(find_needs(joint.gm, self.choices), self.choices)
+        self.choices = FormatChoices(Rules(joint.gm.graph, config, joint.ctx.facts))
+        self.cuts = cheapest_plan(find_needs(self.choices), self.choices)
         self.most = saved_bytes(self.cuts, self.choices.facts)
 
     def within(self, budget: float) -> Decisions:

@@ -68,8 +68,8 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
     rules = Rules(gm.graph, ctx.config, ctx.facts)
     if ctx.requests.rules:
         ctx.plan.rules = summarize_rules(rules)
-    choices = FormatChoices(ctx.config, ctx.facts, rules)
-    needs = find_needs(gm, choices)
+    choices = FormatChoices(rules)
+    needs = find_needs(choices)
     cuts = _within_spare_time(gm, ctx, needs, choices)
     if ctx.config.offload and ctx.config.memory_budget is None:
         ctx.plan.note = "offload=True has no effect: set memory_budget, too"
@@ -79,10 +79,10 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
         # Imported late, because importing the solver takes as long as planning a small graph.
         from fp8pass.activation_memory.planner import Planner
 
-        return Planner(gm.graph, cuts, needs, choices)
+        return Planner(cuts, needs, choices)
 
     decisions = _within_budget(ctx, cuts, choices, planner)
-    ctx.decisions = propagate_errors(gm.graph, decisions, rules)
+    ctx.decisions = propagate_errors(decisions, rules)
     if ctx.requests.least and needs.all:
         ctx.plan.least_bytes = math.ceil(planner().problem.least())
     if ctx.requests.frontier and needs.all:
@@ -114,7 +114,7 @@ def _within_spare_time(
     @cache
     def plan_with(price: float) -> Decisions:
         priced = replace(time, price_of_time=price)
-        return cheapest_plan(needs, FormatChoices(ctx.config, ctx.facts, choices.rules, priced))
+        return cheapest_plan(needs, FormatChoices(choices.rules, priced))
 
     for price in PRICES[:-1]:
         added = time.total(plan_with(price)) - ctx.spare_seconds
