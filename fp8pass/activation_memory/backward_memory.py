@@ -24,12 +24,12 @@ from fp8pass.activation_memory.costs import can_run_again
 from fp8pass.activation_memory.decision import Decision, Decisions, host_bytes, stored_bytes
 from fp8pass.activation_memory.format_choices import FormatChoices
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.flops import EXPENSIVE_KINDS, is_expensive
 from fp8pass.graph.patterns import SUM_OPERATORS, is_residual_sum, transposes
 
 fp8 = torch.ops.fp8pass
 
-LIBRARY_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
-BUFFERED_KINDS = (*LIBRARY_KINDS, Kind.REDUCTION, Kind.QUANTIZE)
+BUFFERED_KINDS = (*EXPENSIVE_KINDS, Kind.REDUCTION, Kind.QUANTIZE)
 
 
 class Lifetime(NamedTuple):
@@ -90,16 +90,15 @@ class BackwardMemory:
         if decision.recomputed:
             return self.alive_recomputed(value)
         on_host = host_bytes(value, decision)
-        spans = [(self.alive_saved(value), stored_bytes(value, decision) - on_host)]
-        return [*spans, (self.alive_fetched(value), on_host)] if on_host else spans
+        return self.alive_saved(value, stored_bytes(value, decision) - on_host, on_host)
 
-    def alive_saved(self, value: fx.Node) -> range:
-        return self._times_between(-math.inf, self.lifetimes[value].last)
+    def alive_saved(self, value: fx.Node, on_device: float, on_host: float) -> list[Span]:
+        """Return where the bytes of a saved value take memory of the device.
 
-    def alive_fetched(self, value: fx.Node) -> range:
-        """Begin one index before the first use, because the copy to the device takes memory."""
+        The copy from the host takes memory before the first use, so it begins one index earlier.
+        """
         used = self._times_between(*self.lifetimes[value])
-        return range(max(used.start - 1, 0), used.stop)
+        return [(range(used.stop), on_device), (range(max(used.start - 1, 0), used.stop), on_host)]
 
     def alive_recomputed(self, value: fx.Node) -> list[Span]:
         buffers = self._recomputed_buffers(value)
@@ -218,7 +217,7 @@ def reads_memory(user: fx.Node) -> bool:
     """Whether a library call reads `user` or a view of it from a buffer."""
     if kind(user) is Kind.VIEW:
         return any(reads_memory(u) for u in user.users)
-    return kind(user) in LIBRARY_KINDS and not graph.is_getitem(user)
+    return is_expensive(user)
 
 
 def _unquantized(node: fx.Node) -> fx.Node:

@@ -298,10 +298,8 @@ class BudgetProblem:
             if way in RECOMPUTE_WAYS:
                 spans = self.memory.alive_recomputed(value)
             else:
-                spans = [(self.memory.alive_saved(value), self.bytes[column])]
-            if way in ON_HOST.values():
-                bytes_ = self.variables[value, way].host_bytes
-                spans.append((self.memory.alive_fetched(value), bytes_))
+                variable = self.variables[value, way]
+                spans = self.memory.alive_saved(value, variable.bytes, variable.host_bytes)
             for times, bytes_ in spans:
                 alive[times.start : times.stop, column] += bytes_ / MEGA
         alive[:, EXCESS] = -1

@@ -25,7 +25,6 @@ UNITS_PER_BYTE = 256
 FUSED_SHARE = 0.25
 
 WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION)
-RECOMPUTABLE = (*WITHOUT_KERNEL, *FUSABLE)
 
 
 def recompute_price(node: fx.Node) -> float:
@@ -42,10 +41,10 @@ def recompute_price(node: fx.Node) -> float:
         return math.inf
     if compat.must_recompute(node):
         return 0
-    if kind_ not in RECOMPUTABLE:
-        return math.inf
     if kind_ in WITHOUT_KERNEL or node.target in graph.CASTS:
         return 0
+    if kind_ not in FUSABLE:
+        return math.inf
     return _operand_bytes(node) if _reduces(node) else graph.nbytes(node)
 
 

@@ -126,7 +126,11 @@ def limit_copies(
     left: Mapping[fx.Node, float], values: Collection[fx.Node]
 ) -> Iterator[tuple[set[fx.Node], float]]:
     """Yield pairs: the values with at most some time left to copy them, and this time."""
-    for seconds in _sample_times(left[v] for v in values):
+    times = sorted({left[v] for v in values})
+    last = len(times) - 1
+    if last >= INSTANTS:
+        times = [times[round(i * last / (INSTANTS - 1))] for i in range(INSTANTS)]
+    for seconds in times:
         yield {v for v in values if left[v] <= seconds}, seconds
 
 
@@ -142,14 +146,6 @@ def exposed_seconds(copies: Iterable[tuple[float, float]]) -> float:
 def find_bandwidth(config: Config, device: torch.device) -> float:
     """Return the bytes per second of the link to the host, per direction; measured if not set."""
     return config.host_bandwidth or bandwidth(device)
-
-
-def _sample_times(times: Iterable[float]) -> list[float]:
-    ordered = sorted(set(times))
-    last = len(ordered) - 1
-    if last < INSTANTS:
-        return ordered
-    return [ordered[round(i * last / (INSTANTS - 1))] for i in range(INSTANTS)]
 
 
 def _is_dense(val: torch.Tensor) -> bool:
