@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import networkx as nx
@@ -117,7 +118,7 @@ class _ComponentCuts:
         everything = {n for n in self.component if n in self.needs.all}
         firsts: list[Cut] = []
         for needed in self._exact_needs(exact, everything):
-            for early in (False, True) if needed else (False,):
+            for early in (False, True):
                 first = self._exact_cut(needed, early=early)
                 if first not in firsts:
                     firsts.append(first)
@@ -150,14 +151,10 @@ class _ComponentCuts:
                 rigid.add(node)
         masks = exact | (rigid & everything)
         regions = masks | {n for n in rigid if math.isinf(self.choices.save_price(n))}
-        candidates = [masks, regions]
+        candidates = [exact, masks, regions]
         if exact or any(map(self.choices.rules.why_ungrouped, everything)):
             candidates.append(regions | {n for n in everything if not self._takes_low_bits(n)})
-        found = [exact]
-        for needed in candidates:
-            if needed != found[-1]:
-                found.append(needed)
-        return found
+        return [needed for needed, _ in groupby(candidates)]
 
     def _takes_low_bits(self, node: fx.Node) -> bool:
         exact = self.choices.save_price(node)
@@ -327,20 +324,15 @@ def _network(values: tuple[CutValue, ...]) -> nx.DiGraph:
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
     for i, value in enumerate(values):
-        _add_arc(network, _SOURCE, (i, "in"), value.recompute_price)
-        _add_arc(network, (i, "in"), (i, "out"), value.save_price)
+        network.add_edge(_SOURCE, (i, "in"), capacity=_capacity(value.recompute_price))
+        network.add_edge((i, "in"), (i, "out"), capacity=_capacity(value.save_price))
         if value.needed:
-            _add_arc(network, (i, "out"), _SINK, math.inf)
+            network.add_edge((i, "out"), _SINK, capacity=math.inf)
         if math.isfinite(value.recompute_price):
             for operand in value.operands:
-                _add_arc(network, (operand, "out"), (i, "in"), math.inf)
+                network.add_edge((operand, "out"), (i, "in"), capacity=math.inf)
     return network
 
 
-def _add_arc(network: nx.DiGraph, tail: object, head: object, capacity: float) -> None:
-    if math.isinf(capacity):
-        network.add_edge(tail, head)  # without `capacity`, networkx does not limit the flow
-    elif capacity > 0:
-        network.add_edge(tail, head, capacity=int(capacity))
-    else:
-        network.add_nodes_from((tail, head))
+def _capacity(price: float) -> float:
+    return int(price) if math.isfinite(price) else price
