@@ -55,7 +55,6 @@ class Bounds:
     def __init__(
         self, factors: Factors, sources: Collection[Symbol], relative_to_row: bool
     ) -> None:
-        self.factors = factors
         self.length = factors.expressions.length
         self._values = {s: factors.values[s] for s in sources}
         self._sizes = {s: x.detach().abs() for s, x in self._values.items()}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 PERTURBATION = 1e-4
-SAMPLED_TOKENS = 256  # tokens
+SAMPLED_TOKENS = 256
 
 
 def bound_amplification(length: int, head_dim: int) -> float:

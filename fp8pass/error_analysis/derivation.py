@@ -47,8 +47,6 @@ class Amplification:
     needs_signs: bool = False
 
     def allows(self, format: Format, tolerance: float) -> bool:
-        if math.isinf(tolerance):
-            return True
         if self.needs_signs and not format.keeps_signs:
             return False
         rounded, flushed = self.bound * format.half_step, self.flush_bound * format.flushed_share
@@ -86,10 +84,11 @@ class InputFacts:
     outliers: Collection[fx.Node] = ()  # the inputs that may have a few huge or infinite elements
 
     def key(self, region: Region) -> tuple[object, ...]:
-        """Return the facts about the inputs of `region`, as a hashable key."""
-        return tuple(
+        """Return a key that is equal for regions of equal structure with equal facts."""
+        facts = tuple(
             (self.moments.get(n), n in self.weights, n in self.outliers) for n in region.inputs
         )
+        return region.key(), facts
 
 
 _rule_cache: dict[object, RegionRule] = {}
@@ -98,7 +97,7 @@ _LARGEST_CACHE = 1 << 12  # rules; a full cache is emptied
 
 def derive(region: Region, facts: InputFacts) -> RegionRule:
     """Return the rule of a region. Regions of equal structure and equal facts share one rule."""
-    key = region.key(), facts.key(region)
+    key = facts.key(region)
     if key not in _rule_cache:
         if len(_rule_cache) >= _LARGEST_CACHE:
             _rule_cache.clear()

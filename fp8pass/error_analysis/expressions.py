@@ -41,10 +41,6 @@ class Statistic:
     length: int
     over_rows: bool = False  # whether the elements are a column of a matrix
 
-    @property
-    def slope(self) -> Expr:
-        return sympy.diff(self.value, self.operand)
-
 
 Definition = Pointwise | Statistic
 

@@ -75,7 +75,8 @@ class ChainRule:
                 found = self.differentiate(definition.value, symbol)
             else:
                 operand = self.coefficients.get(definition.operand, {})
-                length, slope = definition.length, definition.slope
+                slope = sympy.diff(definition.value, definition.operand)
+                length = definition.length
                 found = self._reduce(symbol, operand, length, slope, definition.weight * length)
             if found:
                 self.coefficients[symbol] = found
@@ -85,7 +86,8 @@ class ChainRule:
 
         In a recursive one (exp' = exp), `result` stands for `expression`.
         """
-        means = {sympy.Dummy(f"mean_{i}"): m for i, m in enumerate(_outermost_means(expression))}
+        found = sorted(expression.atoms(Mean), key=str)
+        means = {sympy.Dummy(f"mean_{i}"): mean for i, mean in enumerate(found)}
         flat = expression.xreplace({m: dummy for dummy, m in means.items()})
         total: Coefficients = {}
         for symbol in sorted(flat.free_symbols, key=str):
@@ -121,13 +123,6 @@ class ChainRule:
             return {}
         self.rows[statistic] = row
         return {statistic: ONE}
-
-
-def _outermost_means(expression: Expr) -> list[Mean]:
-    if isinstance(expression, Mean):
-        return [expression]
-    found = {m for argument in expression.args for m in _outermost_means(argument)}
-    return sorted(found, key=str)
 
 
 def _reappears_in_its_derivative(value: Expr) -> bool:
@@ -211,7 +206,7 @@ def summarize_rules(rules: Rules) -> list[RuleSummary]:
             if not region.backward or not region.values:
                 continue
             facts = rules.input_facts(region)
-            key = region.key(), facts.key(region)
+            key = facts.key(region)
             if key not in known:
                 known[key] = region, _summarize(region, facts, rules.reason_of(region))
             summaries.append(_rename(*known[key], region))

@@ -18,7 +18,7 @@ from sympy import Expr, Symbol
 from torch import Tensor
 
 from fp8pass.error_analysis.expressions import Expressions, Pointwise
-from fp8pass.error_analysis.factors import Factors
+from fp8pass.error_analysis.factors import Factors, split_at_gradients
 from fp8pass.error_analysis.samples import ON_CPU, Samples, evaluate
 from fp8pass.graph.symbols import Magnitude, Sign, Underivable, UnitStep
 
@@ -128,6 +128,7 @@ class ThresholdSearch:
         self._inputs = {s: x for s, x in samples.inputs.items() if s not in gradients}
         self._factors = Factors(expressions, self._inputs)
         self._statistics = {k: x[0, :, 0].detach() for k, x in self._factors.cut.items()}
+        self._forward, _ = split_at_gradients(expressions)
 
     def find_jumping(self, outputs: list[Symbol]) -> list[ThresholdComparison]:
         """Return the comparisons that make an output or one of its factors jump.
@@ -183,12 +184,11 @@ class ThresholdSearch:
     def _compare(self, points: Tensor, row: Tensor) -> Tensor:
         """Return the outcomes of all comparisons, [comparisons, points]."""
         values = dict(zip(self._inputs, points, strict=True))
-        for definition in self.expressions.definitions:
+        for definition in self._forward:
             statistic = self._statistics.get(definition.symbol)
-            if statistic is not None:
-                values[definition.symbol] = statistic[row]
-            elif definition.value.free_symbols <= values.keys():  # not a gradient
-                values[definition.symbol] = evaluate(definition.value, values)
+            values[definition.symbol] = (
+                evaluate(definition.value, values) if statistic is None else statistic[row]
+            )
         return torch.stack(
             [(evaluate(c.compared, values) > 0).expand(row.shape) for c in self.comparisons]
         )

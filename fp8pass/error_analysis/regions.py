@@ -85,7 +85,7 @@ class Region:
         members = tuple(
             (
                 n.target,
-                fx.map_arg((n.args, n.kwargs), lambda x: ("node", number.get(x))).__repr__(),
+                repr(fx.map_arg((n.args, n.kwargs), lambda x: ("node", number.get(x)))),
                 graph.shape_text(val) if (val := graph.value(n)) is not None else "",
                 n in self.backward,
                 n in self.outputs,

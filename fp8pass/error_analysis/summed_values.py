@@ -63,8 +63,6 @@ def find_factors_of_small_gradients(
         operands = [x for x in node.all_input_nodes if x in backward and x not in seen]
         seen.update(operands)
         waiting += [x for x in operands if _may_lead_to_rows(x, node)]
-    if not found:
-        return found
     return {node for node in g.nodes if node not in backward and _find_original(node) in found}
 
 
