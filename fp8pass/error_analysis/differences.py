@@ -132,9 +132,7 @@ class Differences:
 
     def _adds_up_negations(self, total: fx.Node) -> bool:
         """Whether a sum adds up values and negated values, e.g. `stack([x, -y]).sum(0)`."""
-        stacked: Any = total.args[0]
-        while stacked.target in COPIES:
-            stacked = stacked.args[0]
+        stacked: Any = skip_copies(total.all_input_nodes[0])
         if stacked.target not in STACKS:
             return False
         return len({self._is_negated(x) for x in stacked.args[0]}) == 2
@@ -177,6 +175,12 @@ def _factor(node: fx.Node) -> float | None:
 
 def _is_negation_or_copy(node: fx.Node) -> bool:
     return node.target in COPIES or node.target is aten.neg.default
+
+
+def skip_copies(node: fx.Node) -> fx.Node:
+    while node.target in COPIES:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _reduction(x: Any) -> fx.Node | None:

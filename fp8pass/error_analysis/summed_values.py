@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fp8pass import graph
-from fp8pass.error_analysis.differences import COPIES, PRODUCTS
+from fp8pass.error_analysis.differences import PRODUCTS, skip_copies
 from fp8pass.error_analysis.regions import Region, is_movement
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten
@@ -58,12 +58,12 @@ def find_factors_of_small_gradients(
     while waiting:
         node = waiting.pop()
         if kind(node) is Kind.GEMM or (node.target in PRODUCTS and _is_wide(node)):
-            found.update(_find_original(x) for x in node.all_input_nodes if x not in backward)
+            found.update(skip_copies(x) for x in node.all_input_nodes if x not in backward)
             continue
         operands = [x for x in node.all_input_nodes if x in backward and x not in seen]
         seen.update(operands)
         waiting += [x for x in operands if _may_lead_to_rows(x, node)]
-    return {node for node in g.nodes if node not in backward and _find_original(node) in found}
+    return {node for node in g.nodes if node not in backward and skip_copies(node) in found}
 
 
 def _is_small(gradient: fx.Node) -> bool:
@@ -83,9 +83,3 @@ def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
 def _is_wide(node: fx.Node) -> bool:
     shape = graph.tensor(node).shape
     return bool(shape) and not (isinstance(shape[-1], int) and shape[-1] < WIDE)
-
-
-def _find_original(node: fx.Node) -> fx.Node:
-    while node.target in COPIES and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
