@@ -1,4 +1,4 @@
-"""Error rules, which compute how much gradients amplify the error of each stored value.
+"""Error rules: how much an error of each stored value is amplified in the gradients.
 
 The rules follow sections 4.1 and 8.1 of the AGoQ paper.
 
@@ -14,7 +14,7 @@ The rules follow sections 4.1 and 8.1 of the AGoQ paper.
 | Which comparisons make results jump? | jumps.py |
 | Which values have outliers, grow exponentially, or are divisors? | ranges.py |
 | In which sums may the terms nearly cancel? | differences.py |
-| Which values have no positive, or no negative, elements? | signs.py |
+| Which values are nonnegative or nonpositive in all elements? | signs.py |
 | Which values are summed in scans and gradients of small parameters? | summed_values.py |
 | How much does attention amplify errors? | attention.py |
 | How are the rules written for `fp8pass.explain`? | formulas.py |

@@ -37,9 +37,9 @@ def compute_bounds(
 ) -> Amplifications:
     """Bound the relative change of each output's factors per unit relative change of each source.
 
-    With `relative_to_row`, the change of an element is relative to the largest element of its row:
-    a format that rounds small elements to zero has such errors. Return the largest bound over the
-    scales.
+    With `relative_to_row`, the change of an element is relative to the largest element of its row.
+    Formats that round small elements to zero have such errors. The result is the largest bound over
+    the scales.
     """
     bounds = Bounds(factors, sources, relative_to_row)
     found: Amplifications = {s: dict.fromkeys(outputs, 0.0) for s in sources}
@@ -52,6 +52,8 @@ def compute_bounds(
 
 
 class Bounds:
+    """Bounds norms of Jacobians, and the changes of Jacobians if `sources` are inexact."""
+
     def __init__(
         self, factors: Factors, sources: Collection[Symbol], relative_to_row: bool
     ) -> None:
@@ -95,9 +97,7 @@ class Bounds:
         return _sum(terms)
 
     def _row(self, each: Tensor) -> BySource:
-        """Return ω, the derivative of a statistic, whose terms are `each`, by elements of the
-        sources.
-        """
+        """Return ω, the derivatives of the statistic with the terms `each` by the sources."""
         local, through = self._differentiate(each)
         terms = [local]
         for key, slope in through.items():

@@ -39,9 +39,9 @@ def bound_amplification(length: int, head_dim: int) -> float:
 def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> float:
     """Return the largest relative RMS error of dq, dk and dv per unit error of the operands.
 
-    The operands are random numbers of unit variance. Those named in `inexact` (`q`, `k`, `v`, `o`
-    for the output) have independent relative errors. With few tokens, results are averaged over
-    heads, and `qkv` covers self-attention with q = k = v, whose gradient is dq + dk + dv.
+    The operands are random numbers of unit variance. The operands in `inexact` (`q`, `k`, `v`, and
+    `o` for the output) have independent relative errors. With few tokens, results are averaged over
+    heads. Then `qkv` also covers self-attention with q = k = v, whose gradient is dq + dk + dv.
     """
     random = torch.Generator().manual_seed(0)
     size = min(length, SAMPLED_TOKENS), head_dim
@@ -69,7 +69,7 @@ def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> 
 def _perturb(
     operands: Sequence[Tensor], noise: Sequence[Tensor], gradient: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the exact dq, dk, dv, then those of operands multiplied by `noise`."""
+    """Return dq, dk and dv for exact operands, and dq, dk and dv for operands times `noise`."""
     q, k, v = operands
     scores = _compute_scores(q, k)
     logsumexp, output = scores.logsumexp(-1, keepdim=True), scores.softmax(-1) @ v

@@ -41,9 +41,11 @@ class Amplification:
 
     bound: float  # an upper limit of the amplification of any perturbation, to first order
     expected: float  # the root mean square amplification of independent perturbations
-    # For errors relative to the largest element of a row, as of formats that flush to zero.
+    # The bound for errors relative to the largest element of a row. Formats that round small
+    # elements to zero have such errors.
     flush_bound: float = 1.0
-    # Whether the backward compares the value with zero (ReLU), or sums products over positions.
+    # Whether a format must preserve the value's signs. The backward compares the value with zero
+    # (ReLU), or sums products of the value over positions.
     needs_signs: bool = False
 
     def allows(self, format: Format, tolerance: float) -> bool:
@@ -77,6 +79,8 @@ class RegionRule:
 
 @dataclass(frozen=True)
 class InputFacts:
+    """Facts about the inputs of regions, apart from their structure."""
+
     # The mean and the standard deviation of the inputs' elements, if known.
     moments: Mapping[fx.Node, Moments] = field(default_factory=dict)
     # The inputs that are exact because they are computed from parameters alone.
@@ -110,7 +114,7 @@ def _derive(region: Region, facts: InputFacts) -> RegionRule:
         return Derivation(region, facts).rule()
     except Underivable as error:
         return RegionRule(reason=str(error))
-    except Exception as error:  # values without a rule stay exact; tests raise
+    except Exception as error:  # values without a rule stay exact; tests raise the exception
         if checks_are_on():
             raise
         log.debug("no rule was found:", exc_info=True)
@@ -165,7 +169,7 @@ class Derivation:
                 for i, n, s in of_nodes
                 if n not in self.region.backward and s in amplifications
             },
-            # later nodes with the same symbol are casts and views of the first one
+            # Later nodes with the same symbol are casts or views of the first node.
             frozenset(first[s] for s in exact | signs - set(found.values)),
             {i: reasons[s] for i, _, s in of_nodes if s in reasons},
             frozenset(i for i, _, s in of_nodes if s in outliers),
@@ -175,7 +179,7 @@ class Derivation:
     def _amplifications(self, compared: Collection[Symbol]) -> dict[Symbol, Amplification]:
         """Return the amplification of each symbol in its worst output.
 
-        `compared` need their signs.
+        Formats must preserve the signs of the symbols in `compared`.
         """
         bounds = self.bounds(self.storable)
         flush_bounds = self.bounds(self.storable, relative_to_row=True)
@@ -202,7 +206,7 @@ class Derivation:
     ) -> Amplifications:
         """Bound how much each output amplifies a relative error of each source.
 
-        Values of `stored` are read instead of recomputed.
+        The backward reads the values of `stored` instead of recomputing them.
 
         Raises:
             Underivable: the region is not linear in gradients.

@@ -1,8 +1,7 @@
-"""Find differences, which are sums whose terms may nearly cancel, e.g. `x - y` but not `x**2 +
-y**2`.
+"""Find differences: sums whose terms may nearly cancel, e.g. `x - y`, but not `x**2 + y**2`.
 
-Cancellation amplifies errors. Samples of two values are independent and so do not show it. The
-backward therefore never computes a difference from terms in low-bit formats.
+Cancellation amplifies errors. Samples do not show it, because samples of two values are
+independent. So the backward never computes a difference from terms in low-bit formats.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ ARITHMETIC = (
     *(aten.neg.default, aten.pow.Tensor_Scalar),
 )
 
-# Samples of `1 - sigmoid(x)` do show how much the terms cancel, because the size is known.
+# The results of these operators have a known size, so samples do show how much terms cancel, e.g.
+# in `1 - sigmoid(x)`.
 BOUNDED = (
     *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
     *(aten.expm1.default, aten.sin.default, aten.cos.default),
@@ -77,8 +77,8 @@ class Differences:
     def is_of_equals(self, node: fx.Node) -> bool:
         """Whether a node is a difference of two inexact values that are not statistics.
 
-        In `x[:, None] - x[None]` a region has one symbol for all elements of x, and would return
-        zero.
+        A region has one symbol for all elements of x, so the formula of `x[:, None] - x[None]`
+        would be zero.
         """
         terms = _terms(node)
         if terms is None or node not in self:
@@ -117,8 +117,9 @@ class Differences:
         return (scale < 0) != self._is_negated(x)
 
     def _is_negated(self, node: fx.Node) -> bool:
-        """Whether a value is negated. A negated constant does not count, because it may be a
-        mask.
+        """Whether a value is negated.
+
+        A negative factor of a constant does not count, because the constant may be a mask.
         """
         negated = False
         while True:
@@ -160,7 +161,7 @@ def _number(x: Any) -> float | None:
 
 
 def _is_number(x: Any) -> bool:
-    """Whether a term is a number or a symbolic size, or has integers as elements."""
+    """Whether a term is a number, a symbolic size, or a tensor of integers or booleans."""
     if _number(x) is not None or not isinstance(x, fx.Node):
         return True
     val = graph.value(x)
@@ -191,16 +192,16 @@ def _reduction(x: Any) -> fx.Node | None:
 
 
 def _is_for_each_row(variance: fx.Node) -> bool:
-    """Whether dimension 0 is not reduced. Without `dim`, all dimensions are reduced."""
+    """Whether a variance keeps dimension 0. Without `dim`, it reduces all dimensions."""
     rank = graph.tensor(variance.all_input_nodes[0]).ndim
     dims = variance.args[1] if len(variance.args) > 1 else variance.kwargs.get("dim")
     return isinstance(dims, (list, tuple)) and bool(dims) and all(int(d) % rank for d in dims)
 
 
 def find_expanded_distances(g: fx.Graph) -> set[fx.Node]:
-    """Return the x and y of squared distances x² + y² - 2 x y that a GEMM computes.
+    """Return x and y of squared distances that are computed as x² + y² - 2 x y, with a GEMM.
 
-    The gradient of x is 2 x Σ g - 2 g y, whose terms nearly cancel. They may be far apart in the
+    The gradient of x is 2 x Σ g - 2 g y. Its terms nearly cancel. The terms may be far apart in the
     backward, so the search starts in the forward.
     """
     nothing = frozenset[fx.Node]()

@@ -46,7 +46,8 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE
 
-# Gradients are linear in the stored value, and so have the same relative error.
+# The gradients of these operators are linear in the stored value, so their relative error equals
+# the error of the value.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
@@ -55,7 +56,7 @@ ADDED_TO_GRADIENT = "the backward adds this tensor to a gradient and may use the
 BY_CHOICE = "read by a layer that the options keep in high precision"
 IN_A_DISTANCE = "used in a distance, where its squares and products nearly cancel"
 OF_THE_HEAD = "computed from the logits in the forward, for the gradients of an output head"
-FEW_TOKENS = "attention over few tokens: gradients of the scores nearly cancel, but errors do not"
+FEW_TOKENS = "attention over few tokens: gradients of scores nearly cancel, but their errors do not"
 
 Use = Amplification | str  # the amplification of a use, or the reason why the value must be exact
 
@@ -80,7 +81,7 @@ class _Findings:
 
 
 class Rules:
-    """The error rules of one joint graph. Without `calibration`, values have unit variance."""
+    """The error rules of one joint graph. Uncalibrated values are assumed to have unit variance."""
 
     def __init__(self, g: fx.Graph, config: Config, facts: JointFacts) -> None:
         self.graph, self.config, self.facts = g, config, facts
@@ -113,7 +114,7 @@ class Rules:
 
     @cached_property
     def _findings(self) -> _Findings:
-        """The rules of all regions. Outliers of a region may be inputs of later regions."""
+        """The rules of all regions, in graph order: regions pass outliers on to later regions."""
         if self._are_off:
             return _Findings({region: RegionRule() for region in self.regions})
         found = _Findings()
@@ -128,7 +129,7 @@ class Rules:
         return found
 
     def by_last_input(self) -> dict[fx.Node, list[Region]]:
-        """Map each node to the regions that have it as last forward input, in graph order."""
+        """Map each node to the regions whose last forward input is this node, in graph order."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[fx.Node, list[Region]] = {}
         for region in self.regions:
@@ -197,9 +198,10 @@ class Rules:
         return replace(worst, flush_bound=flush_bound, needs_signs=needs_signs)
 
     def uses_of_recomputed(self, node: fx.Node) -> list[Amplification]:
-        """Return how much each use amplifies an error that comes from recomputing `node`.
+        """Return how much each use amplifies an error of a recomputed `node`.
 
-        The amplifications of the region's inputs include the uses inside the region.
+        Uses inside the node's region are left out, because the amplifications of the region's
+        inputs include them.
         """
         if self._are_off:
             return []
@@ -262,7 +264,7 @@ class Rules:
                 yield self._use_output(user) if is_output else self._use_operand(user)
         elif is_backward and kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW):
             name = operator_name(user)
-            yield f"no rule bounds errors in the operator {name}, which reads this in the backward"
+            yield f"no rule bounds errors in the operator {name}, which reads it in the backward"
 
     def _is_by_choice(self, user: fx.Node) -> bool:
         return bool(user.meta.get(HIGH_PRECISION_BY_CHOICE)) and user in self.backward
@@ -281,8 +283,9 @@ class Rules:
         return Amplification(max(bound, expected), expected)
 
     def _use_output(self, user: fx.Node) -> Use:
-        """Return the expected amplification as `bound`, because no bound is derived for the
-        output.
+        """Return the amplification of an error of attention's output.
+
+        The expected amplification also serves as the bound, because no bound has been derived.
         """
         with compat.real_tensors():
             expected = estimate_amplification(*_read_attention_sizes(user), "o")

@@ -1,4 +1,4 @@
-"""Write regions as mathematics: every node gets a symbol with a sympy definition.
+"""Express regions in symbols: each node has a sympy symbol, which is defined by other symbols.
 
 A symbol stands for a single element. Casts, views and broadcasts have the symbol of their operand.
 A reduction defines a *statistic*, one number for many elements.
@@ -32,7 +32,10 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Statistic:
-    """`symbol = weight · Σ value` over `length` elements. A variance's mean counts as constant."""
+    """`symbol = weight · Σ value` over `length` elements.
+
+    In the `value` of a variance, the mean counts as a constant.
+    """
 
     symbol: Symbol
     operand: Symbol  # the symbol of an element
@@ -84,7 +87,7 @@ class Expressions:
 
 
 def express(region: Region) -> Expressions:
-    """Write a region in symbols.
+    """Express a region in symbols.
 
     Raises:
         Underivable: an operator has no formula, or divides by a value that may vanish.
@@ -160,7 +163,7 @@ def _symbol_like(name: str, value: Expr) -> Symbol:
 
 
 def _symbol(name: str, **assumptions: bool) -> Symbol:
-    """Name a symbol like the printed node: `%exp` is not a sympy function."""
+    """Name a symbol like the printed node, because sympy has functions such as `exp`."""
     return Symbol(f"%{name}", **assumptions)
 
 
@@ -203,7 +206,7 @@ def _add_statistic(statistic: Statistic, found: Expressions) -> None:
 
 
 def _find_reduced(node: fx.Node, found: Expressions) -> tuple[Symbol, int]:
-    """Return the symbol that a node reduces, and how many elements become one."""
+    """Return the symbol that a node reduces, and the number of elements that it reduces to one."""
     before = graph.numel(graph.tensor(node.args[0]))  # type: ignore[arg-type]
     val = node.meta["val"]
     after = graph.numel(val[0] if isinstance(val, (tuple, list)) else val)

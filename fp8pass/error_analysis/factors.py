@@ -8,8 +8,8 @@ a statistic reduces, the output's Jacobian is a diagonal plus a few rank-one ter
 where the *gradient factors* a, u_s and w_s are functions of forward values. The operators of the
 backward compute an output's factors if they run on factors instead of gradients.
 
-Each forward statistic is *cut*: it becomes an input with one value for a row. The rest is
-element-wise, so one pass of autograd gives the derivatives of a factor.
+Each forward statistic is *cut*: it becomes an input with one value for each row. All other
+operators are element-wise, so one pass of autograd gives the derivatives of a factor.
 """
 
 from __future__ import annotations
@@ -224,6 +224,6 @@ def check_cost(expressions: Expressions, outputs: Iterable[Symbol]) -> None:
     if EVALUATION * evaluations + passes * operators > LARGEST_COST:
         reductions = sum(isinstance(d, Statistic) for d in expressions.definitions)
         raise Underivable(
-            f"finding an error rule would take too long: {operators} operators with {reductions} "
-            "reductions and no GEMM between"
+            f"finding an error rule would take too long: {operators} operators, including "
+            f"{reductions} reductions, without a GEMM between them"
         )

@@ -24,7 +24,7 @@ from fp8pass.graph.names import short_operator_name
 from fp8pass.graph.symbols import Underivable
 from fp8pass.plan import RuleSummary
 
-# A normalization has about 10 operators.
+# Larger regions have no formula. A normalization has about 10 operators.
 LARGEST_FORMULA = 40
 
 ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
@@ -82,9 +82,10 @@ class ChainRule:
                 self.coefficients[symbol] = found
 
     def differentiate(self, expression: Expr, result: Symbol | None = None) -> Coefficients:
-        """Return the total derivative.
+        """Return the total derivative of an expression.
 
-        In a recursive one (exp' = exp), `result` stands for `expression`.
+        Some functions reappear in their derivative, such as exp' = exp. The symbol `result` then
+        replaces `expression` in the derivative.
         """
         found = sorted(expression.atoms(Mean), key=str)
         means = {sympy.Dummy(f"mean_{i}"): mean for i, mean in enumerate(found)}
@@ -126,7 +127,7 @@ class ChainRule:
 
 
 def _reappears_in_its_derivative(value: Expr) -> bool:
-    """Match exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may store the result."""
+    """Match exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may read the result."""
     if isinstance(value, sympy.Pow):
         return bool(value.exp.is_negative) or not value.exp.is_integer
     return isinstance(value, sympy.Function)
@@ -137,7 +138,7 @@ def _mean(expression: Expr, length: Expr) -> Expr:
 
 
 class Formulas:
-    """The bounds of one region, as formulas. A forward value is its own factor."""
+    """The bounds of one region, as formulas. An output of the forward is its own factor."""
 
     def __init__(self, expressions: Expressions, outputs: Iterable[Symbol]) -> None:
         self.expressions = expressions

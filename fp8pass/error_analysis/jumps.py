@@ -1,6 +1,6 @@
 """Find comparisons that make results of a region jump at a threshold.
 
-At a jump, the backward must use the outcome of the forward.
+At a jump, the backward must use the comparison's outcome in the forward.
 
 A relative perturbation of x never changes `x > 0`. The backward may repeat this comparison with an
 inexact x in a format that preserves signs, but not with an x that is recomputed from inexact
@@ -46,8 +46,8 @@ def find_jumps(
 ) -> tuple[set[Symbol], set[Symbol]]:
     """Find comparisons of inexact values that make an output jump at the threshold.
 
-    Return two sets of symbols: those compared with zero, whose exact signs are needed, and results
-    of comparisons that need exact operands.
+    Return two sets of symbols: symbols that are compared with zero and need exact signs, and
+    results of comparisons that need exact operands.
     """
     signs, exact, parts = set[Symbol](), set[Symbol](), set[str]()
     if comparisons := _list_comparisons(expressions):
@@ -118,7 +118,7 @@ class Crossings(NamedTuple):
 
 
 class ThresholdSearch:
-    """Searches for thresholds on a grid along each input, bisects, and compares both sides."""
+    """Searches a grid along each input for thresholds, and compares the results on both sides."""
 
     def __init__(
         self, expressions: Expressions, samples: Samples, comparisons: list[ThresholdComparison]

@@ -1,9 +1,9 @@
 """Find outliers, unbounded exponentials and divisors, which low-bit formats cannot store.
 
-- *Outliers*: a mask adds -1e9 or -inf to some elements. With such a scale, the other elements of a
-  group become zero or NaN.
+- *Outliers*: a mask adds -1e9 or -inf to some elements. Such an element determines the scale of its
+  group, so the other elements of the group become zero or NaN.
 - *Exponentials*: a sum of decays may be 1000. An error of 1% multiplies its exponential by e^10.
-  Softmax and sigmoid bound the result.
+  Results of softmax and sigmoid are bounded, so they do not count.
 - *Divisors*: the backward of atan divides by 1 + x². If a group contains x = 30, then 4 bits round
   this divisor to 0 for all x below 3. A divisor recomputed from x is never 0.
 """
@@ -37,7 +37,8 @@ def find_outliers(
 ) -> set[Symbol]:
     """Return the forward symbols that may have outliers: huge or infinite elements.
 
-    A constant addend may be a mask, unless it is in `weights` (parameters). `outliers` are inputs.
+    A constant addend may be a mask, unless it is in `weights` (parameters). `outliers` are the
+    inputs that may have outliers.
     """
     huge = {s: x for s, x in expressions.numbers.items() if not abs(x) < HUGE}
     masked = (_list_addends(expressions) - set(weights) - expressions.numbers.keys()) | outliers

@@ -6,8 +6,8 @@ forward and the backward. A region ends at GEMMs, attention, inputs, outputs, an
 - a *junction*, a sum of independent values (`x + attention(x)`), or a difference of two values
   (`differences.py`). Without junctions, the residual stream would join all layers;
 - *movement* of elements (slices, concatenations, gathers), which does not change relative errors;
-- a *discrete* value, such as an index. The backward reads it, because an inexact operand may change
-  it completely.
+- a *discrete* value, such as an index. The backward reads the value of the forward, because an
+  inexact operand may change the value completely.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPARISONS = {
     *(aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor),
 }
 
-# Inexact even if all operands are exact.
+# Results of these kinds are not constants, even if all operands are constants.
 ORIGINS = (Kind.INPUT, Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION, Kind.OTHER, Kind.COLLECTIVE)
 
 
@@ -100,7 +100,7 @@ def is_movement(node: fx.Node) -> bool:
 
 
 def _has_formula(node: fx.Node) -> bool:
-    """Pointwise operators without a formula end a region."""
+    """Whether a region may contain the node. Pointwise operators without a formula end a region."""
     return kind(node) is not Kind.POINTWISE or node.target in FORMULAS.keys() | COPIES
 
 
@@ -161,7 +161,7 @@ class Splitter:
             self.junctions.add(node)
 
     def _is_discrete(self, node: fx.Node) -> bool:
-        """Whether no formula in a region computes a forward node's integers or booleans."""
+        """Whether a forward node has integers or booleans that no formula of a region computes."""
         if node in self.backward or graph.value(node) is None or graph.is_float(node):
             return False
         derivable = kind(node) in (Kind.POINTWISE, Kind.VIEW) and not is_movement(node)

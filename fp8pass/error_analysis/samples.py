@@ -1,7 +1,8 @@
 """Compute the values of a region on random samples, or on real data.
 
-Inputs and gradients are normal, at several scales. Constants (parameters, buffers, data) are set to
-several values, because training changes them: `tanh(w * x)` is steep near zero for a large w.
+Inputs and gradients are normally distributed. Inputs have several scales. Constants (parameters,
+buffers, data) have several values, because training changes them: `tanh(w * x)` is steep near zero
+for a large w.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fp8pass.graph.symbols import TORCH_FUNCTIONS, Underivable
 
 ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 HUGE = 1e6  # all samples except masks (`ranges.py`) are smaller
-SCALES = (1.0, 0.5, 2.0)  # The same random inputs, multiplied.
+SCALES = (1.0, 0.5, 2.0)  # factors of the random inputs
 CONSTANTS = (64.0, 1 / 64)  # further values of constants, each with inputs at the first scale
 ROWS, SMALLEST_WIDTH, LARGEST_WIDTH = 4, 128, 1024  # the shape of the samples at one scale
 
@@ -82,7 +83,7 @@ class Samples:
         return sign * sizes[:, None, None]
 
     def use(self, data: Mapping[Symbol, Tensor]) -> None:
-        """Replace the inputs by real tensors. Use the same rows of each tensor."""
+        """Replace the inputs by the same rows of real tensors."""
         constants = self.expressions.constants
         length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
         counts = {x.numel() for s, x in data.items() if s not in constants}
@@ -106,7 +107,10 @@ class Samples:
         perturbed: Mapping[Symbol, Tensor] | None = None,
         stored: Collection[Symbol] = (),
     ) -> dict[Symbol, Tensor]:
-        """Compute all symbols, with factors `perturbed`; read `stored` ones from `values`."""
+        """Compute all symbols, and multiply each symbol by its factor in `perturbed`.
+
+        The symbols in `stored` are read from `values` instead.
+        """
         inputs, perturbed = self.inputs if inputs is None else inputs, perturbed or {}
         values = {s: x * perturbed[s] if s in perturbed else x for s, x in inputs.items()}
         for definition in self.expressions.definitions:
@@ -120,14 +124,14 @@ class Samples:
     def errors(
         self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
     ) -> dict[Symbol, float]:
-        """Return the relative RMS changes if symbols are rounded with the RMS errors `noise`."""
+        """Return the relative RMS change of each symbol after rounding with RMS errors `noise`."""
         perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
         changed = self.run(None, perturbed, stored)
         return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
 
 
 def _compute(definition: Definition, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """Statistics are estimates, because the samples have fewer elements."""
+    """Compute a symbol. Statistics are estimates, because samples have fewer elements."""
     result = evaluate(definition.value, values)
     if isinstance(definition, Pointwise):
         return result

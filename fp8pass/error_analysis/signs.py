@@ -1,9 +1,9 @@
-"""Infer which values of a graph have no positive, or no negative, elements.
+"""Infer which values of a graph are nonnegative or nonpositive in all elements.
 
 A cumulative decay may have any magnitude. But its exponential is at most 1 if all terms are
 nonpositive, such as -exp(a) · softplus(b) in Mamba, or a `logsigmoid`.
 
-`torch.utils._sympy.value_ranges` has no rules for views, reductions, scans and padding.
+`torch.utils._sympy.value_ranges` does not support views, reductions, scans and padding.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def _clamp(node: fx.Node, x: KnownSign, *bounds: KnownSign) -> KnownSign:
     return x
 
 
-# These move, repeat or add up elements, or are increasing functions with f(0) = 0.
+# The result has the sign of the operand: these operators move, repeat or add up elements, or are
+# increasing functions with f(0) = 0.
 KEEP = (
     *(VIEWS - {aten.as_strided.default}), *graph.CASTS, operator.getitem, aten.clone.default,
     aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default,

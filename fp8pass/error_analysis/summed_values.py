@@ -1,11 +1,12 @@
-"""Find values whose products with gradients are summed in scans, or for small parameters.
+"""Find values whose products with gradients are summed in scans or gradients of small parameters.
 
 *Scans*. A recurrence that is written with `cumsum` (gated linear attention, HGRN, minGRU)
 multiplies values by exp(c), sums the products, and multiplies the sum by exp(-c). The smallest
 elements of a row may become the largest, but a format would round them to zero.
 
-*Small parameters*. Their gradient consists of only a few sums. In hyper-connections these sums were
-7 to 21% of the norm of their terms, so an error of 12% of each term changed the sign of gradients.
+*Small parameters*. The gradient of a small parameter consists of a few sums. In hyper-connections
+these sums were 7 to 21% of the norm of their terms, so an error of 12% of each term changed the
+sign of gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fp8pass.graph.order import ancestors, reach
 from fp8pass.graph.patterns import SUM_OPERATORS
 
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
-SCANNED = "its gradients are summed over positions, and the smallest may determine the sum"
+SCANNED = "its gradients are summed over positions, and the smallest ones may determine the sum"
 
 SMALL = 32  # parameters with fewer elements are small
 WIDE = 16  # rows with fewer elements are not stored in groups that share a scale
@@ -75,7 +76,7 @@ def _is_small(gradient: fx.Node) -> bool:
 
 
 def _may_lead_to_rows(node: fx.Node, user: fx.Node) -> bool:
-    """Whether the search goes on: not between two wide rows."""
+    """Whether the search continues at `node`. It ends between two tensors with wide rows."""
     is_tensor = isinstance(graph.value(node), torch.Tensor)
     return is_tensor and not (_is_wide(node) and _is_wide(user))
 
