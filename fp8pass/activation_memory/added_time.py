@@ -2,8 +2,8 @@
 
 Saving the exact value costs a write, unless the forward stores it anyway, and a read. Formats of
 few bits move fewer bytes. But a value that no generated code computes, such as the result of a
-GEMM, is quantized by a kernel of its own. And a value that a GEMM reads in the backward must be
-stored there in full, after it is dequantized or recomputed.
+GEMM, is quantized by a kernel of its own. And if a GEMM reads the value in the backward, the
+dequantized or recomputed value must be written to memory in full.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class AddedTime:
     def price(self, node: fx.Node, decision: Decision) -> float:
         """Return the price of the seconds of a decision, in units of `costs.py`.
 
-        Other prices use the hints of dynamic sizes, so the price is scaled to the hint.
+        The seconds are for assumed dynamic sizes. Other prices use the hints of these sizes, so the
+        price is scaled to the hints.
         """
         sizes = ((x, _bytes(x)) for x in (node, *node.all_input_nodes))
         ratios = (graph.nbytes(x) / size for x, size in sizes if size)
@@ -53,11 +54,9 @@ class AddedTime:
         return round(self.price_of_time * moved * scale * UNITS_PER_BYTE)
 
     def total(self, decisions: Decisions) -> float:
-        """Return the seconds of all decisions."""
         return math.fsum(self.seconds(node, decision) for node, decision in decisions.items())
 
     def seconds(self, node: fx.Node, decision: Decision) -> float:
-        """Return the seconds of one decision."""
         if decision.recomputed:
             return self.recomputed(node)
         return self.low_bit(node, decision) if decision.low_bit else self.exact(node)
@@ -94,14 +93,14 @@ class AddedTime:
         return 2 * _bytes(node) / self.gpu.bandwidth + hardware.LAUNCH
 
     def _has_own_kernel(self, node: fx.Node) -> bool:
-        """Whether no kernel that computes or reads the value can quantize it."""
+        """Whether the value needs a separate kernel that quantizes it."""
         readers = list(self._readers(node, backward=False))
         if readers and all(_is_broadcast(node, user) for user in readers):
-            return True  # the kernels that read it run over more elements
+            return True  # the kernels that read the value run over more elements
         return not (is_computed(node) or self._is_quantized_by_users(node))
 
     def _is_quantized_by_users(self, node: fx.Node) -> bool:
-        """Whether a kernel that quantizes an operand of an FP8 GEMM computes it from the value."""
+        """Whether a kernel reads the value to compute and quantize an operand of an FP8 GEMM."""
         found = {node}
         for _ in range(LONGEST_FUSED):
             users = {user for n in found for user in self._readers(n, backward=False)}

@@ -93,9 +93,9 @@ class BackwardMemory:
         return self.alive_saved(value, stored_bytes(value, decision) - on_host, on_host)
 
     def alive_saved(self, value: fx.Node, on_device: float, on_host: float) -> list[Span]:
-        """Return where the bytes of a saved value take memory of the device.
+        """Return when the bytes of a saved value are in memory of the device.
 
-        The copy from the host takes memory before the first use, so it begins one index earlier.
+        A copy from the host begins one index before the first use.
         """
         used = self._times_between(*self.lifetimes[value])
         return [(range(used.stop), on_device), (range(max(used.start - 1, 0), used.stop), on_host)]
@@ -126,7 +126,7 @@ class BackwardMemory:
     def _starts(self) -> dict[fx.Node, int]:
         """Map each gradient with a buffer to the position at which the buffer is allocated.
 
-        One kernel writes all quantized data of a region.
+        One kernel writes all quantized data of a region, so the buffers are allocated together.
         """
         region_of = {n: i for i, r in enumerate(self.choices.rules.regions) for n in r.nodes}
         starts: dict[fx.Node, int] = {}
@@ -142,7 +142,7 @@ class BackwardMemory:
         """Return the longest lifetime that any plan of `budget.py` can give to each value.
 
         Such a plan recomputes at most one of two consecutive residual sums. `within` maps each
-        value to the first use that chains without a sum lead to.
+        value to its first use, also through recomputed values that are not sums.
         """
         lifetimes: dict[fx.Node, Lifetime] = {}
         within: dict[fx.Node, float] = {}
@@ -164,16 +164,13 @@ class BackwardMemory:
         return lifetimes
 
     def _pick_times(self, alive: list[float]) -> list[int]:
-        """Return the position with the most bytes of each block. Blocks end at residual sums."""
+        """Return each block's position with the most bytes alive. Blocks end at residual sums."""
         ends = [self._position[n] for n in self.backward if is_residual_sum(n)]
         blocks = pairwise([0, *(e + 1 for e in ends), len(self.backward)])
         return [max(range(a, b), key=alive.__getitem__) for a, b in blocks if a < b]
 
     def _total(self, buffers: Iterable[tuple[float, float, float]]) -> list[float]:
-        """Return how many bytes are alive at each position.
-
-        Each buffer has a first and a last position, and a number of bytes.
-        """
+        """Return the bytes alive at each position, given buffers (first position, last, bytes)."""
         length = len(self.backward)
         change = [0.0] * (length + 1)
         for first, last, bytes_ in buffers:
@@ -204,6 +201,7 @@ def find_uses(
 
 
 def is_buffered(node: fx.Node) -> bool:
+    """Whether a node's value is written to a buffer of its own."""
     if is_residual_sum(node) or node.op == "placeholder":
         return True
     if node.target is fp8.quantize.default:  # not written if only the transpose is read

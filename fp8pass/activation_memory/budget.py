@@ -28,7 +28,7 @@ once.
 
 (2) limits the peak of saved values, recomputed values and gradients (`backward_memory.py`). The
 allowance is the peak minus the saved bytes of the plan of `cuts.py`. `excess` has a high price. The
-smallest budgets need it, because recomputed values may take more bytes than saved ones.
+smallest budgets need it, because recomputed values may take more bytes than saved values.
 
 (3) limits the copies to and from host memory (`host_transfer.py`). `wait` is the time of copies
 that computation cannot hide, in the forward or in the backward.
@@ -70,7 +70,8 @@ from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import SUM_OPERATORS
 from fp8pass.option_checks import ConfigError, bytes_text
 
-# Otherwise the solver would compare the many equally good solutions of a model with equal layers.
+# The solver stops this close to the optimum, because a model with equal layers has many equally
+# good plans.
 RELATIVE_GAP = 0.03
 TIME_LIMIT_S = 15.0
 
@@ -226,7 +227,7 @@ class BudgetProblem:
         )
 
     def _host_variables(self, value: fx.Node, variables: _Variables) -> _Variables:
-        """Add a variable for the low-bit value in host memory if allowed, else for the exact value.
+        """Return a variable for the value in host memory, in low bits if this is allowed.
 
         The seconds include the slowdown of other work, but not the waits for copies.
         """
@@ -244,7 +245,7 @@ class BudgetProblem:
         return found
 
     def _vector(self, attribute: str) -> np.ndarray:
-        """Return an attribute of each variable, in the order of columns; 0 for continuous ones."""
+        """Return an attribute of each variable, in column order; 0 for continuous variables."""
         values = [getattr(x, attribute) for x in self.variables.values()]
         return np.array(values + CONTINUOUS * [0.0], dtype=float)
 
@@ -328,9 +329,9 @@ class BudgetProblem:
         return [LinearConstraint(self._matrix(rows), -np.inf, np.array(most))]
 
     def _plan(self, chosen: np.ndarray) -> Decisions:
-        """Decide needed values and their sources.
+        """Return decisions for needed values, and for values from which they are recomputed.
 
-        The solver may set other variables to 1 at no cost.
+        All other variables are ignored, because the solver may set them to 1 at no cost.
         """
         plan: Decisions = {}
         needed = set(self.needs.all)

@@ -1,7 +1,8 @@
-"""Estimate costs: units (`UNITS_PER_BYTE` to save a byte, one to recompute it) and seconds.
+"""Estimate the costs of saving and recomputing values, in units and in seconds.
 
-Recomputing an elementwise result is then nearly free, but the statistics of a row (4 bytes) are
-cheaper to save than to recompute from the row.
+Saving a byte costs `UNITS_PER_BYTE` units, and recomputing a byte costs one unit. So recomputing an
+elementwise result is nearly free, but the statistics of a row (4 bytes) are cheaper to save than to
+recompute from the row.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ def recompute_price(node: fx.Node) -> float:
 
 
 def _price_of_collective(node: fx.Node) -> float:
-    """Return 0 for a gather that `repeat_gathers` or a checkpointed region recomputes, else
-    infinity.
+    """Return 0 for gathers that `repeat_gathers` or checkpointing recomputes, else infinity.
 
     A finite price could lead to different decisions, and so different collectives, on different
     ranks.

@@ -39,7 +39,7 @@ class Cut:
 
 
 def cheapest_plan(needs: Needs, choices: FormatChoices) -> Decisions:
-    """Return the plan that the two cuts give.
+    """Return the plan of the two cuts.
 
     The plan recomputes neither expensive nodes, such as GEMMs, nor chains of residual sums.
     """
@@ -79,7 +79,8 @@ def _chained_sums(
 
     `values` are in the order of the graph. Norms and casts may lie between two sums, as in
     post-norm layers. A sum is left out if the added branch is computed only from the previous sum
-    and from values that are alive anyway, because recomputing such a sum keeps nothing in memory.
+    and from values that are alive anyway, because recomputing such a sum does not keep other values
+    alive.
     """
     found: set[fx.Node] = set()
     after_a_sum: set[fx.Node] = set()
@@ -201,8 +202,8 @@ class _ComponentCuts:
     def _exactly_available(self, first: Cut) -> set[fx.Node]:
         """Return the nodes that the backward can get exactly after the first cut.
 
-        They must not be saved in a low-bit format, because an operator that tolerates no error may
-        read them.
+        They must not be saved in a low-bit format, because an operator that does not tolerate
+        errors may read them.
         """
         members, facts = set(self.component), self.choices.facts
         given = first.saved | first.recomputed

@@ -31,15 +31,15 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.names import matching_pattern, operator_name, warn_about_idle_patterns
 from fp8pass.option_checks import bytes_text
 
-# Rounding that makes a gradient wrong by 100% costs as much as this many saved bytes per element.
-# The price does not depend on the dtype, because an FP32 sum of a residual stream suffers as much
-# as the 16-bit branch that was added to it.
+# The price of a relative error of 1 in a gradient, in saved bytes per element of the rounded value.
+# It does not depend on the dtype, because rounding an FP32 sum of a residual stream is as harmful
+# as rounding the 16-bit branch that was added to it.
 ERROR_BYTES = 0.5
 
 SAVED_EXACTLY = Decision(EXACT, 0, "")
 CHEAP_TO_RECOMPUTE = Decision(None, 0, SavedReason.CHEAP)
 
-# Such a `keep_exact` pattern is the name of a value, `module:operator:number`.
+# A `keep_exact` pattern with this separator is the name of a value, `module:operator:number`.
 VALUE_SEPARATOR = ":"
 
 # See `benchmarks/results/attention_storage.json`.
@@ -198,7 +198,7 @@ class FormatChoices:
         return self.rules.why_ungrouped(node)
 
     def _attention_output(self, node: fx.Node, amplification: Amplification) -> Decision:
-        """See the option `attention_output`."""
+        """Return the format of an inexact attention output (option `attention_output`)."""
         val = graph.tensor(node)
         unsized = compat.has_unbacked(val) or graph.numel(val) == 0
         group = None if unsized else divisor_group(val.shape[-1], OUTPUT_GROUP)

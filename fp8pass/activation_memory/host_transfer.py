@@ -125,7 +125,7 @@ def _times_of_forward(
 def limit_copies(
     left: Mapping[fx.Node, float], values: Collection[fx.Node]
 ) -> Iterator[tuple[set[fx.Node], float]]:
-    """Yield pairs: the values with at most some time left to copy them, and this time."""
+    """Yield pairs (values, seconds): the time in which the values can be copied without a wait."""
     times = sorted({left[v] for v in values})
     last = len(times) - 1
     if last >= INSTANTS:
@@ -135,7 +135,7 @@ def limit_copies(
 
 
 def exposed_seconds(copies: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that computation waits for copies (seconds left, duration)."""
+    """Return the seconds that computation waits for `copies`: pairs (seconds left, duration)."""
     total = late = 0.0
     for left, seconds in sorted(copies):
         total += seconds

@@ -1,4 +1,4 @@
-"""The forward values that the backward needs."""
+"""Find the forward values that the backward needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Needs:
 
     values: list[fx.Node]  # all nodes of the joint graph that do not depend on a gradient, in order
     all: set[fx.Node] = field(default_factory=set)
-    # With the reasons.
+    # Maps the values that the backward needs exactly to the reasons.
     exact: dict[fx.Node, str] = field(default_factory=dict)
 
     def relevant_values(self) -> list[fx.Node]:

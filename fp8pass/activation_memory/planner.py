@@ -97,9 +97,9 @@ class Planner:
     def frontier(self, chosen: FrontierPoint) -> list[FrontierPoint]:
         """Return the costs of plans, from the smallest possible budget up to no budget.
 
-        Points that are not smaller or faster than another point, or than `chosen`, are left out. So
-        are points that a later point beats, because the difference is within the solver's
-        tolerance.
+        Points that are not smaller or faster than another point, or than `chosen`, are left out.
+        Points that beat an earlier point are left out, too, because the difference is within the
+        solver's tolerance.
         """
         budgets = np.linspace(self._least, max(self.most, self._least), FRONTIER_POINTS)[:-1]
         plans = [p for b in budgets if (p := self.problem.within(float(b))) is not None]
@@ -113,8 +113,8 @@ class Planner:
     def point(self, decisions: Decisions) -> FrontierPoint:
         """Return the saved bytes, peak, time and error of a plan.
 
-        The time excludes values that the plan without a budget recomputes, too, because these are
-        fused.
+        The time excludes values that the plan without a budget also recomputes, because generated
+        code fuses them.
         """
         seconds = sum(
             recompute_seconds(node)
