@@ -1,4 +1,4 @@
-"""The memory budget limits saved bytes, adds recomputation, and is refused if too small."""
+"""A memory budget limits saved bytes by recomputation. A budget that is too small is an error."""
 
 from __future__ import annotations
 
@@ -486,7 +486,7 @@ def deep_decoder() -> tuple[Any, ...]:
 
 @pytest.mark.long
 def test_the_estimated_peak_falls_with_the_budget(planner, monkeypatch):
-    """It falls until recomputed values take as many bytes as the saved values."""
+    """The peak falls until recomputed values take as many bytes as the saved values."""
     # A slow machine would return a worse plan when the time is up.
     monkeypatch.setattr("fp8pass.activation_memory.budget.TIME_LIMIT_S", 300.0)
     shares = (1.0, 0.5)

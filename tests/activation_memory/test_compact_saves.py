@@ -1,4 +1,4 @@
-"""Saves in few bytes, as far as FP8 GEMMs pay for the time."""
+"""Values are saved in low bits as long as this takes no more time than FP8 GEMMs save."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_saves_take_no_longer_than_gemms_save(hidden, launch, on_a_gpu, monkeypa
 
 
 def test_a_step_that_the_cpu_limits_saves_what_stock_saves(on_a_gpu, monkeypatch):
-    """Low-bit formats add launches. A budget and `compact_saves` have priority."""
+    """Low-bit formats add launches. Only a budget or `compact_saves='all'` uses them."""
     monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
     model, x = nn.Sequential(block(512, 1024), Heads(512)), rows(64, 512)
     joint = capture_joint(model, x, config=Config(compiler="eager"))
@@ -174,7 +174,7 @@ def test_a_step_that_the_cpu_limits_saves_what_stock_saves(on_a_gpu, monkeypatch
 
 
 def test_views_of_an_input_that_the_graph_overwrites_are_copied(on_a_gpu, monkeypatch):
-    """Stock saves the view, which then has new values. So its graphs are not taken."""
+    """Stock PyTorch saves the view, which then has new values. So its graphs are not used."""
     monkeypatch.setattr(hardware, "CPU_LAUNCH", 10.0)
 
     class Doubled(nn.Module):
@@ -206,7 +206,7 @@ def test_a_graph_without_linear_layers_can_be_limited_by_the_cpu(on_a_gpu, monke
 
 
 def test_a_part_that_others_broadcast_is_quantized_by_a_kernel_of_its_own(on_a_gpu):
-    """The kernels that read it run over more elements, so it pays only if the part is large."""
+    """The kernels that read the part run over more elements. It pays only if the part is large."""
 
     class Modulated(nn.Module):
         def __init__(self) -> None:
@@ -295,7 +295,7 @@ def test_an_output_is_no_operand_of_a_gemm(on_a_gpu):
 
 
 def test_values_of_parameters_are_recomputed(on_a_gpu):
-    """Otherwise ranks with different sizes could gather a parameter differently often."""
+    """Otherwise ranks with different sizes could gather a parameter different numbers of times."""
 
     class Tied(nn.Module):
         def __init__(self):

@@ -200,7 +200,7 @@ def test_an_input_that_is_not_a_leaf_is_saved_in_low_bits():
 
 
 def test_an_input_without_gradient_stays_exact():
-    """Such as a table of rotary embeddings, a mask or data."""
+    """Examples are a table of rotary embeddings, a mask and data."""
     plan = plan_of(
         lambda x, w: (x * w) * 2, torch.randn(32, 64, requires_grad=True), torch.rand(64)
     )
@@ -304,7 +304,7 @@ def test_random_masks_are_not_rounded():
 
 
 def has_derivation(node: fx.Node) -> bool:
-    """Whether the error rules can derive the effect of an error of an operand of `node`."""
+    """Whether the error rules can derive the effect of inexact operands of `node`."""
     linear = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE, Kind.MOVEMENT)
     known = FORMULAS.keys() | COPIES | set(TOTALS)
     target = graph.operator_of(node).target
@@ -312,7 +312,7 @@ def has_derivation(node: fx.Node) -> bool:
 
 
 def reads_rounded(joint: JointGraph) -> list[fx.Node]:
-    """Return operators that tolerate no error but are computed from values in low-bit formats."""
+    """Return operators that must be exact, but are computed from values in low-bit formats."""
     gradients = graph.tangent_dependent(joint.gm.graph)
     rounded: set[fx.Node] = set()
     wrong = []
@@ -407,14 +407,14 @@ def test_a_value_by_its_name(recipe):
         torch._dynamo.reset()
         plan = decoder(config=replace(config, keep_exact=(name,)))
         assert low_bit(plan).keys() == names - {name}
-        kept = [s for s in plan.saved if s.value == name]  # or what it follows from exactly
+        kept = [s for s in plan.saved if s.value == name]  # empty if recomputed exactly
         assert all(s.reason == f"matches keep_exact pattern {name!r}" for s in kept)
 
 
 @pytest.mark.long
 def test_values_by_module():
     found = {}
-    for pattern in ("", "*.mlp", "layers.[01]"):  # and not the codes of its linear layers
+    for pattern in ("", "*.mlp", "layers.[01]"):  # not the FP8 data of its linear layers
         torch._dynamo.reset()
         config = replace(UNRULED, keep_exact=(pattern,) if pattern else ())
         plan = plan_of(llama(), tokens(), config=config)

@@ -1,4 +1,4 @@
-"""Masks and ties, which cannot be computed from low bits, are not saved if the value is smaller."""
+"""Masks and ties cannot be computed from low bits. The exact value is saved if it is smaller."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Tiny(nn.Module):
 
 @pytest.mark.long
 def test_uses_of_a_recomputed_sum_count():
-    """The layer's output is saved. Only the sum of its halves reads it, and attention the sum."""
+    """The layer's output is saved. Only the sum of its halves reads it. Attention reads the sum."""
     model = Tiny().bfloat16()
     x = torch.randn(64, TOKENS, 16, dtype=torch.bfloat16)
     (g,) = explain(model, x).graphs

@@ -25,7 +25,7 @@ U = ROWS * HIDDEN * 2  # bytes of a residual stream in 16 bits
 
 
 class Block(nn.Module):
-    """A pre-norm block, or with `post` a post-norm one."""
+    """A pre-norm block, or a post-norm block if `post` is true."""
 
     def __init__(self, *, post: bool = False) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_every_second_sum_is_saved_in_full_precision():
     saved = [s for s in plan.ctx.plan.saved if s.shape == f"{ROWS}×{HIDDEN}"]
     sums = [s for s in saved if s.op == "aten.add.Tensor"]
     assert {s.dtype for s in sums} == {"float32"}
-    assert len(sums) == 2  # of five that norms read, and the input
+    assert len(sums) == 2  # norms read five sums and the input
     assert plan.longest_chain() == 1
 
 
@@ -205,7 +205,7 @@ def test_branches_computed_from_a_leaf_are_not_saved():
 
 
 def test_sums_of_a_leaf_are_not_saved():
-    """They are recomputed from the leaf, which autograd keeps alive anyway."""
+    """The sums are recomputed from the leaf, which autograd keeps alive anyway."""
 
     class Distances(nn.Module):
         def forward(self, x):

@@ -33,7 +33,7 @@ def test_gradients_are_right_if_values_share_a_large_mean(function, save_format)
 
 
 def test_a_difference_is_saved():
-    """The backward of a norm does not recompute it from `x`, although `x` is saved, too."""
+    """The backward of a norm does not recompute the difference, although `x` is saved, too."""
     saved = plan_of(layer_norm, "e4m3").saved
     operators = [s.op for s in saved if s.saved_as.startswith("e4m3")]
     assert len(operators) == 2

@@ -25,7 +25,7 @@ def root(m, h, outliers):
 @pytest.mark.parametrize("save_format", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("function", [atan, root])
 def test_gradients_in_groups_with_outliers(function, save_format):
-    """In 4 bits gradients may be inexact there, but finite."""
+    """In 4 bits, the gradients of these groups may be inexact, but they must be finite."""
     torch.manual_seed(0)
     model, x = Between(function), torch.randn(ROWS, D)
     reference = copy.deepcopy(model)

@@ -92,6 +92,6 @@ def test_sign_roots_are_found_through_functions_that_keep_signs():
 
 
 def test_a_region_that_computes_indices_alone_has_no_rule():
-    """Its results are not floats, so that none of them could jump."""
+    """Its results are not floats, so they cannot jump."""
     plan = plan_of(lambda m, x: x.gather(-1, (x.detach() > 0).long()), "e2m1")
     assert not any(s.saved_as.startswith("e2m1") and s.op == "aten.gt.Scalar" for s in plan.saved)

@@ -1,4 +1,4 @@
-"""Deriving rules takes time linear in operators, or is refused. Nothing raises."""
+"""Rules are derived in linear time, or the derivation is refused without an exception."""
 
 from __future__ import annotations
 
