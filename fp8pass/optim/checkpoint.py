@@ -72,9 +72,10 @@ class SavedState:
     parts: tuple[Tensor, ...] = ()  # scales, and powers if the format has them
 
     def is_stored_as(self, format: StateFormat, group_size: int) -> bool:
-        if not format.grouped or self.format != format:
-            return self.format is None and self.data.dtype == format.storage_dtype
-        return self.parts[0].numel() == group_count(self.data.numel(), group_size)
+        if not format.grouped:
+            return self.format is None and self.data.dtype == format.dtype
+        groups = group_count(self.data.numel(), group_size)
+        return self.format == format and self.parts[0].numel() == groups
 
     def copy(self, device: torch.device) -> Quantized:
         """Copy the local shards. Scales and powers of the result are [R]."""

@@ -278,6 +278,19 @@ def test_one_planner_loads_two_distributed_checkpoints(tmp_path):
         assert_same_state(other, want)
 
 
+def test_plain_fp16_moments_are_quantized():
+    """Moments of torch.optim.AdamW in FP16 have no scales, in contrast to the format `fp16`."""
+    params = parameters(((64, 32),), dtype=torch.float16)
+    theirs = torch.optim.AdamW(params)
+    run(params, theirs, range(2))
+    optimizer = AdamW(params, preset="fp8-lm", first_moment="fp16")
+    optimizer.load_state_dict(reload_from_file(theirs.state_dict()))
+    for name in ("exp_avg", "exp_avg_sq"):
+        want = theirs.state[params[0]][name].float().view(-1)
+        torch.testing.assert_close(moment_values(optimizer, 0, name), want, rtol=1e-3, atol=0)
+    run(params, optimizer, range(2, 3))
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
 def test_distributed_checkpoints_of_strangers_are_refused(tmp_path, make):
     """Neither optimizer loads entries of the other one, and nothing changes."""
