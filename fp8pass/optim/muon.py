@@ -10,7 +10,6 @@ matrices.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -134,127 +133,71 @@ class Muon(Optimizer):
     def _make_update(
         self, group: Group, parameters: Tensors, slots: Sequence[Slot], gradients: Tensors, how: How
     ) -> PreparedUpdate:
-        if how.fuses:
-            return FusedMuonUpdate(parameters, slots, how.storage, gradients).step
-        offloaded = [is_offloaded(group, "states", p) for p in parameters]
+        def make_round(members: Sequence[int]) -> FusedRound | EagerRound:
+            found = [slots[i] for i in members]
+            if how.fuses:
+                return FusedRound(found, [gradients[i] for i in members], how.storage)
+            offloaded = [is_offloaded(group, "states", parameters[i]) for i in members]
+            return EagerRound(found, how.storage, staging, offloaded)
+
         staging = self._staging_of(parameters[0].device) if how.streams else None
-        return EagerMuonUpdate(parameters, slots, how.storage, staging, offloaded).step
+        rounds = [(members, make_round(members)) for members in _divide_into_rounds(parameters)]
+        return partial(_update_in_rounds, parameters, slots, rounds)
 
 
-class MuonUpdate(ABC):
-    """Updates matrices of one dtype and device in rounds, so that few directions are in memory."""
+class FusedRound:
+    """Updates momentum with a Triton kernel, and weights with a second one."""
 
-    def __init__(self, parameters: Tensors, slots: Sequence[Slot], storage: Storage) -> None:
-        self.parameters, self.slots, self.storage = parameters, slots, storage
-        self.rounds = list(_rounds(parameters))
-
-    def step(self, gradients: Tensors, group: Group, control: Tensor) -> None:
-        for number, members in enumerate(self.rounds):
-            found = [gradients[i] for i in members]
-            directions = [
-                torch.empty(g.shape, dtype=torch.bfloat16, device=g.device) for g in found
-            ]
-            self._update_momentum(number, found, directions, group, control)
-            directions = self._orthogonalize(members, directions, group)
-            self._update_weights(number, directions, group, control)
-
-    @abstractmethod
-    def _update_momentum(
-        self, number: int, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
-    ) -> None:
-        """Update the momentum of a round, and write the directions."""
-
-    @abstractmethod
-    def _update_weights(
-        self, number: int, directions: Tensors, group: Group, control: Tensor
-    ) -> None:
-        """Update the weights of a round with orthogonal directions."""
-
-    def _orthogonalize(
-        self, members: Sequence[int], directions: Tensors, group: Group
-    ) -> list[Tensor]:
-        function = partial(
-            newton_schulz,
-            coefficients=group["ns_coefficients"],
-            steps=group["ns_steps"],
-            eps=group["eps"],
-        )
-        whole = [
-            like_parameter(u, self.parameters[i]) for i, u in zip(members, directions, strict=True)
-        ]
-        return orthogonalize(whole, self.slots[members[0]].number, function)
-
-
-class FusedMuonUpdate(MuonUpdate):
-    """Launches two Triton kernels in a round: one for momentum, and one for weights."""
-
-    def __init__(
-        self, parameters: Tensors, slots: Sequence[Slot], storage: Storage, gradients: Tensors
-    ) -> None:
-        super().__init__(parameters, slots, storage)
-        self.kernels = [
-            self._prepare([slots[i] for i in members], [gradients[i] for i in members])
-            for members in self.rounds
-        ]
-
-    def _prepare(
-        self, slots: Sequence[Slot], gradients: Tensors
-    ) -> tuple[FusedUpdate, FusedUpdate]:
-        of_momentum, of_weights = _divide_storage(self.storage)
-        momentum = FusedUpdate(FUSED_MOMENTUM, slots, gradients, of_momentum)
+    def __init__(self, slots: Sequence[Slot], gradients: Tensors, storage: Storage) -> None:
+        of_momentum, of_weights = _divide_storage(storage)
         directions = [g.new_empty(0, dtype=torch.bfloat16) for g in gradients]
-        return momentum, FusedUpdate(FUSED_WEIGHTS, slots, directions, of_weights, after=momentum)
+        self.momentum = momentum = FusedUpdate(FUSED_MOMENTUM, slots, gradients, of_momentum)
+        self.weights = FusedUpdate(FUSED_WEIGHTS, slots, directions, of_weights, after=momentum)
 
-    def _update_momentum(
-        self, number: int, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
+    def update_momentum(
+        self, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
     ) -> None:
-        self.kernels[number][0].step(gradients, group, control, directions)
+        """Update the momentum, and write the directions."""
+        self.momentum.step(gradients, group, control, directions)
 
-    def _update_weights(
-        self, number: int, directions: Tensors, group: Group, control: Tensor
-    ) -> None:
-        self.kernels[number][1].step([u.contiguous() for u in directions], group, control)
+    def update_weights(self, directions: Tensors, group: Group, control: Tensor) -> None:
+        """Update the weights with orthogonal directions."""
+        self.weights.step([u.contiguous() for u in directions], group, control)
 
 
-class EagerMuonUpdate(MuonUpdate):
-    """Updates momentum and weights with PyTorch's operators, also states in host memory."""
+class EagerRound:
+    """The same with PyTorch's operators, also for states in host memory."""
 
     def __init__(
         self,
-        parameters: Tensors,
         slots: Sequence[Slot],
         storage: Storage,
         staging: Staging | None,
         offloaded: Sequence[bool],
     ) -> None:
-        super().__init__(parameters, slots, storage)
+        self.slots, self.storage = slots, storage
         self.staging, self.offloaded = staging, offloaded
         # The directions already contain the factor of the gradients.
-        self.unscaled = torch.tensor([1.0, 0.0], device=parameters[0].device)
+        self.unscaled = torch.tensor([1.0, 0.0], device=slots[0].step.device)
 
-    def _update_momentum(
-        self, number: int, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
+    def update_momentum(
+        self, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
     ) -> None:
-        members = self.rounds[number]
         slots = [
             replace(slot, parameter=u, states={MOMENTUM: slot.states[MOMENTUM]}, offloaded=None)
-            for slot, u in zip([self.slots[i] for i in members], directions, strict=True)
+            for slot, u in zip(self.slots, directions, strict=True)
         ]
-        self._run(members, slots, update_momentum, gradients, group, control)
+        self._run(slots, update_momentum, gradients, group, control)
 
-    def _update_weights(
-        self, number: int, directions: Tensors, group: Group, control: Tensor
-    ) -> None:
-        members = self.rounds[number]
+    def update_weights(self, directions: Tensors, group: Group, control: Tensor) -> None:
         slots = [
             replace(slot, states={k: x for k, x in slot.states.items() if k != MOMENTUM})
-            for slot in (self.slots[i] for i in members)
+            for slot in self.slots
         ]
-        self._run(members, slots, update_weights, directions, group, self.unscaled)
+        self._run(slots, update_weights, directions, group, self.unscaled)
 
     def _run(
         self,
-        members: Sequence[int],
         slots: Sequence[Slot],
         rule: Rule,
         gradients: Tensors,
@@ -263,9 +206,9 @@ class EagerMuonUpdate(MuonUpdate):
     ) -> None:
         streamed: list[tuple[Slot, Tensor]] = []
         present: list[tuple[Slot, Tensor]] = []
-        for i, pair in zip(members, zip(slots, gradients, strict=True), strict=True):
-            on_host = pair[0].states or pair[0].offloaded is not None
-            (streamed if self.offloaded[i] and on_host else present).append(pair)
+        for slot, gradient, offloaded in zip(slots, gradients, self.offloaded, strict=True):
+            on_host = slot.states or slot.offloaded is not None
+            (streamed if offloaded and on_host else present).append((slot, gradient))
         if present:
             some, found = zip(*present, strict=True)
             update_eagerly(some, self.storage, rule, found, group, control)
@@ -277,7 +220,31 @@ class EagerMuonUpdate(MuonUpdate):
             self.staging.join()
 
 
-def _rounds(parameters: Tensors) -> Iterator[list[int]]:
+def _update_in_rounds(
+    parameters: Tensors,
+    slots: Sequence[Slot],
+    rounds: Sequence[tuple[Sequence[int], FusedRound | EagerRound]],
+    gradients: Tensors,
+    group: Group,
+    control: Tensor,
+) -> None:
+    """Update matrices of one dtype and device. Only the directions of a round are in memory."""
+    function = partial(
+        newton_schulz,
+        coefficients=group["ns_coefficients"],
+        steps=group["ns_steps"],
+        eps=group["eps"],
+    )
+    for members, update in rounds:
+        found = [gradients[i] for i in members]
+        directions = [torch.empty(g.shape, dtype=torch.bfloat16, device=g.device) for g in found]
+        update.update_momentum(found, directions, group, control)
+        whole = [like_parameter(u, parameters[i]) for i, u in zip(members, directions, strict=True)]
+        directions = orthogonalize(whole, slots[members[0]].number, function)
+        update.update_weights(directions, group, control)
+
+
+def _divide_into_rounds(parameters: Tensors) -> Iterator[list[int]]:
     """Yield the indices of each round, equal on all ranks."""
     members: list[int] = []
     size = 0

@@ -103,7 +103,7 @@ def equals_one_rank_in_kernels(device: str) -> None:
     """The same in Triton's interpreter. Some ranks have empty shards."""
     with (
         mock.patch.object(hardware, "why_no_triton_kernels", return_value=None),
-        mock.patch.object(muon, "EagerMuonUpdate", None),
+        mock.patch.object(muon, "EagerRound", None),
         mock.patch.object(fused, "CHUNK", kernel.TILE),
         mock.patch.object(kernel, "CHUNK", kernel.TILE),
     ):
