@@ -16,8 +16,7 @@
     offload.py       host memory, staging buffers, and `offload_weights`
     backward.py      `step_in_backward`: updates within the backward
     captured_step.py `capture_step`: a training step as one CUDA graph
-    clipping.py      norms and buckets of sums of gradients
-    sums.py          sums of the gradients of several backwards
+    sums.py          sums of the gradients of several backwards, and their norm
     sum_kernel.py    Triton kernels for sums of gradients
 
 Sources: section 4 of the paper COAT, section 2.2 of FP8-LM, section 3 of LLMQ.

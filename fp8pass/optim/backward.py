@@ -23,12 +23,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass import compat
-from fp8pass.optim.clipping import norm_of_sums, split_into_buckets, zeros_like_shard
 from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.optimizer import Optimizer
-from fp8pass.optim.shards import is_distributed, like_parameter, local_gradient
+from fp8pass.optim.shards import (
+    is_distributed,
+    like_parameter,
+    local_gradient,
+    zeros_like_shard,
+)
 from fp8pass.optim.state_formats import moment_format
-from fp8pass.optim.sums import GradientSum
+from fp8pass.optim.sums import GradientSum, norm_of_sums, split_into_buckets
 from fp8pass.optim.update import Group
 from fp8pass.option_checks import ConfigError, is_whole
 
@@ -131,21 +135,41 @@ class Attached:
     @torch.no_grad()
     def _update_or_add(self, parameter: Tensor) -> bool:
         """Update the parameter if its sum is complete. Return whether it was updated."""
-        optimizer, group = self.owners[parameter]
-        options, sum_ = optimizer.param_groups[group], self.accumulated.get(parameter)
+        sum_ = self.accumulated.get(parameter)
         if sum_ is None:
-            optimizer.update(options, [parameter])
+            optimizer, group = self._owner_of(parameter)
+            optimizer.update(group, [parameter])
             return True
         gradient = local_gradient(parameter).contiguous()
         if self.max_norm is not None or sum_.count + 1 < self.accumulate:
-            # get_state_dict of torch.distributed.checkpoint would run a step to create missing
-            # states, which would use up the sum. `count_updates` creates them.
-            sum_.add(gradient, options["seed"], optimizer.count_updates(options, parameter))
+            self._add(parameter, gradient)
             if gradient.is_cuda:  # FSDP2 reduces gradients on a stream of its own
                 self._added = torch.cuda.current_stream(gradient.device).record_event()
             return False
-        _update_by_sum(options, sum_, optimizer, parameter, gradient)
+        self._update_by_sum(parameter, gradient)
         return True
+
+    def _owner_of(self, parameter: Tensor) -> tuple[Optimizer, Group]:
+        optimizer, index = self.owners[parameter]
+        return optimizer, optimizer.param_groups[index]
+
+    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient to the parameter's sum."""
+        optimizer, group = self._owner_of(parameter)
+        # get_state_dict of torch.distributed.checkpoint would run a step to create missing states,
+        # which would use up the sum. `count_updates` creates them.
+        step = optimizer.count_updates(group, parameter)
+        self.accumulated[parameter].add(gradient, group["seed"], step)
+
+    def _update_by_sum(self, parameter: Tensor, gradient: Tensor | None = None) -> None:
+        """Update the parameter by its sum, and by the last gradient if it is given."""
+        optimizer, group = self._owner_of(parameter)
+        gradient = zeros_like_shard(parameter) if gradient is None else gradient
+        self.accumulated[parameter].move_to(gradient)
+        if not is_offloaded(group, "states", parameter):
+            optimizer.join()
+        parameter.grad = like_parameter(gradient, parameter)
+        optimizer.update(group, [parameter])
 
     @torch.no_grad()
     def finish_sums(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -155,17 +179,13 @@ class Attached:
         if self.max_norm is not None:
             self._clip_and_update(self.max_norm)
             return
-        pending = [
-            (parameter, sum_)
-            for parameter, sum_ in self.accumulated.items()
-            if sum_.count and self.owners[parameter][0] is optimizer
-        ]
+        sums = self.accumulated.items()
+        pending = [p for p, sum_ in sums if sum_.count and self.owners[p][0] is optimizer]
         try:
-            for parameter, sum_ in pending:
-                group = optimizer.param_groups[self.owners[parameter][1]]
-                _update_by_sum(group, sum_, optimizer, parameter, zeros_like_shard(parameter))
+            for parameter in pending:
+                self._update_by_sum(parameter)
         finally:
-            for parameter, _sum in pending:
+            for parameter in pending:
                 parameter.grad = None
             if pending:
                 optimizer.join()
@@ -190,11 +210,8 @@ class Attached:
             for optimizer in self.optimizers:
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
             for parameter in pending:
-                optimizer, group = self.owners[parameter]
-                sum_, options = self.accumulated[parameter], optimizer.param_groups[group]
-                if sum_.count:
-                    zeros = zeros_like_shard(parameter)
-                    _update_by_sum(options, sum_, optimizer, parameter, zeros)
+                if self.accumulated[parameter].count:
+                    self._update_by_sum(parameter)
                 parameter.grad = None
         finally:
             for optimizer in self.optimizers:
@@ -213,10 +230,7 @@ class Attached:
             averages = torch.cat(gradients)
             self.replicas.average(averages, sizes)
             for parameter, average in zip(bucket, averages.split(sizes), strict=True):
-                optimizer, group = self.owners[parameter]
-                options = optimizer.param_groups[group]
-                step = optimizer.count_updates(options, parameter)
-                self.accumulated[parameter].add(average, options["seed"], step)
+                self._add(parameter, average)
 
     def _begin(self) -> int:
         """Check a new backward, and drop sums of frozen layers."""
@@ -439,23 +453,10 @@ def _take_gradient(reference: ref[Attached], parameter: Tensor) -> None:
     attached.take_gradient(parameter)
 
 
-def _update_by_sum(
-    group: Group, sum_: GradientSum, optimizer: Optimizer, parameter: Tensor, gradient: Tensor
-) -> None:
-    """Add the last gradient to the sum."""
-    sum_.move_to(gradient)
-    if not is_offloaded(group, "states", parameter):
-        optimizer.join()
-    parameter.grad = like_parameter(gradient, parameter)
-    optimizer.update(group, [parameter])
-
-
 def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is attached, so that its `step()` finds no gradients."""
-    everything = (
-        x for found in _ATTACHED.values() for attached in found for x in attached.optimizers
-    )
-    return any(x is optimizer for x in everything)
+    attached = (each for found in _ATTACHED.values() for each in found)
+    return any(x is optimizer for each in attached for x in each.optimizers)
 
 
 def default_buffer(accumulate: int) -> str:

@@ -110,9 +110,16 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
 
 
+def zeros_like_shard(parameter: Tensor) -> Tensor:
+    """Return zeros in the shape and dtype of a parameter's local shard."""
+    return torch.zeros(local(parameter).shape, dtype=parameter.dtype, device=parameter.device)
+
+
 def like_parameter(shard: Tensor, parameter: Tensor) -> Tensor:
     """Wrap a local shard with the placements of `parameter`, if it is a DTensor."""
-    return _distribute(shard, parameter, tuple(parameter.shape))
+    if not isinstance(parameter, DTensor):
+        return shard
+    return _distribute(shard, parameter, parameter.shape)
 
 
 def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:

@@ -7,9 +7,10 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor
 from fp8pass import hardware
 from fp8pass.optim.offload import DEPTH, Staging, largest_piece
 from fp8pass.optim.rounding import SumStamp, random_bits
+from fp8pass.optim.shards import sharding_groups, zeros_like_shard
 from fp8pass.optim.slots import group_count, to_rows
 from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, StateFormat, dequantize, quantize
 from fp8pass.optim.update import batch_size
 from fp8pass.runtime.arena import Arena
 
 SCALE_DTYPE = torch.bfloat16
+BUCKET = 1 << 25  # elements that ranks send at once
 
 
 @dataclass(frozen=True)
@@ -189,3 +192,36 @@ def _chunks(gradient: Tensor, sum_: Quantized) -> Iterator[tuple[int, Tensor, Qu
         rows = slice(begin // SUM_GROUP_SIZE, group_count(begin + size, SUM_GROUP_SIZE))
         parts = (None if x is None else x[rows] for x in sum_)
         yield begin, gradient[begin : begin + size], Quantized(*parts)  # type: ignore[arg-type]
+
+
+def norm_of_sums(sums: Mapping[Tensor, GradientSum], parameters: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all gradients together, fp32 [], on the device of the first parameter.
+
+    All ranks must pass the same parameters: squares of shards are added over their process groups.
+    """
+    squares: dict[tuple[Any, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = zeros_like_shard(parameter)
+        sums[parameter].add_into(gradient)
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        squares.setdefault(sharding_groups(parameter), []).append(square)
+    totals = []
+    for groups, found in squares.items():
+        device = found[0].device
+        total = torch.stack([x.to(device) for x in found]).sum()
+        for group in groups:
+            torch.distributed.all_reduce(total, group=group)
+        totals.append(total)
+    return torch.stack([x.to(totals[0].device) for x in totals]).sum().sqrt()
+
+
+def split_into_buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group consecutive parameters of one dtype and device with at most `BUCKET` elements."""
+    for _, same in groupby(parameters, lambda p: (p.dtype, p.device)):
+        bucket: list[Tensor] = []
+        for parameter in same:
+            if bucket and sum(p.numel() for p in (*bucket, parameter)) > BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket

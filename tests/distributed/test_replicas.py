@@ -69,7 +69,7 @@ def copies_equal_one_process(device: str, buffer: str, max_norm: float, backend:
     replicas = fp8pass.distributed.average_sums(attached)
     program = torch.compile(model, backend=backend) if backend else model
     norms = []
-    with mock.patch("fp8pass.optim.clipping.BUCKET", 3000):
+    with mock.patch("fp8pass.optim.sums.BUCKET", 3000):
         for number in range(3 * MICRO_BATCHES):
             program(batch(device, rank, number), rank).square().sum().backward()
             if (number + 1) % MICRO_BATCHES == 0:
