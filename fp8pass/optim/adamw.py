@@ -6,6 +6,7 @@ w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -14,12 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.optim.fused import FusedUpdate, StreamedUpdate
-from fp8pass.optim.group_options import (
-    PARAMETER,
-    PRESET_OPTIONS,
-    preset_options,
-    warn_about_ignored,
-)
+from fp8pass.optim.group_options import PARAMETER, PRESET_OPTIONS, preset_options
 from fp8pass.optim.kernel import FusedRule, UpdateWriter
 from fp8pass.optim.optimizer import How, Optimizer
 from fp8pass.optim.slots import Slot
@@ -141,7 +137,14 @@ class AdamW(Optimizer):
             "offload": offload,
             **preset_options(preset, dict(zip(PRESET_OPTIONS, formats, strict=True))),
         }
-        warn_about_ignored(foreach=foreach, fused=fused, capturable=capturable)
+        ignored = {"foreach": foreach, "fused": fused, "capturable": capturable}
+        for name in (name for name, value in ignored.items() if value):
+            warnings.warn(
+                f"fp8pass: fp8pass.optim.AdamW ignores {name}=True, because it has one "
+                "implementation for each device, which is fused and capturable on CUDA. Leave out "
+                f"{name}.",
+                stacklevel=2,
+            )
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -186,7 +189,7 @@ def update_adamw(batch: Batch, gradient: Tensor) -> None:
     """Update a batch by the formulas in the module's docstring."""
     batch.count_step()
     group = batch.group
-    decay, rate, correction = (batch.rows.repeat(x) for x in factors(group, batch.steps))
+    decay, rate, correction = (batch.repeat(x) for x in factors(group, batch.steps))
     (beta1, beta2), eps = group["betas"], max(group["eps"], SMALLEST_EPS)
     m = batch.read("exp_avg").lerp(gradient, 1 - beta1)
     v = batch.read("exp_avg_sq") * beta2
@@ -198,11 +201,10 @@ def update_adamw(batch: Batch, gradient: Tensor) -> None:
 def _write_kernel(writer: UpdateWriter) -> None:
     writer.add_before(_NUMBERS, least=SMALLEST_EPS)
     writer.add(_UPDATE)
-    if writer.states["exp_avg_sq"].grouped:
+    grouped = writer.states["exp_avg_sq"].grouped
+    if grouped:
         writer.add_before(_INVERSE_RATE, smallest_rate=SMALLEST_RATE, **QUOTIENT)
-    writer.add(
-        _STEP if writer.states["exp_avg_sq"].grouped else _EXACT_STEP, weights=writer.weights
-    )
+    writer.add(_STEP if grouped else _EXACT_STEP, weights=writer.weights)
 
 
 FUSED = FusedRule(

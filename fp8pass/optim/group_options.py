@@ -6,7 +6,6 @@ The options determine the optimizer of the group (`METHODS`).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -142,15 +141,6 @@ def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return PRESETS[preset] | {name: x for name, x in given.items() if x is not None}
 
 
-def warn_about_ignored(**options: object) -> None:
-    for name in (name for name, value in options.items() if value):
-        warnings.warn(
-            f"fp8pass: fp8pass.optim.AdamW ignores {name}=True, because it has one implementation "
-            f"for each device, which is fused and capturable on CUDA. Leave out {name}.",
-            stacklevel=3,
-        )
-
-
 def check_group(group: Mapping[str, Any]) -> None:
     """Raises ConfigError: an option is invalid, or a parameter cannot be optimized."""
     method, (lr, offload, seed) = method_of(group), (group[x] for x in ("lr", "offload", "seed"))
@@ -241,10 +231,8 @@ MUON = Method("Muon", {"momentum_format": "momentum_buffer"}, ("momentum_buffer"
 METHODS = (ADAMW, MUON)
 MOMENTS = tuple(state for method in METHODS for state in method.moments.values())
 FORMATS = tuple(option for method in METHODS for option in method.moments)
-# Loading a checkpoint converts its states to these options.
-STORAGE = (*FORMATS, "weights", "group_size")
-# Loading a checkpoint does not change these options.
-OWN = (*STORAGE, "offload")
+# Loading a checkpoint does not change these options. It converts states to the optimizer's formats.
+OWN = (*FORMATS, "weights", "group_size", "offload")
 
 
 def method_of(group: Mapping[str, Any]) -> Method:

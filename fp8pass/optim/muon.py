@@ -271,7 +271,7 @@ def update_momentum(batch: Batch, gradient: Tensor) -> None:
 def update_weights(batch: Batch, direction: Tensor) -> None:
     shapes = torch.tensor([slot.shape for slot in batch.slots], dtype=torch.float64)
     found = factors(batch.group, batch.steps, shapes.to(direction.device))
-    decay, rate = (batch.rows.repeat(x) for x in found)
+    decay, rate = (batch.repeat(x) for x in found)
     batch.write({PARAMETER: batch.read_weights() * decay - rate * direction})
 
 

@@ -9,7 +9,6 @@ group, so that small parameters share launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,52 +35,6 @@ def batch_size(device: torch.device) -> int:
     return CPU_BATCH if device.type == "cpu" else DEVICE_BATCH
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Layout of parameters in one matrix [R, G]. Each begins a new row."""
-
-    sizes: tuple[int, ...]
-    group_size: int
-
-    @property
-    def counts(self) -> list[int]:
-        """Rows of each parameter."""
-        return [group_count(size, self.group_size) for size in self.sizes]
-
-    def join(self, tensors: Tensors, dtype: torch.dtype, fill: int = 0) -> Tensor:
-        """Concatenate to [R, G], padded with `fill`."""
-        joined = tensors[0].new_full((sum(self.counts), self.group_size), fill, dtype=dtype)
-        for part, tensor in zip(self._parts(joined), tensors, strict=True):
-            part.copy_(tensor.reshape(-1))
-        return joined
-
-    def split(self, joined: Tensor, into: Iterable[Tensor]) -> None:
-        """Copy [R, G] into tensors."""
-        for part, tensor in zip(self._parts(joined), into, strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-    def repeat(self, x: Tensor) -> Tensor:
-        """Repeat `x` [n] for the rows of each parameter: [R, 1]."""
-        counts = torch.tensor(self.counts, device=x.device)
-        return x.repeat_interleave(counts).unsqueeze(-1)
-
-    def positions(self, firsts: Iterable[int], device: torch.device) -> Tensor:
-        """Return each element's position in its parameter, int64 [R, G].
-
-        Slices start at `firsts`.
-        """
-        rows = [
-            torch.arange(count, device=device) * self.group_size + first
-            for count, first in zip(self.counts, firsts, strict=True)
-        ]
-        columns = torch.arange(self.group_size, device=device)
-        return torch.cat(rows).unsqueeze(-1) + columns
-
-    def _parts(self, joined: Tensor) -> list[Tensor]:
-        parts = joined.split(self.counts)
-        return [part.view(-1)[:n] for part, n in zip(parts, self.sizes, strict=True)]
-
-
 def update_eagerly(
     slots: Sequence[Slot],
     storage: Storage,
@@ -92,7 +45,7 @@ def update_eagerly(
 ) -> None:
     for found in _batches(slots, gradients, storage.group_size):
         batch = Batch([slot for slot, _ in found], group, storage)
-        joined = batch.rows.join([g for _, g in found], torch.float32)
+        joined = batch.join([g for _, g in found], torch.float32)
         rule(batch, joined * control[0])
 
 
@@ -125,12 +78,13 @@ def _batches(
 class Batch:
     """Slots that are updated at once, and access to their parameters and states as rows [R, G].
 
-    The slots have parameters of one dtype and device.
+    The slots have parameters of one dtype and device. Each slot begins a new row.
     """
 
     def __init__(self, slots: Sequence[Slot], group: Group, storage: Storage) -> None:
         self.slots, self.group, self.storage = slots, group, storage
-        self.rows = Rows(tuple(s.parameter.numel() for s in slots), storage.group_size)
+        self.sizes = [s.parameter.numel() for s in slots]
+        self.counts = [group_count(n, storage.group_size) for n in self.sizes]  # rows of each slot
         self.steps = torch.stack([s.step for s in slots])  # includes the update after `count_step`
         self.dtype = slots[0].parameter.dtype
 
@@ -141,16 +95,38 @@ class Batch:
                 slot.step.add_(1)
         self.steps = torch.stack([s.step for s in self.slots])
 
+    def join(self, tensors: Tensors, dtype: torch.dtype, fill: int = 0) -> Tensor:
+        """Concatenate to [R, G], padded with `fill`."""
+        shape = sum(self.counts), self.storage.group_size
+        joined = tensors[0].new_full(shape, fill, dtype=dtype)
+        for part, tensor in zip(self._parts(joined), tensors, strict=True):
+            part.copy_(tensor.reshape(-1))
+        return joined
+
+    def _split(self, joined: Tensor, into: Iterable[Tensor]) -> None:
+        """Copy [R, G] into tensors."""
+        for part, tensor in zip(self._parts(joined), into, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def _parts(self, joined: Tensor) -> list[Tensor]:
+        parts = joined.split(self.counts)
+        return [part.view(-1)[:n] for part, n in zip(parts, self.sizes, strict=True)]
+
+    def repeat(self, x: Tensor) -> Tensor:
+        """Repeat `x` [n] for the rows of each slot: [R, 1]."""
+        counts = torch.tensor(self.counts, device=x.device)
+        return x.repeat_interleave(counts).unsqueeze(-1)
+
     def read(self, name: str) -> Tensor:
         """Return fp32 [R, G]."""
         stored, format = [s.states[name] for s in self.slots], self._formats[name]
-        data = self.rows.join([x.data for x in stored], format.storage_dtype, format.zero_code)
+        data = self.join([x.data for x in stored], format.storage_dtype, format.zero_code)
         parts = (torch.cat([getattr(x, part) for x in stored]) for part in format.parts)
         return dequantize(Quantized(data, *parts), format)
 
     def read_weights(self) -> Tensor:
         """Return fp32 [R, G], from master copies if the storage has them."""
-        weights = self.rows.join([s.parameter for s in self.slots], torch.float32)
+        weights = self.join([s.parameter for s in self.slots], torch.float32)
         if "master" not in self._formats:
             return weights
         copies = self.read("master")
@@ -173,7 +149,7 @@ class Batch:
 
     def write_parameter(self, values: Tensor) -> None:
         """Round [R, G] to nearest."""
-        self.rows.split(values, [s.parameter for s in self.slots])
+        self._split(values, [s.parameter for s in self.slots])
 
     @property
     def _formats(self) -> dict[str, StateFormat]:
@@ -185,17 +161,25 @@ class Batch:
             return {}
         device = self.steps.device
         numbers = torch.tensor([s.number for s in self.slots], dtype=torch.int32, device=device)
-        keys = self.rows.repeat(rounding.keys(self.group["seed"], numbers, self.steps))
-        places = self.rows.positions((s.first for s in self.slots), device)
-        shared = rounding.random_bits(keys, places)
+        keys = self.repeat(rounding.keys(self.group["seed"], numbers, self.steps))
+        shared = rounding.random_bits(keys, self._positions(device))
         return {name: rounding.rotate(shared, rounding.ROTATIONS[name]) for name in names}
+
+    def _positions(self, device: torch.device) -> Tensor:
+        """Return each element's position in its parameter, int64 [R, G]."""
+        size = self.storage.group_size
+        rows = [
+            torch.arange(count, device=device) * size + slot.first
+            for count, slot in zip(self.counts, self.slots, strict=True)
+        ]
+        return torch.cat(rows).unsqueeze(-1) + torch.arange(size, device=device)
 
     def _write_state(self, name: str, values: Tensor, bits: Tensor | None) -> Quantized:
         format, into = self._formats[name], [s.states[name] for s in self.slots]
         stored = quantize(values, format, bits)
-        self.rows.split(stored.data, [x.data for x in into])
+        self._split(stored.data, [x.data for x in into])
         for part in format.parts:
-            parts = getattr(stored, part).split(self.rows.counts)
+            parts = getattr(stored, part).split(self.counts)
             for x, new in zip(into, parts, strict=True):
                 getattr(x, part).copy_(new)
         return stored
