@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8pass import compat, hardware
 from fp8pass.optim.optimizer import Optimizer
+from fp8pass.optim.shards import is_distributed
 from fp8pass.option_checks import ConfigError
 
 log = logging.getLogger("fp8pass")
@@ -132,8 +133,7 @@ class CapturedStep:
         assert self._graph is not None
         self._reset()
         _copy(tensors, self._graph.inputs)
-        with self._rates_in_groups():
-            pass
+        self._copy_rates()
         self._graph.graph.replay()
         return compat.tree_map_only(Tensor, Tensor.clone, self._graph.results)
 
@@ -173,7 +173,7 @@ class CapturedStep:
         self._waited += 1
         if self._key is None or key.inputs != self._key.inputs:
             # Calls before the capture read the same tensors, so the capture does not recompile.
-            self._inputs = [_empty_like(x) for x in tensors]
+            self._inputs = [torch.empty_like(x, requires_grad=x.requires_grad) for x in tensors]
         self._key = key
         if self._waited == PATIENCE:
             log.warning(
@@ -260,13 +260,9 @@ class CapturedStep:
                 "steps; with step_in_backward, call the function without capture_step."
             )
 
-    @contextmanager
-    def _rates_in_groups(self) -> Iterator[None]:
-        """Copy the learning rates to the GPU, and place the copies in the optimizers' groups.
-
-        Raises RuntimeError if the step changes the copies, which replays would overwrite.
-        """
-        given: list[tuple[dict[str, Any], Any, Tensor]] = []
+    def _copy_rates(self) -> list[tuple[dict[str, Any], Tensor]]:
+        """Copy the learning rates to the GPU. Return each group with its copy."""
+        copies = []
         for i, optimizer in enumerate(self._optimizers):
             for j, group in enumerate(optimizer.param_groups):
                 if _reads_rate(optimizer, group) and group["params"]:
@@ -276,17 +272,27 @@ class CapturedStep:
                         self._rates[i, j] = torch.empty((), dtype=torch.float32, device=device)
                     mine = self._rates[i, j]
                     mine.copy_(rate.reshape(())) if isinstance(rate, Tensor) else mine.fill_(rate)
-                    given.append((group, rate, mine))
-        versions = [compat.version_of(mine) for _, _, mine in given]
+                    copies.append((group, mine))
+        return copies
+
+    @contextmanager
+    def _rates_in_groups(self) -> Iterator[None]:
+        """Place copies of the learning rates on the GPU in the optimizers' groups.
+
+        Raises RuntimeError if the step changes the copies, which replays would overwrite.
+        """
+        copies = self._copy_rates()
+        given = [group["lr"] for group, _ in copies]
+        versions = [compat.version_of(mine) for _, mine in copies]
         try:
-            for group, _, mine in given:
+            for group, mine in copies:
                 group["lr"] = mine
             yield
-            after = [(group["lr"], compat.version_of(mine)) for group, _, mine in given]
+            after = [(group["lr"], compat.version_of(mine)) for group, mine in copies]
         finally:
-            for group, rate, _ in given:
+            for (group, _), rate in zip(copies, given, strict=True):
                 group["lr"] = rate
-        for (rate, version), before, (_, _, mine) in zip(after, versions, given, strict=True):
+        for (rate, version), before, (_, mine) in zip(after, versions, copies, strict=True):
             if rate is not mine or version != before:
                 raise RuntimeError(
                     "The step changes a learning rate, which a replay would not repeat: call "
@@ -299,8 +305,7 @@ def _captures(device: torch.device) -> bool:
 
 
 def _check_arguments(leaves: list[Any], device: torch.device) -> None:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
+    if is_distributed() and torch.distributed.get_world_size() > 1:
         raise ConfigError("capture_step captures steps of one process, without collectives.")
     for x in leaves:
         if not isinstance(x, (Tensor, *NUMBERS)):
@@ -369,10 +374,6 @@ def _describe(value: Any) -> Any:
     if isinstance(value, Tensor):
         return ("address", value.data_ptr()) if value.is_cuda else value.tolist()
     return repr(value)
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x).requires_grad_(x.requires_grad)
 
 
 def _address(parameter: Tensor) -> int:

@@ -319,8 +319,7 @@ def _make_staging_tensors(
         return None
     read: dict[str, Tensor] = {}
     for entry, meta in found.items():
-        shape = like.shape if entry == key else meta.size
-        made = _new_empty(shape, meta.properties.dtype, like, is_part=entry != key)
+        made = _new_empty(meta, like, is_part=entry != key)
         if made is None:
             return None
         read[entry] = made
@@ -328,14 +327,12 @@ def _make_staging_tensors(
     return read
 
 
-def _new_empty(
-    shape: torch.Size, dtype: torch.dtype, like: Tensor, *, is_part: bool
-) -> Tensor | None:
+def _new_empty(meta: Any, like: Tensor, *, is_part: bool) -> Tensor | None:
     """Return an empty tensor distributed like `like`, or None if groups would cross shards.
 
-    `shape` is of the whole tensor. `is_part` selects scales or powers instead of data.
+    `meta` describes the whole tensor: data, or scales or powers if `is_part`.
     """
-    shard = local(like)
+    shard, shape, dtype = local(like), meta.size, meta.properties.dtype
     if not isinstance(like, DTensor):
         return shard.new_empty(shape, dtype=dtype)
     if not is_part:

@@ -61,8 +61,11 @@ def orthogonalize(
             shared[x.device_mesh, dimension, is_divided].append(i)  # type: ignore[attr-defined]
     for (mesh, dimension, is_divided), members in shared.items():
         ranks = Ranks(mesh.get_group(dimension), mesh.size(dimension), first_owner)
-        spread = exchange_shards if is_divided else broadcast_results
-        found = spread([matrices[i] for i in members], ranks, dimension, function)  # type: ignore[misc]
+        some: list[Any] = [matrices[i] for i in members]
+        if is_divided:
+            found = exchange_shards(some, ranks, dimension, function)
+        else:
+            found = broadcast_results(some, ranks, function)
         for i, result in zip(members, found, strict=True):
             results[i] = result
     return results
@@ -162,7 +165,7 @@ def exchange_shards(
 
 
 def broadcast_results(
-    matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
+    matrices: Sequence[DTensor], ranks: Ranks, function: Orthogonalize
 ) -> list[Tensor]:
     """Return shards of the results, which the owners broadcast."""
     wholes = [whole(x).contiguous() for x in matrices]

@@ -128,12 +128,11 @@ def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
         return groups
     shard = parameter.to_local()
     rows = groups.view(shard.shape[0], _row_size(shard) // group_size)
-    return _distribute(rows, parameter, (parameter.shape[0], _row_size(parameter) // group_size))
+    shape = torch.Size([parameter.shape[0], _row_size(parameter) // group_size])
+    return _distribute(rows, parameter, shape)
 
 
-def _distribute(shard: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return shard
+def _distribute(shard: Tensor, like: DTensor, shape: torch.Size) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
-    mesh, placements, size = parameter.device_mesh, parameter.placements, torch.Size(shape)
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -213,12 +213,6 @@ def dequantize(stored: Quantized, format: StateFormat) -> Tensor:
     return roots.copysign(values) * scale
 
 
-def boundaries(format: StateFormat, device: torch.device) -> Tensor:
-    """Return the boundaries between the codes of a dynamic format, fp32 [255]."""
-    values = torch.tensor(format.values, dtype=torch.float64)
-    return ((values[1:] + values[:-1]) / 2).float().to(device)
-
-
 def values_of(format: StateFormat, device: torch.device) -> Tensor:
     """Return the values of all codes of a dynamic format, fp32 [256]."""
     return torch.tensor(format.values, dtype=torch.float32, device=device)
@@ -249,7 +243,9 @@ def _round_to_codes(x: Tensor, format: StateFormat, bits: Tensor | None) -> Tens
         x = torch.where(x > 0, x.clamp_min(format.min), x)
     if format.values:
         if bits is None:
-            return torch.bucketize(x, boundaries(format, x.device)).to(format.dtype)
+            exact = torch.tensor(format.values, dtype=torch.float64)
+            boundaries = ((exact[1:] + exact[:-1]) / 2).float().to(x.device)
+            return torch.bucketize(x, boundaries).to(format.dtype)
         values = values_of(format, x.device)
         below = (torch.bucketize(x, values, right=True) - 1).clamp(0, len(values) - 2)
         low, high = values[below], values[below + 1]
