@@ -1,4 +1,4 @@
-"""`AdamW` and `Muon`: replacements for optimizers of PyTorch with FP8 states, one byte an element.
+"""`AdamW` and `Muon`: replacements for PyTorch's optimizers with states of one byte an element.
 
     optimizer.py     `Optimizer`, the base class: step, states, checkpoints
     adamw.py         AdamW

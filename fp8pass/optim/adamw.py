@@ -1,4 +1,4 @@
-"""`AdamW`: its options, and its update, eager and as the arithmetic of a kernel.
+"""`AdamW`: options, and the update, both in PyTorch and as the arithmetic of a Triton kernel.
 
 w ← w (1 - lr·λ)          m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
 w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
@@ -23,10 +23,10 @@ from fp8pass.optim.update import Batch, Group, PreparedUpdate, Tensors, update_e
 
 # Prevents a division by zero for elements whose gradients were all zero.
 SMALLEST_EPS = 2.0**-100
-# A smaller rate counts as 0. Otherwise the divisor, which contains 1 / rate, could exceed 2^126
-# although the second moment is finite. A group with an infinite moment is NaN in the next step.
+# A smaller learning rate counts as 0. Otherwise the divisor, which contains 1 / rate, could exceed
+# 2^126 for a finite second moment. An infinite moment makes its group NaN in the next step.
 SMALLEST_RATE = 2.0**-61
-# `of_one` is the approximation of 1 / 1 before the iteration.
+# Constants of the function `quotient`. `of_one` is its approximation of 1 / 1 before the iteration.
 QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
 
 _NUMBERS = """
@@ -40,7 +40,7 @@ uncorrected = 1.0 / tl.load(factors + 2 * count + number)
 rate = rate * uncorrected
 least = tl.maximum(eps, {least!r}) * uncorrected
 """
-# With a rate of zero the divisor is 1, and the quotient of finite numbers is zero.
+# If the rate is zero, the divisor is 1, and the quotient of finite numbers is zero.
 _INVERSE_RATE = """
 moves = tl.abs(rate) > {smallest_rate!r}
 inverse_rate = tl.where(moves, 1.0 / rate, 0.0)
@@ -87,10 +87,11 @@ class AdamW(Optimizer):
             master copy.
         group_size: number of consecutive elements that share a scale, a power of two.
         seed: seed of stochastic rounding.
-        offload: tensors in host memory, which are streamed through the GPU (paper LLMQ, section 3):
-            `states`, the moments and master weights; `gradients`, the sums of `step_in_backward`.
-            Tensors of parameters with fewer than 65,536 elements are not offloaded, and neither are
-            states of parameters that are not contiguous (`channels_last`).
+        offload: names of the tensors to store in host memory and to stream through the GPU (paper
+            LLMQ, section 3): `states`, the moments and master weights; `gradients`, the sums of
+            `step_in_backward`. Tensors of parameters with fewer than 65,536 elements are not
+            offloaded, and neither are states of parameters that are not contiguous
+            (`channels_last`).
         maximize: whether to maximize the objective instead of minimizing it.
 
     Raises:

@@ -38,29 +38,32 @@ from fp8pass.option_checks import ConfigError, is_whole
 
 log = logging.getLogger("fp8pass")
 
-# Larger sums have 16 bits by default.
+# Sums of more gradients are in FP16 by default.
 FEW_GRADIENTS = 8
 BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
-# `compat.running_backward` outside of a backward. FSDP2 reduces the gradients of a pipeline stage
-# outside of autograd, so PyTorch does not report the end of this backward.
+# Returned by `compat.running_backward` outside of a backward. FSDP2 reduces the gradients of a
+# pipeline stage outside of autograd, so PyTorch does not report the end of this backward.
 NO_BACKWARD = -1
-# Pipeline actions for gradients of inputs alone, or of weights alone, call no parameter hooks.
+# Kinds of pipeline actions that compute gradients of inputs only, or of weights only. They do not
+# call hooks of parameters.
 IN_TWO_PARTS = {"I", "W"}
 
 
 @dataclass
 class Backward:
+    """Counts of a running backward."""
+
     parameters: int  # trainable parameters
     gradients: int = 0  # final gradients
-    updates: int = 0  # other gradients were added to sums
+    updates: int = 0  # updated parameters; the other final gradients were added to sums
 
 
 @dataclass(eq=False, repr=False)
 class Attached:
     """Optimizers that step within the backward, until `detach` is called.
 
-    Hooks of parameters have weak references to it: the garbage collector does not see the
-    references of hooks, so a parameter whose hook refers back to the parameter is never freed.
+    Hooks of parameters have weak references to this object. The garbage collector does not see the
+    references of hooks, so it would never free a parameter with a hook that refers back to it.
     """
 
     optimizers: tuple[Optimizer, ...]
@@ -73,7 +76,7 @@ class Attached:
     max_norm: float | None
     _model: ref[nn.Module]
     _names: frozenset[str]  # of parameters that have hooks
-    _sharded: bool  # by FSDP2, before the optimizer was attached
+    _sharded: bool  # whether FSDP2 had sharded the model before the optimizer was attached
     _handles: list[RemovableHandle] = field(default_factory=list)
     _running: dict[int, Backward] = field(default_factory=dict)
     _schedule: ref[Any] | None = None
@@ -101,7 +104,7 @@ class Attached:
                 attached.remove(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Check that all trainable parameters have hooks; `fully_shard` creates other ones."""
+        """Raise ConfigError for trainable parameters without hooks, which `fully_shard` creates."""
         self._count_trained()
         self._gradient_divisor()
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -112,7 +115,10 @@ class Attached:
             )
 
     def take_gradient(self, parameter: Tensor) -> None:
-        """Use a final gradient, and drop it, even after an error: autograd would add to it."""
+        """Update the parameter by a final gradient, or add the gradient to a sum.
+
+        Then drop the gradient, even after an error, because autograd would add to it.
+        """
         try:
             number = compat.running_backward()
             backward = self._running.get(number)
@@ -233,7 +239,7 @@ class Attached:
                 self._add(parameter, average)
 
     def _begin(self) -> int:
-        """Check a new backward, and drop sums of frozen layers."""
+        """Check a new backward, drop sums of frozen layers, and count trainable parameters."""
         if compat.compiles_backward():
             raise ConfigError(
                 "step_in_backward does not support compiled autograd. Set "
@@ -274,7 +280,7 @@ class Attached:
         )
 
     def _count_trained(self) -> int:
-        """Raise ConfigError if a trainable parameter has no hook."""
+        """Count the trainable parameters. Raise ConfigError if one of them has no hook."""
         model = self._model()
         if model is None:
             return 0
@@ -296,6 +302,7 @@ class Attached:
         return len(trained)
 
     def find_schedule(self) -> None:
+        """Find the model's pipeline schedule. Raise ConfigError if it is not supported."""
         self._schedules = compat.count_schedules()
         model = self._model()
         schedule = None if model is None else compat.find_schedule(model)
@@ -328,7 +335,8 @@ class Attached:
         return 1 if schedule is None else compat.gradient_divisor(schedule)
 
 
-# By module that owns parameters. This keeps an optimizer alive as long as a module.
+# The attached optimizers of each module that owns parameters. This dict keeps the optimizers alive
+# as long as the modules.
 _ATTACHED: WeakKeyDictionary[nn.Module, list[Attached]] = WeakKeyDictionary()
 
 
@@ -465,7 +473,7 @@ def default_buffer(accumulate: int) -> str:
 
 @cache
 def _wrappers() -> tuple[type, ...]:
-    """These classes reduce gradients after the hooks of parameters have run."""
+    """Return the classes that reduce gradients after the hooks of parameters have run."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     from fp8pass.compat.data_parallel import Replicated

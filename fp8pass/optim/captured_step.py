@@ -27,7 +27,8 @@ from fp8pass.option_checks import ConfigError
 
 log = logging.getLogger("fp8pass")
 
-# Calls with existing states before a capture: the second of them finds operations that wait.
+# Number of calls with existing states before a capture. The last of these calls raises an error for
+# operations that wait for the GPU.
 WARM_UP = 2
 # A warning appears after this number of calls in a row without a capture.
 PATIENCE = 20
@@ -47,7 +48,7 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     results: Any
-    # The states that the graph updates. While they exist, no other state has the same identity.
+    # The states that the graph updates. These references prevent new states with the same ids.
     states: list[Any]
 
 
@@ -66,7 +67,7 @@ def capture_step(step: Callable[..., Any]) -> Callable[..., Any]:
         step = fp8pass.optim.capture_step(step)
 
     The first three calls run as usual, the fourth call is captured, and later calls replay it.
-    Calls with other shapes run as usual. On a CPU all calls do. Use the returned function for all
+    Calls with other shapes, and all calls on a CPU, run as usual. Use the returned function for all
     steps of a model, from the first: then fp8pass does not count launches when it selects GEMMs for
     FP8.
 
@@ -87,7 +88,7 @@ def capture_step(step: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ConfigError: an argument has another type or is not on the GPU; a feature needs the CPU in
             each step (a Guard or Monitor, `step_in_backward`, offloaded states, several
-            processes); an optimizer cannot be captured; or the step calls none.
+            processes); an optimizer cannot be captured; or the step does not call an optimizer.
         RuntimeError: `step` leaves gradients, changes learning rates, or waits for the GPU.
     """
     return CapturedStep(step)
@@ -138,7 +139,7 @@ class CapturedStep:
         return compat.tree_map_only(Tensor, Tensor.clone, self._graph.results)
 
     def _find_device(self, leaves: list[Any]) -> torch.device:
-        """Return the device of the optimizers' parameters; before the first step of the batch."""
+        """Return the device of the optimizers' parameters, or of the batch in the first step."""
         tensors = (*self._parameters(), *(x for x in leaves if isinstance(x, Tensor)))
         return next((x.device for x in tensors), torch.device("cpu"))
 
@@ -256,8 +257,8 @@ class CapturedStep:
             yield
         if not self._optimizers:
             raise ConfigError(
-                "The step calls step() of no optimizer. capture_step captures whole training "
-                "steps; with step_in_backward, call the function without capture_step."
+                "The step does not call step() of any optimizer. capture_step captures whole "
+                "training steps. With step_in_backward, call the function without capture_step."
             )
 
     def _copy_rates(self) -> list[tuple[dict[str, Any], Tensor]]:
@@ -331,8 +332,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> 
     for group in optimizer.param_groups:
         if group.get("offload"):
             raise ConfigError(
-                f"capture_step cannot capture offload={group['offload']} of {name}, which copies "
-                "through host memory: remove one of the two."
+                f"capture_step cannot capture {name} with offload={group['offload']}, which copies "
+                "tensors through host memory. Remove the offload, or do not use capture_step."
             )
         if any(p.device != device for p in group["params"]):
             raise ConfigError(
@@ -377,7 +378,7 @@ def _describe(value: Any) -> Any:
 
 
 def _address(parameter: Tensor) -> int:
-    """A quantized weight has no address."""
+    """Return the address of a plain parameter. A quantized weight has an id instead."""
     is_plain = type(parameter) in (Tensor, nn.Parameter)
     return parameter.data_ptr() if is_plain else id(parameter)
 

@@ -46,9 +46,9 @@ from fp8pass.optim.state_formats import PLAIN, Quantized, StateFormat, dequantiz
 from fp8pass.option_checks import ConfigError
 
 STATES = ("step", *MOMENTS, "master")
-# Their optimizers in `torch.optim` do not count updates.
+# States of optimizers that do not count updates in `torch.optim`.
 UNCOUNTED = {x for m in METHODS if "step" not in m.torch_states for x in m.moments.values()}
-# Suffixes of keys.
+# Suffixes of the keys of scales and powers.
 PARTS = (":scale", ":power")
 # `torch.optim` does not have these options.
 UNKNOWN_TO_TORCH = (*OWN, "seed", "state_rounding")
@@ -143,7 +143,8 @@ def check_has_states(given: Any) -> None:
 def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> State:
     """Return a parameter's state in the formats of `storage`, on the parameter's device.
 
-    States in the right format are copied bit by bit. `values` may be a state of `torch.optim`.
+    States that are already in the right format are copied bit by bit. `values` may be a state of
+    `torch.optim`.
     """
     formats = storage.states(parameter.dtype)
     found = {name: _find(name, values, format) for name, format in formats.items()}
@@ -196,8 +197,8 @@ def is_converted(
 def _find(name: str, values: Mapping[str, Any], own: StateFormat) -> SavedState | None:
     """Return the state `name`, if any.
 
-    When PyTorch merges a full state dict, `values` contains a state in the format `own` and in the
-    checkpoint's format; the latter is returned.
+    When PyTorch merges a full state dict, `values` contains the state twice: in the format `own`,
+    and in the checkpoint's format. The state in the checkpoint's format is returned.
     """
     keys = [key for key in values if name_of(key) == name and not key.endswith(PARTS)]
     others = [key for key in keys if key != state_key(name, own)]
@@ -236,8 +237,8 @@ def stage_states(
 ) -> dict[str, Callable[[], None]]:
     """Replace the states in `state_dict` that the checkpoint has in another format.
 
-    DCP loads into `state_dict`; `saved` is the metadata of the checkpoint's entries. Return, for
-    each new entry of `state_dict`, the function that converts it after the read.
+    DCP loads into `state_dict`. `saved` contains the metadata of the checkpoint's entries. Return,
+    for each new entry of `state_dict`, the function that converts the state after the read.
     """
     theirs = _group_by_state(saved)
     conversions: dict[str, Callable[[], None]] = {}
@@ -248,8 +249,8 @@ def stage_states(
             continue
         staged = _make_staging_tensors(name, own, found)
         if not found and name == "master" and any((prefix, x) in theirs for x in MOMENTS):
-            # The next step replaces elements of the master copy that differ from the loaded
-            # weights.
+            # The checkpoint has no master copy. The next step replaces all elements of the
+            # optimizer's master copy that differ from the loaded weights.
             staged = {}
         if staged is None:  # DCP raises an error about the first missing key
             continue

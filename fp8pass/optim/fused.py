@@ -1,12 +1,12 @@
-"""Prepared updates: with a fused kernel (`FusedUpdate`), and of offloaded states.
+"""Prepared updates: `FusedUpdate` launches a kernel, `StreamedUpdate` streams offloaded states.
 
-`FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device have the
+`FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device contain the
 addresses of parameters and states. A step rewrites the addresses of gradients and of Muon's
 directions only if they have changed, so the CPU never waits for the GPU.
 
-`StreamedUpdate` copies offloaded states through staging buffers in pieces. Tables have the address
-that element 0 of the parameter would have, so positions select the same random bits, and results
-equal an update of the whole parameter.
+`StreamedUpdate` copies offloaded states through staging buffers in pieces. For a piece, the tables
+contain the address that element 0 of the whole parameter would have. The position of an element
+then selects the same random bits as in an update of the whole parameter, so results are equal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8pass.optim.update import Group, Rule, Tensors, update_eagerly
 Launches = Sequence[Callable[[], object]]
 # For vectors, addresses (bytes) and sizes (elements) are multiples of this.
 VECTOR_ALIGNMENT = 16
-# Captures of a step in CUDA graphs without another step between them.
+# Largest number of captures of a step in CUDA graphs without an eager step between them.
 CAPTURES = 8
 
 
@@ -41,8 +41,8 @@ class FusedUpdate:
 
     The step counts in `optimizer.state` become views of one tensor. Slots have contiguous
     parameters of one dtype on one device. Gradients of every step have the dtypes of `gradients`.
-    With `separate`, each slot has its own launch. An update of the same slots that runs later in a
-    step gets `after`, and does not count the step again.
+    With `separate`, each slot has its own launch. `after` is an update of the same slots that runs
+    earlier in each step and counts the step.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FusedUpdate:
         self.are_aligned = False  # the tensors at `addresses`
         self.first_chunk = self._tensor([0] * len(slots), torch.int32)
         self.launches = self._make_launches(slots, gradients, separate=separate)
-        # Otherwise the kernel does not read the tensor.
+        # The kernel reads these tensors only for formats with a table of values.
         self.values = [
             state_formats.values_of(format, self.device) if format.values else self.steps
             for format in storage.moments.values()
@@ -130,7 +130,7 @@ class FusedUpdate:
     def _make_launches(
         self, slots: Sequence[Slot], gradients: Tensors, *, separate: bool
     ) -> list[tuple[Any, Tensor, bool]]:
-        """Return kernel, slot index of each program, and whether sizes allow vectors."""
+        """Return kernel, slot index of each program, and whether the slots allow vectors."""
         batches: dict[Any, list[int]] = defaultdict(list)
         for i, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
             batches[gradient.dtype, _is_aligned(slot), i if separate else 0].append(i)
@@ -230,7 +230,7 @@ class StreamedUpdate:
         nbytes = sum(x.numel() * x.itemsize for x in _host_tensors(slot))
         size = largest_piece(nbytes / count, math.lcm(CHUNK, group_size, row))
         pieces = []
-        # Parameters of one piece would otherwise all use the same buffer.
+        # Slots start with different buffers. Otherwise all slots with one piece would use buffer 0.
         for turn, first in enumerate(range(0, count, size), start=slot.number):
             part, buffer = slot.narrow(first, size, group_size), turn % DEPTH
             host = _host_tensors(part)

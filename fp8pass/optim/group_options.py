@@ -130,19 +130,19 @@ def _make_storage(
 
 
 def format_of_state(state: str, name: str) -> StateFormat:
-    """Raises ConfigError if states of this name cannot have the format `name`."""
+    """Return the format `name`. Raise ConfigError if `state` cannot have this format."""
     choices = ALL_FORMATS if state == "momentum_buffer" else MOMENT_FORMATS
     return moment_format(name, signed=state != "exp_avg_sq", choices=choices)
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace options of a preset by those in `given` that are not None."""
+    """Return the options of a preset, replaced by the values in `given` that are not None."""
     check_choice("preset", preset, tuple(PRESETS))
     return PRESETS[preset] | {name: x for name, x in given.items() if x is not None}
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raises ConfigError: an option is invalid, or a parameter cannot be optimized."""
+    """Raise ConfigError if an option is invalid, or if a parameter cannot be optimized."""
     method, (lr, offload, seed) = method_of(group), (group[x] for x in ("lr", "offload", "seed"))
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr as a tensor must have one element, got {tuple(lr.shape)}.")

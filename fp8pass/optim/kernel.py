@@ -1,9 +1,9 @@
 """Fused updates as Triton source: one kernel updates all parameters of a group.
 
-A program updates a chunk of one parameter, tile by tile, as the eager update does in fp32. It has
-one warp, because several would have to synchronize. Tiles are prefetched. Numbers that change
-between steps are read from memory, so that the kernel is compiled once, and CUDA graphs can replay
-it. A `FusedRule` contains the arithmetic of one optimizer.
+A program updates a chunk of one parameter, tile by tile, with the fp32 arithmetic of the eager
+update. It has one warp, because several warps would have to synchronize. Tiles are prefetched.
+Numbers that change between steps are read from memory, so that the kernel is compiled once, and
+CUDA graphs can replay it. A `FusedRule` contains the arithmetic of one optimizer.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Axes(NamedTuple):
 def axes() -> Axes:
     """Return the order of axes for which each thread has elements of all parts.
 
-    After the last axis, Triton up to version 3.6 distributes threads along the first of the two
-    others, and later versions along the second.
+    After the last axis, Triton distributes threads along the first axis up to version 3.6, and
+    along the second axis in later versions.
     """
     import triton
 
@@ -101,7 +101,7 @@ _INSTRUCTIONS = {
         dtype="bfloat16",
         pack=2,
     ),
-    # From bit `shift` of the upper half of each number.
+    # Extracts the byte that starts at bit `shift` of the upper half of each number.
     "extract_bytes": Instructions(
         "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x7632; prmt.b32 b, $3, $4, 0x7632;"
         " shr.u32 a, a, $5; shr.u32 b, b, $5; prmt.b32 $0, a, b, 0x6420; }",
@@ -386,7 +386,7 @@ class UpdateWriter:
         self._write_result()
         for name in reversed([*self.storage.moments]):
             self._write_state(name, self.states[name])
-        # Addresses in tables of values depend on loaded codes.
+        # Addresses in tables of values depend on loaded codes, so such tiles are not prefetched.
         looks_up = any(format.values for format in self.states.values())
         values = [f"{name}_values" for name in self.storage.moments]
         kernel = _KERNEL.format(
@@ -415,7 +415,7 @@ class UpdateWriter:
             return
         if self.weights == "master":  # before the parameter, which is the stored copy, rounded
             self._write_state("master", self.states["master"])
-        # Takes the fewest registers.
+        # Writing the weights first, and then the states in reverse, takes the fewest registers.
         value = self.weights
         if PARAMETER in self.rounded:
             value = f"round_stochastically({value}, {self._bits(PARAMETER)})"

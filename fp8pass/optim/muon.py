@@ -4,8 +4,8 @@
     w ← w (1 - lr·λ) - lr · r · NS(u)
 
 `r` adjusts the learning rate to the shape of the matrix. The first line and the last line are
-elementwise: a kernel each, or parts of `update.py`. `newton_schulz.py` computes NS(u) of whole
-matrices.
+elementwise updates, each in one Triton kernel or in PyTorch (`update.py`). `newton_schulz.py`
+computes NS(u) of whole matrices.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fp8pass.optim.update import Batch, Group, PreparedUpdate, Rule, Tensors, up
 from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-# Elements of a round on each rank, with at least one matrix for each rank. Small rounds need little
-# memory for the directions.
+# A round ends after this number of elements on each rank, and at least one matrix for each rank.
+# Small rounds need little memory for the directions.
 ROUND = 1 << 26
 MOMENTUM = "momentum_buffer"
 _MOMENTUM = """
@@ -46,7 +46,7 @@ decay = tl.load(factors + number)
 rate = tl.load(factors + count + number)
 {weights} = {weights} * decay - rate * gradient
 """
-# Output heads that are layers of the model itself.
+# Names of output heads that are layers of the model itself, not of a submodule.
 CLASSIFIERS = ("head", "classifier", "score", "fc")
 
 
@@ -166,7 +166,7 @@ class FusedRound:
 
 
 class EagerRound:
-    """The same with PyTorch's operators, also for states in host memory."""
+    """Updates momentum and weights with PyTorch's operators, also if states are in host memory."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ def _divide_into_rounds(parameters: Tensors) -> Iterator[list[int]]:
 
 
 def update_momentum(batch: Batch, gradient: Tensor) -> None:
-    """Write the direction u into the parameters of the slots, too."""
+    """Update the momentum, and write the direction u into the parameters of the slots."""
     batch.count_step()
     beta = batch.group["momentum"]
     momentum = batch.read(MOMENTUM).lerp(gradient, 1 - beta)

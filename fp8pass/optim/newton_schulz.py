@@ -47,8 +47,8 @@ def orthogonalize(
 ) -> list[Tensor]:
     """Apply `function` to whole BF16 matrices, and return the local shards of the results.
 
-    `matrices` have the same order on all ranks. `first_owner` selects the owner of the first one,
-    to spread calls with one matrix.
+    `matrices` have the same order on all ranks. `first_owner` selects the rank that owns the first
+    matrix, so that several calls with one matrix are spread over ranks.
     """
     results: list[Any] = [None] * len(matrices)
     shared: dict[Any, list[int]] = defaultdict(list)

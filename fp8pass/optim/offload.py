@@ -1,15 +1,15 @@
 """Weights, optimizer states and sums of gradients in host memory, and staging buffers.
 
-`offload_weights` moves weights of linear layers to host memory. The device has their FP8 data,
-which graphs take as inputs (`weights/quantized_parameter.py`). `AdamW` requantizes the weights once
-a step (paper LLMQ, section 3).
+`offload_weights` moves weights of linear layers to host memory. The device has only their FP8 data,
+which graphs take as inputs (`weights/quantized_parameter.py`). The optimizer requantizes the
+weights once a step (paper LLMQ, section 3).
 
 Pieces of offloaded tensors pass through staging buffers on the GPU, on separate streams (double
 buffering; LLMQ, section 3.1). Kernels that read host memory directly are not implemented: in LLMQ's
 measurements they are slower on an RTX 5060 Ti and an RTX 4090, but faster on an L40S.
 
-A piece's computations would get a share of the GPU only when a GEMM of the model ends, so they have
-priority. The second kernel of a piece (requantization) has its own stream.
+The computations of a piece have a high priority. Otherwise they would not start before a GEMM of
+the model ends. The second kernel of a piece (requantization) has its own stream.
 
     copies in    | piece 0 | piece 1 | piece 2 |         |
     computation            | piece 0 | piece 1 | piece 2 |
@@ -55,7 +55,7 @@ DEPTH = 3
 STAGED_BYTES = 96 << 20
 # Bytes.
 STAGING_ALIGNMENT = 512
-# Elements of the smallest possible piece, of whole rows and whole chunks, at most.
+# Most elements that the smallest possible piece, of whole rows and whole chunks, may have.
 LARGEST_PIECE = STAGED_BYTES // 16
 # Copies in, first kernels, second kernels, copies out. Smaller numbers run first.
 PRIORITIES = (0, -1, -1, 0)
@@ -222,7 +222,7 @@ def _wait(later: Any, earlier: Any) -> None:
 
 
 def largest_piece(bytes_per_element: float, multiple: int) -> int:
-    """Return the elements of a staging buffer, a multiple of `multiple`."""
+    """Return the number of elements that fit into a staging buffer, a multiple of `multiple`."""
     room = STAGED_BYTES - 16 * STAGING_ALIGNMENT
     return max(1, math.floor(room / bytes_per_element) // multiple) * multiple
 

@@ -25,8 +25,8 @@ from fp8pass.option_checks import ConfigError
 from fp8pass.runtime.arena import Arena
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-# Gradients that wait for offloaded states may take 1 / WAITING of the bytes of all parameters, the
-# bytes of two layers in a model of 32.
+# Gradients that wait for offloaded states may take 1 / WAITING of the bytes of all parameters. In a
+# model of 32 layers, these are the bytes of two layers.
 WAITING = 16
 
 
@@ -90,7 +90,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             RuntimeError: a gradient is sparse, a parameter is a DTensor and its gradient is not, or
-                a weight exists only in FP8. No parameter has been updated then.
+                a weight exists only in FP8. In this case no parameter has been updated.
             ConfigError: an option of the group has an invalid value.
         """
         loss = None
@@ -139,7 +139,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
     def count_updates(self, group: Group, parameter: Tensor) -> Tensor:
-        """Return fp32 []; create a missing state."""
+        """Return the number of updates of a parameter, fp32 []. Create a missing state."""
         if not self.state.get(parameter):
             self._make_slot(storage_of(group, parameter), group, parameter)
         return self.state[parameter]["step"].to(parameter.device)
@@ -167,7 +167,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             staging.release()
 
     def prepare_again(self) -> None:
-        """Call this after a write to states: prepared updates contain step counts."""
+        """Drop prepared updates, which contain step counts. Call this after writing states."""
         self._prepared.clear()
 
     def _control(self, group: Group, device: torch.device) -> Tensor:

@@ -19,8 +19,9 @@ FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
 # Digits of e.
 FOLDED_FACTORS = (0xB7E15163, 0xADF85459)
 LOW_WORD = 0xFFFFFFFF
-# How far an element's hash is rotated left for each tensor. Rounding uses the upper bits. A
-# parameter with a `master` copy is not rounded stochastically, so both may share a rotation.
+# The hash of an element is rotated left by this number of bits for each tensor. Rounding uses the
+# upper bits. A parameter with a `master` copy is not rounded stochastically, so both may share a
+# rotation.
 ROTATIONS = {"exp_avg_sq": 0, "exp_avg": 8, "momentum_buffer": 8, "master": 16, "parameter": 16}
 
 

@@ -1,8 +1,8 @@
 """Parameters that are distributed over ranks: local shards, gradients, and layout of the states.
 
-No group of a DTensor contains elements of two rows, so any number of ranks can load a distributed
-checkpoint. If columns are sharded, no group crosses a shard, and groups may be smaller. States of
-vectors, and of matrices whose row length no group size divides, are FP32.
+A group of a DTensor never contains elements of two rows, so any number of ranks can load a
+distributed checkpoint. If columns are sharded, a group never crosses a shard, and groups may be
+smaller. States of vectors, and of matrices with a row length that no group size divides, are FP32.
 
     parameter [M, ...] with N elements a row    placements: shards of rows or columns, replicas
     scales    [M, N / G]                        the placements of the parameter
@@ -43,7 +43,10 @@ def storage_of(group: Mapping[str, Any], parameter: Tensor) -> Storage:
 
 
 def _group_size(parameter: DTensor, largest: int) -> int:
-    """Return the largest power of two up to `largest` that divides a shard's row length, or 0."""
+    """Return the largest power of two up to `largest` that divides a shard's row length.
+
+    Return 0 if groups are impossible.
+    """
     if parameter.ndim < 2:
         return 0
     shards = 1

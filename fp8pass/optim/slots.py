@@ -82,7 +82,7 @@ def new_state(parameter: Tensor, storage: Storage) -> State:
         if name == "master":
             state |= quantize_state(name, weights, parameter, format, size)
             continue
-        # Without a temporary in fp32.
+        # Quantizing zeros would need a temporary in fp32.
         data = weights.new_full(weights.shape, format.zero_code, dtype=format.storage_dtype)
         groups = group_count(weights.numel(), size)
         parts = [weights.new_ones(groups, dtype=GROUP_SCALE_DTYPE) for _ in format.parts]
@@ -124,5 +124,5 @@ def to_rows(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
 
 
 def from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Return a copy without the padding."""
+    """Return a copy of rows [R, G] in `shape`, without the padding."""
     return rows.reshape(-1)[: math.prod(shape)].reshape(shape).clone()

@@ -6,9 +6,10 @@ section 4.2): a power `k` maps the range of the group to the range of the format
 
     code = mid · (|x| / scale)^k        |x| = scale · (code / mid)^(1/k)
 
-`mid` is the geometric mean of the smallest positive and the largest code, and `scale` that of the
-group's magnitudes (`C` in appendix G.4 of COAT), so that the power does not overflow fp32. `scale`
-and `k` are stored in bf16. A group that contains NaN or infinity gets the scale NaN.
+`mid` is the geometric mean of the smallest positive and the largest code. `scale` is the geometric
+mean of the group's smallest and largest magnitudes (`C` in appendix G.4 of COAT), so that the power
+does not overflow fp32. `scale` and `k` are stored in bf16. A group that contains NaN or infinity
+gets the scale NaN.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ SPARE = 2.0**-7
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Positive values of an unsigned state (the second moment) never round to zero, because the
-    update divides by the state.
+    """A number format of optimizer states.
+
+    Positive values of an unsigned state (the second moment) never round to zero, because the update
+    divides by the state.
     """
 
     name: str  # as written in options
@@ -69,7 +72,7 @@ class StateFormat:
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """For 8-bit codes uint8, which every operator supports."""
+        """Return uint8 for 8-bit codes, because every operator supports uint8."""
         return torch.uint8 if self.dtype.itemsize == 1 else self.dtype
 
     @property
@@ -143,7 +146,7 @@ MOMENT_FORMATS = tuple(name for name in ALL_FORMATS if name != "int8")
 def moment_format(
     name: str, *, signed: bool, choices: tuple[str, ...] = MOMENT_FORMATS
 ) -> StateFormat:
-    """Raises ConfigError if the format is not among `choices`."""
+    """Return the format `name`. Raise ConfigError if it is not among `choices`."""
     if name not in choices:
         listed = ", ".join(map(repr, choices))
         raise ConfigError(f"{unknown('format', name, choices)} Formats: {listed}.")
@@ -181,7 +184,7 @@ def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quan
     amax = torch.where(amax < SMALLEST_SCALE, 0.0, amax)
     x = torch.where(amax.unsqueeze(-1) == 0, 0.0, x)
     if not format.expands:
-        # Rounded up to bf16, so that no scaled value exceeds the largest code.
+        # The scale is rounded up to bf16, so that no scaled value exceeds the largest code.
         scale = round_up_to_bf16((amax * (1 / format.max)).clamp_min(SMALLEST_SCALE))
         scale = _select_by_group(scale, amax, not_finite=torch.nan)
         x = x * scale.float().reciprocal().unsqueeze(-1)

@@ -83,7 +83,7 @@ class GradientSum:
             )
 
     def clear(self) -> None:
-        """Reuse the host memory of the old sum."""
+        """Start a new sum, which reuses the host memory of the old sum."""
         self.count = 0
         if self.offload is None:
             self.pieces = []
@@ -168,6 +168,7 @@ def add_to(
 
 
 def add_from(sum_: Quantized, gradient: Tensor, format: StateFormat) -> None:
+    """Add a sum to a gradient [N] in place."""
     if (kernels := _load_kernels(gradient.device, format)) is not None:
         kernels.add_from(sum_, gradient, format)
         return

@@ -27,7 +27,7 @@ Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
 # Updates the same parameters in every step, given gradients, the group, and `control`, fp32 [2].
 # Gradients are multiplied by `control[0]`. A fused update does nothing if `control[1]` is not 0.
-# Callers of other updates must check it.
+# The caller must check `control[1]` for other updates.
 PreparedUpdate = Callable[[Tensors, Group, Tensor], None]
 
 
@@ -52,7 +52,7 @@ def update_eagerly(
 def _batches(
     slots: Sequence[Slot], gradients: Tensors, group_size: int
 ) -> Iterator[list[tuple[Slot, Tensor]]]:
-    """Divide slots larger than a batch."""
+    """Yield batches of slots with their gradients. Slots larger than a batch are divided."""
     limit = batch_size(slots[0].parameter.device)
     size = limit // group_size * group_size
     batch: list[tuple[Slot, Tensor]] = []

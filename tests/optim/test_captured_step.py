@@ -436,7 +436,7 @@ def test_optimizers_must_be_capturable():
 def test_offloaded_states_are_refused():
     network, _, _ = make()
     optimizer = AdamW(network.parameters(), offload=("states",))
-    with pytest.raises(ConfigError, match="cannot capture offload="):
+    with pytest.raises(ConfigError, match="cannot capture AdamW with offload="):
         capture_step(step_of(network, [optimizer], network))(batches(1)[0])
 
 
@@ -456,7 +456,7 @@ def test_a_step_without_an_optimizer_is_refused():
         loss.backward()
         return loss
 
-    with pytest.raises(ConfigError, match="with step_in_backward, call the function without"):
+    with pytest.raises(ConfigError, match="With step_in_backward, call the function without"):
         capture_step(backward)(batches(1)[0])
 
 
