@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import hardware
-from fp8pass.optim.offload import DEPTH, Staging, largest_piece
+from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.rounding import SumStamp, random_bits
 from fp8pass.optim.shards import sharding_groups, zeros_like_shard
 from fp8pass.optim.slots import group_count, to_rows
@@ -33,11 +33,11 @@ BUCKET = 1 << 25  # elements that ranks send at once
 class SumPiece:
     first: int  # position in the parameter
     stored: Quantized  # data [R, G] and scales bf16 [R]; in a staging buffer if offloaded
-    # Bytes of an offloaded sum. Data and scales share a tensor, because launching a copy takes the
-    # CPU as long as launching a kernel.
-    host: Tensor | None = None
-    device: Tensor | None = None
-    buffer: int = 0  # index
+    # Copies of an offloaded sum. Data and scales share a tensor of bytes, because launching a copy
+    # takes the CPU as long as launching a kernel.
+    into: Copies = ()  # host memory -> buffer
+    out: Copies = ()  # buffer -> host memory
+    buffer: int = 0  # index of the staging buffer
 
 
 @dataclass
@@ -102,7 +102,8 @@ class GradientSum:
             size = _sum_bytes(min(largest, count - first), self.format)
             host, buffer = arena.empty(torch.Size([size]), torch.uint8), turn % DEPTH
             (staged,) = staging.allocate(buffer, [host])
-            yield SumPiece(first, _view_sum(staged, self.format), host, staged, buffer)
+            stored = _view_sum(staged, self.format)
+            yield SumPiece(first, stored, [(host, staged)], [(staged, host)], buffer)
 
     def _run(
         self,
@@ -121,11 +122,8 @@ class GradientSum:
             compute(self.pieces[0].stored, flat, 0)
             return
         for piece in self.pieces:
-            assert piece.host is not None
-            assert piece.device is not None
             part = flat[piece.first : piece.first + piece.stored.data.numel()]
-            into = [(piece.host, piece.device)] if read else []
-            out = [(piece.device, piece.host)] if write else []
+            into, out = piece.into if read else (), piece.out if write else ()
             launch = partial(compute, piece.stored, part, piece.first)
             self.offload[1].run(piece.buffer, into, launch, out)
 
