@@ -25,12 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8pass import compat
 from fp8pass.optim.offload import is_offloaded
 from fp8pass.optim.optimizer import Optimizer
-from fp8pass.optim.shards import (
-    is_distributed,
-    like_parameter,
-    local_gradient,
-    zeros_like_shard,
-)
+from fp8pass.optim.shards import is_distributed, like_parameter, local_gradient, zeros_like_shard
 from fp8pass.optim.state_formats import moment_format
 from fp8pass.optim.sums import GradientSum, norm_of_sums, split_into_buckets
 from fp8pass.optim.update import Group
@@ -67,8 +62,8 @@ class Attached:
     """
 
     optimizers: tuple[Optimizer, ...]
-    # The optimizer of each parameter, and the index of its group: loading a checkpoint replaces
-    # groups.
+    # The optimizer of each parameter, and the index of its group. Loading a checkpoint replaces the
+    # groups themselves.
     owners: dict[Tensor, tuple[Optimizer, int]]
     accumulate: int  # backwards between two updates
     # The sum of each parameter's gradients; {} if the optimizers step in every backward.
