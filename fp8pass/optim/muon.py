@@ -154,13 +154,13 @@ class FusedRound:
         self.momentum = momentum = FusedUpdate(FUSED_MOMENTUM, slots, gradients, of_momentum)
         self.weights = FusedUpdate(FUSED_WEIGHTS, slots, directions, of_weights, after=momentum)
 
-    def update_momentum(
+    def accumulate(
         self, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
     ) -> None:
         """Update the momentum, and write the directions."""
         self.momentum.step(gradients, group, control, directions)
 
-    def update_weights(self, directions: Tensors, group: Group, control: Tensor) -> None:
+    def apply(self, directions: Tensors, group: Group, control: Tensor) -> None:
         """Update the weights with orthogonal directions."""
         self.weights.step([u.contiguous() for u in directions], group, control)
 
@@ -180,7 +180,7 @@ class EagerRound:
         # The directions already contain the factor of the gradients.
         self.unscaled = torch.tensor([1.0, 0.0], device=slots[0].step.device)
 
-    def update_momentum(
+    def accumulate(
         self, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
     ) -> None:
         slots = [
@@ -189,7 +189,7 @@ class EagerRound:
         ]
         self._run(slots, update_momentum, gradients, group, control)
 
-    def update_weights(self, directions: Tensors, group: Group, control: Tensor) -> None:
+    def apply(self, directions: Tensors, group: Group, control: Tensor) -> None:
         slots = [
             replace(slot, states={k: x for k, x in slot.states.items() if k != MOMENTUM})
             for slot in self.slots
@@ -238,10 +238,10 @@ def _update_in_rounds(
     for members, update in rounds:
         found = [gradients[i] for i in members]
         directions = [torch.empty(g.shape, dtype=torch.bfloat16, device=g.device) for g in found]
-        update.update_momentum(found, directions, group, control)
+        update.accumulate(found, directions, group, control)
         whole = [like_parameter(u, parameters[i]) for i, u in zip(members, directions, strict=True)]
         directions = orthogonalize(whole, slots[members[0]].number, function)
-        update.update_weights(directions, group, control)
+        update.apply(directions, group, control)
 
 
 def _divide_into_rounds(parameters: Tensors) -> Iterator[list[int]]:
