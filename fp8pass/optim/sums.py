@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import hardware
+from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.optim.offload import DEPTH, Copies, Staging, largest_piece
 from fp8pass.optim.rounding import SumStamp, random_bits
 from fp8pass.optim.shards import sharding_groups, zeros_like_shard
@@ -25,7 +26,6 @@ from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, StateFormat, 
 from fp8pass.optim.update import batch_size
 from fp8pass.runtime.arena import Arena
 
-SCALE_DTYPE = torch.bfloat16
 BUCKET = 1 << 25  # elements that ranks send at once
 
 
@@ -130,16 +130,16 @@ class GradientSum:
 
 def _sum_bytes(count: int, format: StateFormat) -> int:
     groups = group_count(count, SUM_GROUP_SIZE)
-    return groups * (SUM_GROUP_SIZE * format.storage_dtype.itemsize + SCALE_DTYPE.itemsize)
+    return groups * (SUM_GROUP_SIZE * format.storage_dtype.itemsize + GROUP_SCALE_DTYPE.itemsize)
 
 
 def _view_sum(memory: Tensor, format: StateFormat) -> Quantized:
     """View data [R, G] and scales [R] in `memory`, uint8 [bytes]."""
     each = SUM_GROUP_SIZE * format.storage_dtype.itemsize
-    groups = len(memory) // (each + SCALE_DTYPE.itemsize)
-    data, scales = memory.split([groups * each, groups * SCALE_DTYPE.itemsize])
+    groups = len(memory) // (each + GROUP_SCALE_DTYPE.itemsize)
+    data, scales = memory.split([groups * each, groups * GROUP_SCALE_DTYPE.itemsize])
     data = data.view(format.storage_dtype).view(groups, SUM_GROUP_SIZE)
-    return Quantized(data, scales.view(SCALE_DTYPE))
+    return Quantized(data, scales.view(GROUP_SCALE_DTYPE))
 
 
 def add_to(
