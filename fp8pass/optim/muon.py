@@ -178,7 +178,7 @@ class EagerRound:
         self.slots, self.storage = slots, storage
         self.staging, self.offloaded = staging, offloaded
         # The directions already contain the factor of the gradients.
-        self.unscaled = torch.tensor([1.0, 0.0], device=slots[0].step.device)
+        self.unscaled = torch.tensor([1.0, 0.0], device=slots[0].parameter.device)
 
     def accumulate(
         self, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
