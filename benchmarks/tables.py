@@ -65,7 +65,7 @@ DOCUMENTS = (
     *(
         HERE.parent / "docs" / f"{name}.md"
         for name in (
-            *("results", "quality", "formats", "supported", "measured-memory", "measured-lora"),
+            *("results", "quality", "supported", "measured-memory", "measured-lora"),
             *("measured-optimizer", "measured-distributed", "measured-stability"),
         )
     ),

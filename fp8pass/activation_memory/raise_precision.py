@@ -59,8 +59,9 @@ def _steps(value: fx.Node, decision: Decision, choices: FormatChoices) -> Iterat
 
 
 def _rounding_error(format: Format) -> float:
-    """Return the relative RMS error of a group in which most values are small (docs/formats.md).
+    """Return the relative RMS error of a group in which most values are small.
 
-    Formats of 6 and 8 bits may have equal `relative_error`, but 6 bits round more values to zero.
+    Formats of 6 and 8 bits may have equal `relative_error`, but 6 bits round more values to zero
+    (docs/measured-memory.md).
     """
     return format.relative_error + format.flushed_share
