@@ -1,9 +1,9 @@
-"""GEMMs whose operands have scales that vary along the contraction, on GPUs.
+"""GEMMs on GPUs, for operands with scales that vary along the contraction.
 
-cuBLASLt, or a Triton kernel where cuBLASLt does not support the sizes, multiplies blocks of 128.
-GPUs with microscaling tensor cores (`hardware.why_emulated`) multiply groups of 32. Other GPUs
-multiply dequantized operands, in BF16 for BF16 results, else in FP32. In BF16 such operands are
-exact, because scales are powers of two. Scales of FP8 checkpoints need not be.
+cuBLASLt multiplies operands with blocks of 128. A Triton kernel does this for sizes that cuBLASLt
+does not support. GPUs with microscaling tensor cores (`hardware.why_emulated`) multiply operands
+with groups of 32. Other GPUs multiply dequantized operands, in BF16 for BF16 results, else in FP32.
+In BF16 such operands are exact, because scales are powers of two, except in FP8 checkpoints.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def _multiply(
     a_scale: Tensor,
     b_scale: Tensor,
 ) -> Tensor:
-    """Multiply with cuBLASLt, which may not add a bias to products of blocks."""
+    """Multiply with cuBLASLt. Add the bias separately, because cuBLASLt may not support it."""
     operands = a[0], b[0].permute(1, 0), a_scale, b_scale
     product: Tensor = aten._scaled_mm.default(*operands, None, None, out_dtype, False)
     return product if bias is None else product + bias
 
 
 def _is_native(a: Operand, b: Operand) -> bool:
-    """Whether `aten._scaled_mm` multiplies blocks of these sizes, known when compiling.
+    """Whether `aten._scaled_mm` is known, at compile time, to multiply blocks of these sizes.
 
     PyTorch's releases disagree about the strides of 128×128 scales whose rows are not aligned.
-    PyTorch takes the scales of a single block for row scales.
+    PyTorch mistakes the scales of a single block for row scales.
     """
     if not _has_library(a[0].device) or a[0].shape[1] == SQUARE[1]:
         return False
@@ -98,10 +98,10 @@ def _multiply_dequantized(
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Reorder E8M0 scales [M, K / 32] as microscaling tensor cores read them, one dimension.
+    """Return E8M0 scales [M, K / 32] as a vector, in the order of microscaling tensor cores.
 
     Tiles of 128 rows × 4 groups are consecutive, row by row. In a tile, the scale of row r and
-    group g is byte `16 (r mod 32) + 4 (r div 32) + g`. Missing rows and groups are zero bytes.
+    group g is byte `16 (r mod 32) + 4 (r div 32) + g`. Bytes outside the matrix are zero.
     """
     rows, groups = scale.shape
     tiles = [

@@ -50,7 +50,7 @@ after = torch.ops.fp8pass_codegen.after.default
 
 
 def store_in_buffer(node: fx.Node, order: list[int] | None = None) -> fx.Node:
-    """Make all users of a node read a buffer, in `order` or else the order of the trace."""
+    """Make all users of a node read a buffer. `order` defaults to the stride order of the node."""
     with node.graph.inserting_after(node):
         order = order or graph.stride_order(graph.tensor(node))
         stored = graph.emit(node.graph, buffer, node, order, like=node)

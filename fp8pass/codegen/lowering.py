@@ -14,7 +14,8 @@ from fp8pass.codegen.tuned_lowerings import LOWERINGS
 from fp8pass.dialect.ops import OPERATORS
 from fp8pass.graph.collectives import remove_unused
 
-# By fake mode, one for each compilation, then by function and arguments. Repeated layers share.
+# Traces by fake mode, then by function and arguments. Each compilation has one fake mode, so its
+# repeated layers share traces.
 _traces: WeakKeyDictionary[Any, dict[tuple[Any, str], fx.Graph]] = WeakKeyDictionary()
 
 

@@ -27,7 +27,7 @@ from fp8pass.graph.nodes import aten, tensor
 
 fp8 = torch.ops.fp8pass
 
-# The first stage of an amax reduces groups of this size, the usual size of groups in saved tensors.
+# The first stage of an amax reduces groups of this size, the default group size of saved tensors.
 AMAX_GROUP = 128
 
 
@@ -75,8 +75,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _amax_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return `x`, the block, whether `x` has amaxes already, and how many elements will share a
-    byte.
+    """Return `x`, the block, whether `x` contains amaxes, and the number of elements per byte.
+
+    The last number describes the packed data that will be quantized with this amax.
     """
     x, block = node.args
     scales = [user for user in node.users if user.target is fp8.scale.default]
@@ -107,7 +108,10 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
-    """Start with elements that will share a byte, as packing does, so Inductor uses one loop."""
+    """Reduce elements that will share a byte first.
+
+    Packing combines the same elements, so Inductor computes both in one loop.
+    """
     magnitudes = (part.abs() for part in split_groups(x, group_size, parts))
     return reduce(torch.maximum, magnitudes).amax(-1).float()
 
@@ -174,7 +178,7 @@ def _scaled_grouped_outer(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """PyTorch's kernel needs a scale for each row, so each expert's scale is repeated."""
+    """Repeat each expert's scale, because PyTorch's kernel needs a scale for each row."""
     b_transposed = b.permute(1, 0)
     if a.device.type == "cuda":
         pairs = (a_scale, a), (b_scale, b)

@@ -67,7 +67,7 @@ def define_kernel(name: str, prepare: Prepare, may_overwrite: MayOverwrite | Non
 
 
 def _find_overwritten(node: fx.Node, may_overwrite: MayOverwrite) -> dict[int, int]:
-    """Return the number of an input by the number of the result that may take its memory."""
+    """Return a map from results to the inputs whose memory they may take, both by index."""
     inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     results, found = node.meta["val"], {}
     for program, read, numbers in Batch.parse(str(node.args[1])).split(range(len(inputs))):

@@ -24,16 +24,16 @@ LONGEST_HELD = 16384
 LONGEST_WIDE = 28672
 WIDE_CHUNK = 8192
 WIDE_LOADS = 2
-# For passes that fuse sums over rows.
+# Longest rows of kernels with sums over rows, for passes that fuse such sums.
 LONGEST_SUMMED = 8192
 # Kernels with sums over rows load short rows ahead, in this many stages. For the backward of norms
 # of 768 to 2,048 features, that takes 5 to 11% less time; for 3,584 features, 2% more.
 LONGEST_STAGED, SUMMED_STAGES = 2048, 3
-# Elements that a thread holds at most. More would leave too few threads to hide the latency of
-# memory (`benchmarks/results/sweeps.json`).
+# Largest number of elements that a thread holds. More would leave too few threads to hide the
+# latency of memory (`benchmarks/results/sweeps.json`).
 HELD = 44
 HELD_SUMMED = 32  # with one sum over rows
-# Elements of the last chunk that a thread holds at least. A last chunk that is as short as possible
+# Smallest number of elements of the last chunk for each thread. The shortest possible last chunk
 # makes the forwards of SwiGLUs of 8,960 and 18,944 features 6% faster.
 FEWEST_HELD = 4
 # Elements of a chunk, if the row is read in a loop.

@@ -185,7 +185,7 @@ class RowWriter:
                 self.varying.add(name)
             return
         needs, reduces = _operands(definition), definition.target in REDUCTION_STEPS
-        same = definition.target == ROW_EXP_SUM  # as the maximum, which it is computed with
+        same = definition.target == ROW_EXP_SUM  # the same stage as the maximum
         stage = max((self.stages[x] for x in needs), default=0)
         self.stages[name] = stage + (reduces and not same)
         if definition.target == IS_COLUMN or (not reduces and not self.varying.isdisjoint(needs)):
@@ -239,8 +239,8 @@ class RowWriter:
     def may_overwrite(self, load: Load, number: int) -> bool:
         """Whether the kernel has read all of `load` before it writes store `number` in its place.
 
-        In a loop, no stage may follow that reads the load again, and the store must depend on the
-        load, so that its chunk is read first.
+        If the kernel reads the row in a loop, later stages must not read the load again. The store
+        must depend on the load, so that the loop reads each chunk before it overwrites the chunk.
         """
         if self.shape.held:
             return True
@@ -311,8 +311,9 @@ class RowWriter:
         self.known = known
 
     def _by_few(self, reduction: Step) -> bool:
-        """Whether a reduction has a partial result for each few elements of a chunk: `ROW_EXP_SUM`,
-        and the maximum that is computed with it.
+        """Whether a reduction has one partial result for every `VECTOR` elements of a chunk.
+
+        This applies to `ROW_EXP_SUM` and to the maximum that is computed with it.
         """
         return reduction.target == ROW_EXP_SUM or reduction.name in self.exp_sums
 

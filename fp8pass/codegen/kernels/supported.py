@@ -23,9 +23,9 @@ from fp8pass.graph.patterns import (
 
 fp8 = torch.ops.fp8pass
 
-# The forms of scales of groups that the row kernel stores.
+# The number formats of scales of groups that the row kernel can store.
 GROUP_SCALES = ("bf16", "fp32")
-# A kernel computes the matrix itself if its operands have at most this many times its bytes.
+# A kernel computes the matrix itself if the operands have at most this many times its bytes.
 LARGEST_INPUTS = 2.0
 
 
@@ -68,7 +68,7 @@ def why_no_rows(data: fx.Node) -> str | None:
 
 
 def _has_columns_for_rows(x: fx.Node) -> bool:
-    """The row kernel would have to copy a batch of transposed matrices."""
+    """Whether `x` is a copy of a batch of transposed matrices, which the kernel would repeat."""
     copy = skip_reshapes(x)
     return is_call(copy, aten.clone.default) and is_batched_transpose(copy.args[0])  # type: ignore[arg-type]
 

@@ -176,7 +176,7 @@ class TileWriter:
         return write_expression(replace(step, args=args))
 
     def _code(self, store: Store, scales: list[str]) -> Iterator[str]:
-        """Divide a value by its scale in each slice, or '' if it is already divided."""
+        """Divide a value by its scale in each slice. An empty scale means that this is done."""
         for i, scale in enumerate(scales):
             # Padding must be zero, but the steps may compute nonzero values from zeros.
             value = f"{store.name}_{i}"

@@ -21,8 +21,9 @@ from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.quantization import Quantization, group
 
-# Broadcast from shape [], [N], [M, 1] or [M, N]. `groups` have several tensors: quantized data [M,
-# N], or packed planes [M, N w / 8] with w bits of each element, then scales [M, N / G].
+# The first four are broadcast from shape [], [N], [M, 1] or [M, N]. `groups` consist of several
+# tensors: quantized data [M, N], or packed planes [M, N w / 8] with w bits of each element, and
+# then scales [M, N / G].
 OPERAND_KINDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the elements that share a scale, by `Store.block`.
 SIDE = 128
@@ -36,9 +37,9 @@ TILE_REDUCTIONS = frozenset({"amax", "tile_sums"})
 PARTIAL_SUMS = 1024
 # `ROW_EXP_SUM` sums exp(x - max) over each row; its operands are x and the row's `row_max`.
 ROW_EXP_SUM = "row_exp_sum"
-# Their results are [M, 1].
+# Reductions along rows, with results [M, 1].
 REDUCTION_STEPS = ("row_sum", "row_amax", "row_max", ROW_EXP_SUM)
-# Whether an element is in the column that its row's value names.
+# Given a column number for each row: whether an element is in this column.
 IS_COLUMN = "is_column"
 
 
@@ -132,7 +133,7 @@ class Store:
 
     @property
     def are_parts(self) -> list[bool]:
-        """For each result, whether it is a part of a wider matrix. Scales of blocks are not."""
+        """For each result, whether it is a part of a wider matrix. Scales of blocks are whole."""
         data = self.result_count - bool(self.block)
         return [bool(self.width)] * data + [False] * bool(self.block)
 
@@ -176,7 +177,7 @@ class Program:
 
     @property
     def stores_of_results(self) -> list[int]:
-        """The number of the store of each result."""
+        """For each result, the index of the store that writes it."""
         return [i for i, store in enumerate(self.stores) for _ in range(store.result_count)]
 
     @property
@@ -186,7 +187,7 @@ class Program:
 
     @property
     def reduces_tiles(self) -> bool:
-        """Such a program stores nothing else."""
+        """Whether the stores reduce tiles. Such a program does not store anything else."""
         return any(not TILE_REDUCTIONS.isdisjoint(store.layouts) for store in self.stores)
 
     @property

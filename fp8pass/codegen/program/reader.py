@@ -75,7 +75,7 @@ class Reader:
         return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
-        """Raises NotAMatrix, as `load` does."""
+        """Add `node`: compute it if kernels can, else load it. May raise NotAMatrix, as `load`."""
         if not self.compute(node):
             self.load(node)
 
@@ -113,7 +113,7 @@ class Reader:
         raise NotAMatrix
 
     def compute(self, node: fx.Node) -> bool:
-        """Add `node`, unless it is known, and return True; or add nothing and return False."""
+        """Add the steps that compute `node`. Return False, without a change, if kernels cannot."""
         if node in self.names:
             return True
         if node.op != "call_function":
@@ -129,7 +129,7 @@ class Reader:
         return self._try(node)
 
     def _try(self, node: fx.Node) -> bool:
-        """Add a node and its operands, or nothing. Return whether this succeeded."""
+        """Add a node and its operands. Return False, without a change, if this fails."""
         before = self.snapshot()
         if is_residual_sum(node):
             self.sum = node
@@ -195,14 +195,14 @@ class Reader:
         return True
 
     def _is_stored_narrow(self, cast: fx.Node, source: fx.Node) -> bool:
-        """Whether the kernel loads `source`, which generated code can store in fewer bytes."""
+        """Whether `source` is loaded only to be narrowed, which generated code could do instead."""
         if cast.target not in CASTS or source not in self.loads or list(source.users) != [cast]:
             return False
         narrows = tensor(cast).element_size() < tensor(source).element_size()
         return narrows and is_computed(source)
 
     def _pointwise_step(self, node: fx.Node) -> list[Step]:
-        """Return [] if no kernel supports the operator."""
+        """Return the step of a pointwise operator, or [] if kernels do not support the operator."""
         if node.target is fp8.dequantize.default:
             planes, scale_node = node.args[:2]
             data, scale = self._name(planes[0]), self._name(scale_node)  # type: ignore[index]
@@ -220,7 +220,7 @@ class Reader:
         return [Step(node.name, str(node.target), args)]
 
     def _row_steps(self, node: fx.Node) -> list[Step] | None:
-        """Return None for operators that are not scales or reductions along rows."""
+        """Return the steps of a scale or a reduction along rows, or None for other operators."""
         columns, name, args = tensor(self.matrix).shape[-1], node.name, node.args
         if node.target is fp8.amax.default and args[1] == "row":
             return [Step(name, "row_amax", (self._name(args[0]),))]
@@ -307,7 +307,7 @@ class Reader:
 
 
 def _small_number(x: fx.Node) -> float | None:
-    """Return the whole number that fills a tensor of one element, if every dtype contains it."""
+    """Return the value of a one-element tensor if it is an integer that all dtypes represent."""
     val = graph.value(x)
     if val is None or not val.is_floating_point() or val.numel() != 1 or x.target in CASTS:
         return None

@@ -29,7 +29,7 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.graph.pointwise import triton_template
 
-# Except `width` and `offset`.
+# The fields that each layout requires, except `width` and `offset`.
 _FIELDS: dict[str, frozenset[str]] = {
     "rows": frozenset({"scale", "format"}),
     "columns": frozenset({"format"}),
@@ -40,7 +40,8 @@ _FIELDS: dict[str, frozenset[str]] = {
     "amax": frozenset(),
     "tile_sums": frozenset(),
 }
-# The values of `columns` may already be divided by their scale, and sums may be of FP32 values.
+# Values of `columns` that are already divided by their scale do not have a `scale`. Sums of FP32
+# values do not have a `dtype`.
 _OPTIONAL: dict[str, frozenset[str]] = {
     "columns": frozenset({"scale"}),
     "tile_sums": frozenset({"dtype"}),
