@@ -75,17 +75,20 @@ def why_no_fp8_gemm(device: torch.device) -> str | None:
         return None
     if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
         return f"FP8 GEMMs need an NVIDIA GPU or a CPU, not a {device.type} device"
-    capability = capability_of(device)
-    if capability < FP8_CAPABILITY:
-        name = name_of(device)
-        compute = f"sm{capability[0]}{capability[1]}"
-        return f"{name} ({compute}) has no FP8 tensor cores: FP8 needs sm89 or newer"
+    if capability_of(device) < FP8_CAPABILITY:
+        return f"{_describe(device)} has no FP8 tensor cores: FP8 needs sm89 or newer"
     return None
 
 
 def _is_reference(device: torch.device) -> bool:
     """Whether `device` is a real CPU, and does not stand for the GPU of `planning_for`."""
     return device.type == "cpu" and _planned_gpu.get() is None
+
+
+def _describe(device: torch.device) -> str:
+    """Return the name and the compute capability of a GPU, for example `NVIDIA L4 (sm89)`."""
+    major, minor = capability_of(device)
+    return f"{name_of(device)} (sm{major}{minor})"
 
 
 def name_of(device: torch.device) -> str:
@@ -114,10 +117,8 @@ def why_no_grouped_gemm(device: torch.device) -> str | None:
     lacking = why_no_fp8_gemm(device)
     if lacking or _is_reference(device):
         return lacking
-    major, minor = capability_of(device)
-    if major != GROUPED_CAPABILITY:
-        name = name_of(device)
-        return f"{name} (sm{major}{minor}): FP8 GEMMs of experts need sm90"
+    if capability_of(device)[0] != GROUPED_CAPABILITY:
+        return f"{_describe(device)}: FP8 GEMMs of experts need sm90"
     return None
 
 
@@ -128,11 +129,13 @@ def why_no_row_scales(device: torch.device) -> str | None:
     """
     if _is_reference(device):
         return None
-    capability, name = capability_of(device), name_of(device)
+    capability = capability_of(device)
     if capability[0] == 12:
-        return f"{name} (sm12{capability[1]}): PyTorch has no FP8 GEMM with row scales for it"
+        return f"{_describe(device)}: PyTorch has no FP8 GEMM with row scales for it"
     if capability == (8, 9) and torch.__version__ < "2.12":
-        return f"{name} (sm89): before PyTorch 2.12, GEMMs with row scales ignore CUDA streams"
+        return (
+            f"{_describe(device)}: before PyTorch 2.12, GEMMs with row scales ignore CUDA streams"
+        )
     return None
 
 
@@ -145,11 +148,9 @@ def why_emulated(device: torch.device, scales: str) -> str | None:
     """
     if scales != "e8m0" or _is_reference(device):
         return None
-    major, minor = capability_of(device)
-    if major in MX_CAPABILITIES:
+    if capability_of(device)[0] in MX_CAPABILITIES:
         return None
-    name = name_of(device)
-    return f"{name} (sm{major}{minor}) has no tensor cores for MX formats: they need sm100 or sm120"
+    return f"{_describe(device)} has no tensor cores for MX formats: they need sm100 or sm120"
 
 
 def why_no_triton_kernels(device: torch.device) -> str | None:
