@@ -89,12 +89,11 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
         for group in _group_terms(terms):
             modules = tuple(graph.module_path(term.gemm) for term in group)
             ctx.plan.merged.append(modules)
-            if group[0].is_in_blocks:
-                _merge_blocks(gm.graph, group)
-                continue
-            fast = ctx.config.accumulates_fast("dgrad", sum(term.length for term in group))
-            if not fast:
-                ctx.plan.make_dgrads_precise(modules)
+            fast = False  # GEMMs of blocks never accumulate fast
+            if not group[0].is_in_blocks:
+                fast = ctx.config.accumulates_fast("dgrad", sum(term.length for term in group))
+                if not fast:
+                    ctx.plan.make_dgrads_precise(modules)
             _merge(gm.graph, group, fast_accumulation=fast)
     if ctx.plan.merged:
         gm.graph.eliminate_dead_code()
@@ -149,53 +148,44 @@ def _fits(group: list[Term], term: Term) -> bool:
 
 
 def _merge(g: fx.Graph, terms: list[Term], *, fast_accumulation: bool) -> None:
-    gemm = terms[-1].gemm
+    """Replace the sum of `terms` by a GEMM."""
+    *others, last = terms
+    gemm = last.gemm
     with g.inserting_before(gemm):
         add = partial(emit, g, like=gemm)
-        scale = reduce(
-            partial(add, aten.maximum.default), (_multiply_scales(add, t) for t in terms)
-        )
-        gradients = [t.gemm.args[0] for t in terms]
-        weights = [_requantize_weight(add, t, scale) for t in terms]
-        merged = add(
-            fp8.scaled_mm.default,
-            *(add(fp8.joined.default, gradients), scale),
-            *(add(fp8.joined.default, weights), add(aten.pow.Tensor_Scalar, scale, 0)),
-            *(None, gemm.args[5], fast_accumulation, *gemm.args[7:]),
-        )
-    _replace(terms, merged)
+        operands = (_join_blocks if last.is_in_blocks else _join_requantized)(add, terms)
+        options = None, gemm.args[5], fast_accumulation, *gemm.args[7:]
+        merged = add(fp8.scaled_mm.default, *operands, *options)
+    merged.meta[ROLE] = "dgrad"
+    merged.meta[graph.ORIGINAL_OPERATOR] = gemm.meta[graph.ORIGINAL_OPERATOR]
+    gemm.replace_all_uses_with(merged)
+    for term in others:
+        term.place.remove()
 
 
-def _merge_blocks(g: fx.Graph, terms: list[Term]) -> None:
-    gemm = terms[-1].gemm
-    with g.inserting_before(gemm):
-        add = partial(emit, g, like=gemm)
-        gradients, scales, weights, weight_scales = (
-            [term.gemm.args[i] for term in terms] for i in range(4)
-        )
-        merged = add(
-            fp8.scaled_mm.default,
-            *(add(fp8.joined.default, gradients), _join_scales(add, scales)),
-            *(add(fp8.joined.default, weights), _join_scales(add, weight_scales)),
-            *gemm.args[4:],
-        )
-    _replace(terms, merged)
+def _join_requantized(add: Any, terms: list[Term]) -> tuple[fx.Node, ...]:
+    """Return the joined gradients, the scale `c`, the joined requantized weights, and 1."""
+    scale = reduce(partial(add, aten.maximum.default), (_multiply_scales(add, t) for t in terms))
+    weights = [_requantize_weight(add, t, scale) for t in terms]
+    gradients = add(fp8.joined.default, [t.gemm.args[0] for t in terms])
+    return gradients, scale, add(fp8.joined.default, weights), add(aten.pow.Tensor_Scalar, scale, 0)
+
+
+def _join_blocks(add: Any, terms: list[Term]) -> tuple[fx.Node, ...]:
+    """Return the joined gradients and weights, each followed by its joined scales."""
+    gradients, scales, weights, weight_scales = ([t.gemm.args[i] for t in terms] for i in range(4))
+    return (
+        add(fp8.joined.default, gradients),
+        _join_scales(add, scales),
+        add(fp8.joined.default, weights),
+        _join_scales(add, weight_scales),
+    )
 
 
 def _join_scales(add: Any, scales: list[Any]) -> fx.Node:
     """Concatenate the columns of scales. GEMMs read columns that are contiguous in memory."""
     columns = [add(aten.permute.default, scale, [1, 0]) for scale in scales]
     return add(aten.permute.default, add(aten.cat.default, columns, 0), [1, 0])
-
-
-def _replace(terms: list[Term], merged: fx.Node) -> None:
-    """Replace the sum of `terms` by a GEMM."""
-    *others, last = terms
-    merged.meta[ROLE] = "dgrad"
-    merged.meta[graph.ORIGINAL_OPERATOR] = last.gemm.meta[graph.ORIGINAL_OPERATOR]
-    last.gemm.replace_all_uses_with(merged)
-    for term in others:
-        term.place.remove()
 
 
 def _multiply_scales(add: Any, term: Term) -> fx.Node:
