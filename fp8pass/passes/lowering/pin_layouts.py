@@ -14,20 +14,15 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.codegen.buffers import buffer, store_in_buffer
 from fp8pass.graph.classify import GROUPED_GEMMS, Kind, kind
+from fp8pass.graph.traffic import base
 from fp8pass.passes.context import Context
 
 
 def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
     grouped = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in GROUPED_GEMMS]
-    bases = dict.fromkeys(_base(operand) for n in grouped for operand in n.args[:2])
-    for node in [n for n in bases if n is not None and _is_fused(n)]:
+    bases = dict.fromkeys(base(operand) for n in grouped for operand in n.args[:2])  # type: ignore[arg-type]
+    for node in filter(_is_fused, bases):
         store_in_buffer(node)
-
-
-def _base(operand: object) -> fx.Node | None:
-    while isinstance(operand, fx.Node) and kind(operand) is Kind.VIEW:
-        operand = operand.args[0]
-    return operand if isinstance(operand, fx.Node) else None
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from fp8pass import graph
 from fp8pass.codegen.buffers import side_by_side
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, tensor
+from fp8pass.graph.traffic import base
 from fp8pass.passes.context import Context
 
 
@@ -40,9 +41,8 @@ def split_cats(gm: fx.GraphModule, ctx: Context) -> None:
 
 def _inlined_value(part: fx.Node) -> fx.Node | None:
     """Return the value that Inductor would inline where a part is read, or None."""
-    while kind(part) is Kind.VIEW:
-        part = part.args[0]  # type: ignore[assignment]
-    return part if kind(part) is Kind.POINTWISE else None
+    value = base(part)
+    return value if kind(value) is Kind.POINTWISE else None
 
 
 def _is_fused_into(user: fx.Node) -> bool:
