@@ -21,12 +21,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass import compat, graph
+from fp8pass import graph
 from fp8pass.graph.collectives import ALL_REDUCE, REDUCE_SCATTER, SPLITS, WAIT_TENSOR
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.sums import Term, find_term, only_user
@@ -114,12 +115,7 @@ def _merge(reductions: list[Reduction]) -> None:
     first, *rest = reductions
     node, split = reductions[-1].node, reductions[-1].split
     g = node.graph
-
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = emit(g, target, *args, like=node, **kwargs)
-        compat.copy_region(node, new)
-        return new
-
+    add: Any = partial(emit, g, like=node)
     total = first.source
     for source in [x.source for x in rest]:  # each is added when it is known, and waits no longer
         with g.inserting_before(graph.insertion_point_after(max(total, source))):

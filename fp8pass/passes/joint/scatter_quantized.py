@@ -13,12 +13,13 @@ deterministic.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass import compat, graph
+from fp8pass import graph
 from fp8pass.dialect.formats import E4M3, divisor_group
 from fp8pass.dialect.quantization import Quantization, block_text, group
 from fp8pass.graph.collectives import ALL_TO_ALL, REDUCE_SCATTER, WAIT_TENSOR, remove_unused
@@ -66,12 +67,7 @@ def _rewrite(scatter: fx.Node) -> None:
     (wait,) = scatter.users
     columns = tensor(x).shape[-1]
     size: Any = divisor_group(columns, GROUP_SIZE)
-    how = Quantization(E4M3, group(size))
-
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = emit(scatter.graph, target, *args, like=scatter, **kwargs)
-        compat.copy_region(scatter, node)
-        return node
+    how, add = Quantization(E4M3, group(size)), partial(emit, scatter.graph, like=scatter)
 
     def reshape(values: fx.Node, *shape: int) -> fx.Node:
         return add(aten.reshape.default, values, list(shape))

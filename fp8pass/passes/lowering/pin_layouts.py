@@ -20,7 +20,7 @@ from fp8pass.passes.context import Context
 
 def pin_layouts(gm: fx.GraphModule, ctx: Context) -> None:
     grouped = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in GROUPED_GEMMS]
-    bases = dict.fromkeys(base(operand) for n in grouped for operand in n.args[:2])  # type: ignore[arg-type]
+    bases = dict.fromkeys(base(operand) for n in grouped for operand in n.args[:2])
     for node in filter(_is_fused, bases):
         store_in_buffer(node)
 
