@@ -12,7 +12,7 @@ Inductor compiles the graph, `unroll_chunks` replaces the operator by the calls.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,41 +44,24 @@ def chunk_bounds(rows: Any, count: int) -> Iterator[tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A node that calls `in_chunks`."""
+    """A node that calls `in_chunks`, and its arguments."""
 
     node: fx.Node
+    body: fx.GraphModule
+    count: int
+    rows: Sequence[fx.Node]  # the operands that are split by rows
+    shared: Sequence[fx.Node]  # the operands that every chunk reads as a whole
+    sums: int  # the number of results, at the end of the list, that are sums over rows
 
-    @property
-    def body(self) -> fx.GraphModule:
-        module, reference = self.node.graph.owning_module, self.node.args[0]
-        assert module is not None
-        assert isinstance(reference, fx.Node)
-        body = getattr(module, str(reference.target))
-        assert isinstance(body, fx.GraphModule)
-        return body
-
-    @property
-    def count(self) -> int:
-        return self.node.args[1]  # type: ignore[return-value]
-
-    @property
-    def rows(self) -> list[fx.Node]:
-        """The operands that are split by rows."""
-        return list(self.node.args[2])  # type: ignore[arg-type]
-
-    @property
-    def shared(self) -> list[fx.Node]:
-        """The operands that every chunk reads as a whole."""
-        return list(self.node.args[3])  # type: ignore[arg-type]
-
-    @property
-    def sums(self) -> int:
-        """The number of results that are sums over rows; they are the last results of the body."""
-        return self.node.args[4]  # type: ignore[return-value]
+    @classmethod
+    def of(cls, node: fx.Node) -> Chunks:
+        arguments: Any = node.args
+        reference, *rest = arguments
+        return cls(node, getattr(node.graph.owning_module, reference.target), *rest)
 
     def inputs(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Yield each placeholder of the body, and the operand that is passed to it."""
-        placeholders = [n for n in self.body.graph.nodes if n.op == "placeholder"]
+        placeholders = self.body.graph.find_nodes(op="placeholder")
         return zip(placeholders, [*self.rows, *self.shared], strict=True)
 
     def facts(self, facts: JointFacts) -> JointFacts:
@@ -88,4 +71,4 @@ class Chunks:
 
 
 def chunks_of(g: fx.Graph) -> list[Chunks]:
-    return [Chunks(n) for n in g.nodes if graph.is_call(n, in_chunks)]
+    return [Chunks.of(n) for n in g.find_nodes(op="call_function", target=in_chunks)]

@@ -18,21 +18,21 @@ from torch import fx
 from fp8pass import graph
 from fp8pass.codegen.add_product import add_product
 from fp8pass.codegen.buffers import after
-from fp8pass.graph.chunks import Chunks, chunk_bounds, chunks_of
+from fp8pass.graph.chunks import Chunks, chunk_bounds, in_chunks
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.passes.context import Context
 
 
 def unroll_chunks(gm: fx.GraphModule, ctx: Context) -> None:
-    calls = chunks_of(gm.graph)
-    for chunks in calls:
-        with gm.graph.inserting_before(chunks.node):
-            results = Unroller(gm.graph, chunks).emit_results()
-        for user in list(chunks.node.users):
+    calls = gm.graph.find_nodes(op="call_function", target=in_chunks)
+    for call in calls:
+        with gm.graph.inserting_before(call):
+            results = Unroller(gm.graph, Chunks.of(call)).emit_results()
+        for user in list(call.users):
             assert graph.is_getitem(user)
             user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
             gm.graph.erase_node(user)
-        gm.graph.erase_node(chunks.node)
+        gm.graph.erase_node(call)
     if calls:
         gm.graph.eliminate_dead_code()
         gm.delete_all_unused_submodules()

@@ -166,7 +166,7 @@ def has_buffer(node: fx.Node) -> bool:
 def _measure_workspace(node: fx.Node) -> float:
     """Return the bytes that an operator allocates, apart from its results."""
     if graph.is_call(node, in_chunks):
-        moments = measure_memory(Chunks(node).body.graph, {})
+        moments = measure_memory(Chunks.of(node).body.graph, {})
         return max((m.total for m in moments), default=0.0)
     is_attention = kind(node) is Kind.ATTENTION and not graph.is_getitem(node)
     if is_attention and "backward" in str(node.target):
