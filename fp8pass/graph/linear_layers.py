@@ -117,46 +117,24 @@ class Layer:
         """The path of the module that calls the layer."""
         return graph.module_path(self.forward)
 
-    @property
-    def why_not_linear(self) -> Reason:
-        """The flaw as a `Reason`. For a linear layer, the reason is empty."""
-        return Reason(self.flaw, routine=self.flaw not in ("", NOT_A_PARAMETER))
-
     def gemms(self) -> Iterator[tuple[str, fx.Node]]:
         """Yield the role (`forward`, `dgrad` or `wgrad`) and the node of each GEMM."""
         yield "forward", self.forward
         for role, nodes in (("dgrad", self.dgrad), ("wgrad", self.wgrad)):
             yield from ((role, node) for node in nodes)
 
-    def entry(
-        self,
-        reason: Reason,
-        times: str,
-        *,
-        fp8: tuple[str, ...] = (),
-        simulated: tuple[str, ...] = (),
-        fast: tuple[str, ...] = (),
-        slower: str = "",
-    ) -> Linear:
-        """Return the layer's entry in the plan.
-
-        `fp8`, `simulated` and `fast` list the roles (e.g. `dgrad`) of the GEMMs that run in FP8,
-        that simulate a format, and that use fast accumulation. `slower` is why the other GEMMs of a
-        layer in FP8 stay in high precision.
-        """
+    def entry(self, reason: Reason, times: str) -> Linear:
+        """Return the layer's entry in the plan. The caller adds the GEMMs that a pass rewrites."""
         return Linear(
-            self.module,
-            f"{times}{_product_text(self.rows)}",
-            compat.size_hint(self.in_features),
-            compat.size_hint(self.out_features),
-            fp8,
-            reason.text,
-            reason.chosen,
-            reason.routine,
-            simulated=simulated,
+            module=self.module,
+            rows=f"{times}{_product_text(self.rows)}",
+            in_features=compat.size_hint(self.in_features),
+            out_features=compat.size_hint(self.out_features),
+            fp8=(),
+            reason=reason.text,
+            chosen=reason.chosen,
+            routine=reason.routine,
             experts=self.experts,
-            fast=fast,
-            slower=slower,
         )
 
 
@@ -206,7 +184,7 @@ def layers_in_called_graphs(gm: fx.GraphModule, facts: JointFacts) -> Iterator[t
             called = getattr(gm, reference.target)
             if isinstance(called, fx.GraphModule):
                 # The inputs of the called graph are the last operands of the call.
-                inputs = [n for n in called.graph.nodes if n.op == "placeholder"]
+                inputs = called.graph.find_nodes(op="placeholder")
                 pairs = zip(reversed(inputs), reversed(operands), strict=False)
                 for layer in find_layers(called.graph, facts.map_to_subgraph(pairs)):
                     yield graph.operator_name(call), layer
@@ -226,21 +204,25 @@ def find_layers(g: fx.Graph, facts: JointFacts) -> list[Layer]:
         if node not in backward:
             by_autograd_step.setdefault(node.meta.get("seq_nr", -1), []).append(node)
             if layer := _layer_of(node, facts, origins):
-                layer.is_head = _is_head(layer, head_gemms)
+                is_named = has_head_name(layer.module) or is_tied_to_embedding(layer.weight)
+                layer.is_head = is_named or node in head_gemms
                 layer.is_router = node in router_gemms
                 layers.append(layer)
                 by_weight.setdefault(layer.weight, []).append(layer)
                 by_input.setdefault(_elements(layer.input), []).append(layer)
             continue
-        known, gradient = _split_gradient(node, backward)
-        if known is None or gradient is None:
+        a, b = gemm_operands(node)
+        if (a in backward) == (b in backward):
             continue
+        known = b if a in backward else a  # the operand from the forward
         forwards = by_autograd_step.get(node.meta.get("seq_nr"), ())
         dgrad_layers = by_weight.get(graph.skip_views_and_casts(known), [])
         wgrad_layers = [y for y in by_input.get(_elements(known), ()) if _is_wgrad(node, y)]
         for found, role in ((dgrad_layers, "dgrad"), (wgrad_layers, "wgrad")):
             if candidates := [y for y in found if not forwards or y.forward in forwards]:
-                getattr(_nearest(node, candidates), role).append(node)
+                path = graph.module_path(node)
+                chosen = next((y for y in candidates if y.module == path), candidates[0])
+                getattr(chosen, role).append(node)
                 break
     return layers
 
@@ -359,19 +341,6 @@ def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
     return x if ends[dim] == sum(map(abs, pad)) else matrix
 
 
-def _is_head(layer: Layer, head_gemms: set[fx.Node]) -> bool:
-    is_named = has_head_name(layer.module) or is_tied_to_embedding(layer.weight)
-    return is_named or layer.forward in head_gemms
-
-
-def _split_gradient(gemm: fx.Node, backward: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
-    """Return (forward value, gradient), or (None, None) if both operands are of the same kind."""
-    a, b = gemm_operands(gemm)
-    if (a in backward) == (b in backward):
-        return None, None
-    return (b, a) if a in backward else (a, b)
-
-
 def _elements(matrix: fx.Node) -> fx.Node:
     """Skip transposes, zero padding and reshapes of an operand; return the tensor before them."""
     is_batch = tensor(matrix).ndim == 3
@@ -384,11 +353,6 @@ def _is_wgrad(gemm: fx.Node, layer: Layer) -> bool:
     a, b = layer.in_features, layer.out_features
     known = compat.statically_known_true
     return (known(rows == a) and known(columns == b)) or (known(rows == b) and known(columns == a))
-
-
-def _nearest(gemm: fx.Node, layers: list[Layer]) -> Layer:
-    path = graph.module_path(gemm)
-    return next((y for y in layers if y.module == path), layers[0])
 
 
 def why_unsuitable_size(out_features: Any, in_features: Any) -> str:

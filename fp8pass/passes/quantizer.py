@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass import compat, graph
+from fp8pass import graph
 from fp8pass.config import OPERANDS, Config
 from fp8pass.dialect.quantization import (
     ROW,
@@ -23,6 +25,7 @@ from fp8pass.dialect.quantization import (
 )
 from fp8pass.graph.classify import GROUPED_GEMMS
 from fp8pass.graph.linear_layers import (
+    NOT_A_PARAMETER,
     Layer,
     Reason,
     emit_operand,
@@ -33,7 +36,8 @@ from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE, OPERAND_OF, REPLACED_GEMM, ROLE
 from fp8pass.graph.traffic import count_elements, is_computed
-from fp8pass.passes.gemm_choice import Cast, Casts, Choice
+from fp8pass.passes.context import Context
+from fp8pass.passes.gemm_choice import Cast, Casts, Choice, choose_gemms
 from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
@@ -46,36 +50,23 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
-    """Return why a linear layer, or a layer of experts, stays in high precision."""
+    """Return why a linear layer, or a layer of experts, is neither quantized nor masked.
+
+    With the option `simulate`, output heads and routers are masked.
+    """
     pattern = matching_pattern(layer.module, config.skip_patterns)
+    is_simulated = config.simulate is not None
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
-    if not config.quantize_lm_head and layer.is_head:
+    if layer.is_head and not (config.quantize_lm_head or is_simulated):
         return Reason("an output head, which stays exact unless quantize_lm_head=True", chosen=True)
     if layer.flaw:
-        return layer.why_not_linear
-    if layer.is_router:
+        return Reason(layer.flaw, routine=layer.flaw != NOT_A_PARAMETER)
+    if layer.is_router and not is_simulated:
         return Reason("router: a small error may send a token to another expert", chosen=True)
     if any(tensor(x).dtype not in OPERAND_DTYPES for x in gemm_operands(layer.forward)):
         return Reason(f"{graph.dtype_text(tensor(layer.forward).dtype)} operands")
     return Reason()
-
-
-def why_not_these_rows(layer: Layer) -> Reason:
-    """Return why FP8 GEMMs do not support the number of rows of a layer's input."""
-    if any(map(compat.has_unbacked, layer.rows)):
-        return Reason("the number of rows depends on data")
-    if any(compat.statically_known_true(size == 0) for size in layer.rows):
-        return Reason("empty input", routine=True)
-    return Reason()
-
-
-def tag_gemms(layer: Layer, reason: Reason) -> None:
-    """Tag the GEMMs of a layer with their roles. `reason` is why they stay in high precision."""
-    for role, gemm in layer.gemms():
-        gemm.meta[ROLE] = role
-        if reason.chosen and reason is not EXACT_FORMATS:
-            gemm.meta[HIGH_PRECISION_BY_CHOICE] = True
 
 
 def describe_layer(
@@ -86,20 +77,18 @@ def describe_layer(
     If `reason` is empty, the GEMMs of `choice` run in FP8. The entry lists a role as `fast` if all
     GEMMs with this role use fast accumulation.
     """
+    if not reason.text and not config.quantizes_linears:
+        reason = Reason("formats are exact, so nothing is rounded", chosen=True)
     if reason.text:
         return layer.entry(reason, times)
-    if not config.quantizes_linears:
-        exact = Reason("formats are exact, so nothing is rounded", chosen=True)
-        return layer.entry(exact, times)
     slower = choice.explain(layer)
     in_bf16 = {role for role, gemm in layer.gemms() if gemm not in choice.in_fp8}
     roles = tuple(dict.fromkeys(role for role, _ in layer.gemms() if role not in in_bf16))
     if not roles:
-        why_not = Reason(f"FP8 is not faster: {slower}", routine=True)
-        return layer.entry(why_not, times, slower=slower)
+        reason = Reason(f"FP8 is not faster: {slower}", routine=True)
     slow = {role for role, gemm in layer.gemms() if not accumulates_fast(gemm, layer, config)}
     fast = tuple(role for role in roles if role not in slow)
-    return layer.entry(reason, times, fp8=roles, fast=fast, slower=slower)
+    return replace(layer.entry(reason, times), fp8=roles, fast=fast, slower=slower)
 
 
 def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
@@ -109,18 +98,6 @@ def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
     """
     forward = [n.meta.get(ROLE) == "forward" for n in g.nodes]
     return dict(zip(g.nodes, accumulate(forward), strict=True))
-
-
-def gemms_in_order(
-    g: fx.Graph, layers: Iterable[Layer], choice: Choice
-) -> list[tuple[fx.Node, Layer]]:
-    """Return pairs of a GEMM of `choice` and its layer, in the order of the graph.
-
-    GEMMs must be rewritten in this order, because the first GEMM that reads an operand quantizes it
-    for all later GEMMs.
-    """
-    found = {gemm: layer for layer in layers for _, gemm in layer.gemms()}
-    return [(n, found[n]) for n in g.nodes if n in found and n in choice.in_fp8]
 
 
 def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
@@ -137,8 +114,10 @@ def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
     return config.accumulates_fast(role, length)
 
 
-class Quantizer:
-    """Quantizes operands of GEMMs in one graph, each operand once per layout and quantization.
+class Quantizer(ABC):
+    """Replaces GEMMs of one graph by FP8 GEMMs.
+
+    Each operand is quantized once per layout and quantization.
 
     Attributes:
         backward: the nodes that depend on a gradient.
@@ -150,12 +129,45 @@ class Quantizer:
     layer: Layer
 
     def __init__(self, g: fx.Graph, config: Config) -> None:
-        self.config = config
+        self.graph, self.config = g, config
         self.backward = graph.tangent_dependent(g)
         self._quantized: dict[tuple[fx.Node, str, Quantization], tuple[fx.Node, fx.Node]] = {}
         # The `amax` node for each matrix and block. `identity_of` returns the key of a matrix.
         self._amaxes: dict[tuple[fx.Node, str, Block], fx.Node] = {}
         self._transposed: dict[fx.Node, fx.Node] = {}
+
+    @abstractmethod
+    def casts_of(self, gemm: fx.Node, layer: Layer) -> Casts:
+        """Return the casts that a GEMM needs in FP8."""
+
+    @abstractmethod
+    def rewrite(self, gemm: fx.Node, layer: Layer) -> None:
+        """Replace one GEMM of `layer`."""
+
+    def choose(self, reasons: Sequence[tuple[Layer, Reason]], ctx: Context) -> Choice:
+        """Tag the GEMMs of layers, and choose the GEMMs that run in FP8.
+
+        `reasons` has the reason why each layer stays in high precision, if any.
+        """
+        for layer, reason in reasons:
+            for role, gemm in layer.gemms():
+                gemm.meta[ROLE] = role
+                if reason.chosen and reason is not EXACT_FORMATS:
+                    gemm.meta[HIGH_PRECISION_BY_CHOICE] = True
+        eligible = [layer for layer, reason in reasons if not reason.text]
+        choice = choose_gemms(self.graph, eligible, self.casts_of, self.config)
+        ctx.spare_seconds += choice.saved_seconds
+        ctx.launch_limit = ctx.launch_limit or choice.limit
+        return choice
+
+    def rewrite_chosen(self, reasons: Sequence[tuple[Layer, Reason]], choice: Choice) -> None:
+        """Replace the GEMMs of `choice` in the order of the graph.
+
+        The first GEMM that reads an operand quantizes it for all later GEMMs.
+        """
+        layers = {gemm: layer for layer, _ in reasons for _, gemm in layer.gemms()}
+        for gemm in [n for n in self.graph.nodes if n in choice.in_fp8]:
+            self.rewrite(gemm, layers[gemm])
 
     def casts_of_operand(
         self, matrix: fx.Node, quantization: Quantization, *, contract_rows: bool

@@ -43,7 +43,7 @@ Recipe `exact` does not change these GEMMs.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Set
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -60,17 +60,15 @@ from fp8pass.graph.nodes import aten, emit, prims, tensor
 from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
 from fp8pass.graph.traffic import count_elements, is_computed
 from fp8pass.passes.context import Context
-from fp8pass.passes.gemm_choice import Cast, Casts, choose_gemms
+from fp8pass.passes.gemm_choice import Cast, Casts
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
     accumulates_fast,
     count_layers_before,
     describe_layer,
-    gemms_in_order,
     identity_of,
     replace_gemm,
-    tag_gemms,
     why_not_at_all,
 )
 
@@ -90,18 +88,12 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
     layers = (layer for layer in find_layers(g, ctx.facts) if layer.experts)
     received = {exchange.wait for exchange in find_exchanges(g)}
     reasons = [(layer, why_not(layer, config, received)) for layer in layers]
-    for layer, reason in reasons:
-        tag_gemms(layer, reason)
-    eligible = [layer for layer, reason in reasons if not reason.text]
     rewriter = ExpertRewriter(g, config, received)
-    choice = choose_gemms(g, eligible, rewriter.casts_of, config)
-    ctx.spare_seconds += choice.saved_seconds
-    ctx.launch_limit = ctx.launch_limit or choice.limit
+    choice = rewriter.choose(reasons, ctx)
     for before, (layer, reason) in enumerate(reasons):
         entry = describe_layer(layer, reason, config, choice)
         ctx.plan.linears.insert(places[layer.forward] + before, entry)
-    for gemm, layer in gemms_in_order(g, eligible, choice):
-        rewriter.rewrite(gemm, layer)
+    rewriter.rewrite_chosen(reasons, choice)
     rewriter.remove_unused_rows()
 
 
@@ -168,6 +160,13 @@ def _grouped_operands_of(gemm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     return given["self"], given["mat2"], given["offs"]  # type: ignore[return-value]
 
 
+class Gather(NamedTuple):
+    """The operands of `matrix[rows]`."""
+
+    matrix: fx.Node
+    rows: fx.Node
+
+
 class ExpertRewriter(Quantizer):
     """Replaces the GEMMs of experts by FP8 GEMMs, which share quantized tokens and weights."""
 
@@ -193,14 +192,11 @@ class ExpertRewriter(Quantizer):
             casts[identity, "amax"] = Cast(0) if is_computed(base) else Cast(size, 1)
             if _is_wgrad(gemm):
                 casts[identity, "group"] = Cast(count + size, 1)
-            elif not _gathers_all_rows(
-                base, self.received
-            ):  # gathering FP8 data saves more than the cast costs
+            elif not self._find_gather(base):  # gathering FP8 data saves more than the cast costs
                 casts[identity, "row"] = Cast(count)
         return casts
 
     def rewrite(self, gemm: fx.Node, layer: Layer) -> None:
-        """Replace one GEMM of `layer`."""
         self.gemm, self.layer = gemm, layer
         with gemm.graph.inserting_before(gemm):
             if _is_wgrad(gemm):
@@ -272,44 +268,60 @@ class ExpertRewriter(Quantizer):
 
     def _quantize_by_row(self, matrix: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return data and row scales of a matrix that is contracted over its last dimension."""
-        key = "gathered", matrix
-        if key in self._emitted or _gathers_all_rows(matrix, self.received):
-            return self._once(key, lambda: self._quantize_gathered(matrix))
-        return self.quantize(matrix, Quantization(E4M3, ROW), contract_rows=False)
+        gather, by_row = self._find_gather(matrix), Quantization(E4M3, ROW)
+        if gather is None:
+            return self.quantize(matrix, by_row, contract_rows=False)
 
-    def _quantize_gathered(self, tokens: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Quantize the matrix that tokens are gathered from, and gather its FP8 data."""
-        x, indices = tokens.args
-        assert isinstance(x, fx.Node)
-        quantized, _ = self.quantize(x, Quantization(E4M3, ROW), contract_rows=False)
-        scale = self.emit(fp8.scale.default, self._amax_rows(tokens), BY_ROW)
-        data = self.emit(fp8.as_bytes.default, quantized)
-        data = self.emit(aten.index.Tensor, data, indices)
-        return self.emit(fp8.as_codes.default, data, E4M3.name), scale
+        def quantize_gathered() -> tuple[fx.Node, fx.Node]:
+            data, _ = self.quantize(gather.matrix, by_row, contract_rows=False)
+            scale = self.emit(fp8.scale.default, self._amax_rows(matrix), BY_ROW)
+            data = self.emit(fp8.as_bytes.default, data)
+            data = self.emit(aten.index.Tensor, data, [gather.rows])
+            return self.emit(fp8.as_codes.default, data, E4M3.name), scale
+
+        return self._once(("gathered", matrix), quantize_gathered)
 
     def _quantize_by_group(self, x: fx.Node, offsets: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return FP8 data [K, T'] of tokens [T, K] with padded groups, and one scale per group."""
-        return self._once(("group", x, offsets), lambda: self._emit_by_group(x, offsets))
+
+        def quantize_groups() -> tuple[fx.Node, fx.Node]:
+            amax = self.emit(fp8.segment_amax.default, self._amax_rows(x), offsets)
+            scale = self.emit(fp8.scale.default, amax, BY_ROW)
+            operands: tuple[Any, ...] = x, scale, offsets, E4M3.name
+            if gather := self._find_gather(x):  # the kernel gathers the rows
+                operands = gather.matrix, scale, offsets, E4M3.name, gather.rows
+            return self.emit(fp8.transpose_segments.default, *operands), scale
+
+        return self._once(("group", x, offsets), quantize_groups)
 
     def _amax_rows(self, tokens: fx.Node) -> fx.Node:
         """Return the amax of each token, from the matrix that tokens are gathered from, if any."""
-        if not _gathers_all_rows(tokens, self.received):
+        gather = self._find_gather(tokens)
+        if gather is None:
             return self.amax(tokens, ROW)
+
+        def gather_amaxes() -> fx.Node:
+            return self.emit(aten.index.Tensor, self.amax(gather.matrix, ROW), [gather.rows])
+
+        return self._once(("amaxes", tokens), gather_amaxes)
+
+    def _find_gather(self, tokens: fx.Node) -> Gather | None:
+        """Return the gather of `tokens`, if its matrix is not larger than `tokens`, or `received`.
+
+        The ranks that exchange tokens may have different sizes, but must decide equally.
+        """
+        if not graph.is_call(tokens, aten.index.Tensor):
+            return None
         x, indices = tokens.args
         assert isinstance(x, fx.Node)
-        return self._once(
-            ("amaxes", tokens),
-            lambda: self.emit(aten.index.Tensor, self.amax(x, ROW), indices),
-        )
-
-    def _emit_by_group(self, x: fx.Node, offsets: fx.Node) -> tuple[fx.Node, fx.Node]:
-        amax = self.emit(fp8.segment_amax.default, self._amax_rows(x), offsets)
-        scale = self.emit(fp8.scale.default, amax, BY_ROW)
-        operands: tuple[Any, ...] = x, scale, offsets, E4M3.name
-        if _gathers_all_rows(x, self.received):  # the kernel gathers the rows
-            matrix, indices = x.args
-            operands = matrix, scale, offsets, E4M3.name, indices[0]  # type: ignore[index]
-        return self.emit(fp8.transpose_segments.default, *operands), scale
+        assert isinstance(indices, (list, tuple))
+        rows = indices[0] if len(indices) == 1 else None
+        if not isinstance(rows, fx.Node) or tensor(x).ndim != 2 or tensor(rows).ndim != 1:
+            return None
+        if graph.skip_transposes(x)[1]:
+            return None
+        is_small = receives_tokens(x, self.received) or graph.nbytes(tokens) >= graph.nbytes(x)
+        return Gather(x, rows) if is_small else None
 
     def _make_row_major(self, x: fx.Node) -> fx.Node:
         return self._copy(x) if graph.skip_transposes(x)[1] else x
@@ -417,21 +429,3 @@ def _shared_matrix(batch: fx.Node) -> fx.Node | None:
         return None
     is_one = len(shape) == 2 or (isinstance(shape[0], int) and shape[0] == 1)
     return x if is_one else None
-
-
-def _gathers_all_rows(node: fx.Node, received: Set[fx.Node]) -> bool:
-    """Whether `node` gathers rows of a matrix that is not larger than the result, or `received`.
-
-    The ranks that exchange tokens may have different sizes, but must decide equally.
-    """
-    if not graph.is_call(node, aten.index.Tensor):
-        return False
-    x, indices = node.args
-    assert isinstance(x, fx.Node)
-    assert isinstance(indices, (list, tuple))
-    rows = indices[0] if len(indices) == 1 else None
-    if not isinstance(rows, fx.Node) or tensor(x).ndim != 2 or tensor(rows).ndim != 1:
-        return False
-    if graph.skip_transposes(x)[1]:
-        return False
-    return receives_tokens(x, received) or graph.nbytes(node) >= graph.nbytes(x)

@@ -47,18 +47,15 @@ from fp8pass.graph.linear_layers import (
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import IS_TRANSPOSED, ROLE
 from fp8pass.passes.context import Context
-from fp8pass.passes.gemm_choice import Casts, choose_gemms, why_emulated
+from fp8pass.passes.gemm_choice import Casts, why_emulated
 from fp8pass.passes.quantizer import (
     EXACT_FORMATS,
     Quantizer,
     accumulates_fast,
     describe_layer,
-    gemms_in_order,
     replace_gemm,
     stored_blocks,
-    tag_gemms,
     why_not_at_all,
-    why_not_these_rows,
 )
 
 fp8 = torch.ops.fp8pass
@@ -87,13 +84,8 @@ def _quantize_layers(part: GraphPart, ctx: Context) -> None:
     g, config = part.gm.graph, ctx.config
     # `quantize_experts` rewrites layers of experts.
     reasons = [(layer, why_not(layer, config)) for layer in part.layers if not layer.experts]
-    for layer, reason in reasons:
-        tag_gemms(layer, reason)
-    eligible = [layer for layer, reason in reasons if not reason.text]
     rewriter = LinearRewriter(g, config)
-    choice = choose_gemms(g, eligible, rewriter.casts_of, config)
-    ctx.spare_seconds += choice.saved_seconds
-    ctx.launch_limit = ctx.launch_limit or choice.limit
+    choice = rewriter.choose(reasons, ctx)
     for layer, reason in reasons:
         entry = describe_layer(layer, reason, config, choice, part.times)
         unfit = {
@@ -102,10 +94,10 @@ def _quantize_layers(part: GraphPart, ctx: Context) -> None:
             if role in entry.fp8 and (why := rewriter.why_unfit(gemm, layer))
         }
         ctx.plan.linears.append(replace(entry, unfit=tuple(unfit.items())))
-    if eligible and config.quantizes_linears:
-        ctx.plan.emulated = why_emulated(tensor(eligible[0].forward).device, config)
-    for gemm, layer in gemms_in_order(g, eligible, choice):
-        rewriter.rewrite(gemm, layer)
+    first = next((layer for layer, reason in reasons if not reason.text), None)
+    if first and config.quantizes_linears:
+        ctx.plan.emulated = why_emulated(tensor(first.forward).device, config)
+    rewriter.rewrite_chosen(reasons, choice)
 
 
 def why_not(layer: Layer, config: Config) -> Reason:
@@ -130,8 +122,10 @@ def why_not(layer: Layer, config: Config) -> Reason:
         )
     if any(compat.statically_known_true(size == 0) for size in weight):
         return Reason("empty weight", routine=True)
-    if (reason := why_not_these_rows(layer)).text:
-        return reason
+    if any(map(compat.has_unbacked, layer.rows)):
+        return Reason("the number of rows depends on data")
+    if any(compat.statically_known_true(size == 0) for size in layer.rows):
+        return Reason("empty input", routine=True)
     if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(tensor(gemm).device)):
         return Reason(lacking)
     return Reason()
@@ -187,7 +181,6 @@ class LinearRewriter(Quantizer):
     """Replaces the GEMMs of linear layers by FP8 GEMMs."""
 
     def casts_of(self, gemm: fx.Node, layer: Layer) -> Casts:
-        """Return the casts that a GEMM needs in FP8."""
         self.gemm, self.layer = gemm, layer
         (a, how_a), (b, how_b) = self._choose_quantizations()
         return {
@@ -196,7 +189,6 @@ class LinearRewriter(Quantizer):
         }
 
     def rewrite(self, gemm: fx.Node, layer: Layer) -> None:
-        """Replace one GEMM of `layer`."""
         self.gemm, self.layer = gemm, layer
         if _is_batch_of_one(gemm):
             self.gemm = gemm = self._remove_batch(gemm)

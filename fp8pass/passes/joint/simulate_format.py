@@ -12,27 +12,25 @@ A bias is added before the result is masked. Weights and activations are saved u
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from fp8pass import compat, graph
-from fp8pass.config import Config, Simulation
+from fp8pass.config import Simulation
 from fp8pass.dialect.formats import simulated_format
 from fp8pass.dialect.masking import MASKED_DTYPES, is_identity
 from fp8pass.graph.linear_layers import (
     GraphPart,
-    Layer,
-    Reason,
     emit_operand,
     first_factor_index,
-    gemm_operands,
     parts_with_layers,
 )
-from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.tags import REPLACED_GEMM, ROLE
 from fp8pass.passes.context import Context
-from fp8pass.passes.quantizer import identity_of
+from fp8pass.passes.quantizer import identity_of, why_not_at_all
 
 fp8 = torch.ops.fp8pass
 
@@ -52,29 +50,18 @@ def simulate_format(gm: fx.GraphModule, ctx: Context) -> None:
 def _mask_layers(part: GraphPart, ctx: Context, simulation: Simulation) -> None:
     chosen: set[fx.Node] = set()
     for layer in part.layers:
-        reason, roles = why_not(layer, ctx.config), dict[str, None]()
+        reason, roles = why_not_at_all(layer, ctx.config), dict[str, None]()
         for role, gemm in layer.gemms():
             gemm.meta[ROLE] = role
             if not reason.text and role in simulation.gemms:
                 chosen.add(gemm)
                 roles[role] = None
-        ctx.plan.linears.append(layer.entry(reason, part.times, simulated=tuple(roles)))
+        entry = layer.entry(reason, part.times)
+        ctx.plan.linears.append(replace(entry, simulated=tuple(roles)))
     masker = Masker(simulation)
     for node in list(part.gm.graph.nodes):  # in order: the first GEMM masks for all
         if node in chosen:
             masker.mask_gemm(node)
-
-
-def why_not(layer: Layer, config: Config) -> Reason:
-    """Return why a layer is not masked; an empty reason if it is masked."""
-    pattern = matching_pattern(layer.module, config.skip_patterns)
-    if pattern is not None:
-        return Reason(f"matches skip pattern {pattern!r}", chosen=True)
-    if layer.flaw:
-        return layer.why_not_linear
-    if any(tensor(x).dtype not in MASKED_DTYPES for x in gemm_operands(layer.forward)):
-        return Reason(f"{graph.dtype_text(tensor(layer.forward).dtype)} operands")
-    return Reason()
 
 
 class Masker:
