@@ -64,7 +64,8 @@ class Backend:
         if patches.get(compat.STATIC_LAUNCHES):
             compat.launch_statically()
         hooks = (*((Observing(self.observer),) if self.observer else ()), *self.hooks)
-        _warn_about_checkpointing(hooks)
+        if compat.is_checkpointing() and not any(hook.records for hook in hooks):
+            warn_about_checkpointing()
         captured = Captured(gm, tuple(example_inputs), patches, stock, hooks)
         wraps = [hook.before_compile(gm, config, captured.compile_version) for hook in hooks]
         compilation = captured.compilation(config, requests=self.requests)
@@ -186,7 +187,7 @@ def rewrite_inference(
     """
     if compat.compiles_backward():
         return
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
     graph.tag_inputs(placeholders, compilation.input_names)
     static = frozenset(placeholders[i] for i in parameters)
     facts = JointFacts(static, select_inputs(static, compilation.inputs.weights))
@@ -297,12 +298,6 @@ def _check_types(options: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"The Inductor option {name} must be a {wanted.__name__}, got {value!r}."
             )
-
-
-def _warn_about_checkpointing(hooks: Sequence[Hooks]) -> None:
-    """Warn unless the graph is for a report."""
-    if compat.is_checkpointing() and not any(hook.records for hook in hooks):
-        warn_about_checkpointing()
 
 
 def _warn_about_activation_quantization(options: Mapping[str, Any]) -> None:

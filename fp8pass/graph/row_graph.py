@@ -179,9 +179,6 @@ class RowGraph:
             return self._shared_input(operand, shape[start:])
         return self._row_input(operand, layout, lead, shape[start:])
 
-    def _is_shared(self, operand: Any) -> bool:
-        return operand in self._written and self._written[operand] in self._shared
-
     def _require_outside(self, operand: fx.Node) -> None:
         if operand in self._part:
             raise NotRowwise(f"{describe(operand)} needs all tokens at once")

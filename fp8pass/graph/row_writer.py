@@ -84,11 +84,11 @@ class ChunkWriter(RowGraph):
 
     def _reshape(self, node: fx.Node) -> fx.Node:
         layout, _, rest = self._split(node)
-        operand = node.args[0]
-        if self._is_shared(operand):
+        operand: Any = node.args[0]
+        if self._written.get(operand) in self._shared:
             return self._broadcast_operand(operand, node)
         x = self._row_operand(operand)
-        if self.layout(operand).shifted != layout.shifted:  # type: ignore[arg-type]
+        if self.layout(operand).shifted != layout.shifted:
             raise NotRowwise(f"{describe(node)} mixes tokens")
         return self._view_rows(x, rest, node)
 

@@ -95,7 +95,8 @@ def run_passes(
         )
         records.append(entry)
         before = after
-        _trace(number, entry)
+        if record:
+            _trace(number, entry)
         if folder:
             _dump(Path(folder), number, index, entry)
     if check and (contract := CONTRACTS.get(tuple(passes))):
@@ -156,14 +157,10 @@ def _code(gm: fx.GraphModule) -> str:
 
 
 def _trace(number: int, entry: PassRecord) -> None:
-    for when, code in (("before", entry.before), ("after", entry.after)) if entry.after else ():
-        about = {
-            "name": f"fp8pass_{number}_{entry.graph}_{entry.name}_{when}",
-            "encoding": "string",
-        }
-        compat.trace_structured(
-            "artifact", metadata_fn=partial(dict, about), payload_fn=partial(str, code)
-        )
+    for when, code in (("before", entry.before), ("after", entry.after)):
+        name = f"fp8pass_{number}_{entry.graph}_{entry.name}_{when}"
+        metadata = partial(dict, name=name, encoding="string")
+        compat.trace_structured("artifact", metadata_fn=metadata, payload_fn=partial(str, code))
 
 
 def _dump(folder: Path, number: int, index: int, entry: PassRecord) -> None:

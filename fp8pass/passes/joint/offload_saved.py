@@ -140,8 +140,8 @@ class _Schedule:
         self.forward = [n for n in gm.graph.nodes if n in in_forward]
         self.order = {n: i for i, n in enumerate(gm.graph.nodes)}
         self.copies = [
-            _Copy(n, graph.nbytes(n), graph.nbytes(n) / rate, self._first_use(n))
-            for n in sorted(offloaded, key=self.order.__getitem__)
+            _Copy(n, graph.nbytes(n), graph.nbytes(n) / rate, min(self._backward_users(n)))
+            for n in sorted(offloaded)
         ]
         largest = sorted(copy.bytes for copy in self.copies)[-2:]
         self.limit = max(IN_FLIGHT_SECONDS * rate, sum(largest))
@@ -160,9 +160,8 @@ class _Schedule:
                 if place is not node:
                     place.prepend(node)
 
-    def _first_use(self, node: fx.Node) -> fx.Node:
-        users = [u for u in node.users if u in self._in_backward]
-        return min(users, key=self.order.__getitem__)
+    def _backward_users(self, node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if u in self._in_backward]
 
     def emit_sends(self) -> None:
         """Emit copies to the host, and waits for them, earlier if the copies in flight exceed the
@@ -241,7 +240,7 @@ class _Schedule:
         for new in (back, fetched):
             new.meta["partitioner_tag"] = "is_backward"
         fetched.meta[COPIED_VALUE] = node.name
-        for user in [u for u in node.users if u in self._in_backward]:
+        for user in self._backward_users(node):
             user.replace_input_with(node, fetched)
 
     def describe(self) -> Offload:

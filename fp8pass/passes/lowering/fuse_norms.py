@@ -40,18 +40,14 @@ fp8 = torch.ops.fp8pass
 def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:  # kernels round less often than recipe `exact` must
         return
-    candidates = [n for n in gm.graph.nodes if n.op == "call_function"]
-    fused = [_fuse(node) for node in candidates if is_residual_sum(node) or _is_returned_sum(node)]
+    sums = [n for n in gm.graph.nodes if is_same_shape_addition(n)]
+    fused = [_fuse(node) for node in sums if is_residual_sum(node) or _is_returned(node)]
     if any(fused):
         graph.sort_and_prune(gm.graph)
 
 
-def _is_returned_sum(node: fx.Node) -> bool:
-    """Whether a node adds two tensors, and the graph returns the sum."""
-    return is_same_shape_addition(node) and _is_returned(node)
-
-
 def _is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns a node, or a view of the node."""
     return any(
         user.op == "output" or (user.target in RESHAPES and _is_returned(user))
         for user in node.users
