@@ -130,6 +130,6 @@ def weights_by_path(
     gm: fx.GraphModule,
 ) -> Callable[[Sequence[Any]], dict[str, torch.Tensor]]:
     """Return a function that maps the arguments of a Dynamo graph to parameters by module path."""
-    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    inputs = gm.graph.find_nodes(op="placeholder")
     paths = [(i, graph.module_path(n)) for i, n in enumerate(inputs)]
     return lambda args: {path: args[i] for i, path in paths if isinstance(args[i], nn.Parameter)}

@@ -99,7 +99,7 @@ class Format:
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
         """Include a scale for each group. Infinite if a group does not fill whole bytes."""
-        if group_size % (8 // min(self.planes)):
+        if group_size % self.group_multiple:
             return math.inf
         return elements * self.bits // 8 + elements // group_size * GROUP_SCALE_BYTES
 
@@ -135,7 +135,7 @@ def simulated_format(name: str) -> Format:
     """
     match = re.fullmatch(r"e(\d+)m(\d+)", name)
     exponent, mantissa = map(int, match.groups()) if match else (0, 0)
-    in_range = _is_within(exponent, EXPONENT_BITS) and _is_within(mantissa, MANTISSA_BITS)
+    in_range = EXPONENT_BITS[0] <= exponent <= EXPONENT_BITS[1] and mantissa <= MANTISSA_BITS[1]
     if not match or not in_range:
         raise ValueError(
             f"{name!r} is not a format. A format has 1 to 8 exponent bits and 0 to 23 mantissa "
@@ -146,10 +146,6 @@ def simulated_format(name: str) -> Format:
     bias = 2 ** (exponent - 1) - 1
     largest = (2 - 2.0**-mantissa) * 2.0 ** max(bias, 1 - bias)
     return Format(name, "", largest, mantissa, 1 - bias, (1 + exponent + mantissa,))
-
-
-def _is_within(count: int, limits: tuple[int, int]) -> bool:
-    return limits[0] <= count <= limits[1]
 
 
 def divisor_group(

@@ -7,7 +7,6 @@ of the first region.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import fx
 
 from fp8pass import compat
 from fp8pass.graph.names import clean_path, module_path
+from fp8pass.graph.nodes import free_attribute
 
 STACK = "nn_module_stack"
 
@@ -49,7 +49,8 @@ def _find_renaming(
     if operands is first:
         return {}
     found: Renaming = {}
-    for placeholder, one, other in zip(_placeholders(region), first, operands, strict=True):
+    placeholders = region.graph.find_nodes(op="placeholder")
+    for placeholder, one, other in zip(placeholders, first, operands, strict=True):
         module = module_path(placeholder).split(".")
         old, new = (_module_of_source(x) for x in (one, other))
         # Dynamo's source may begin with a variable, which is not a part of the module path.
@@ -78,10 +79,6 @@ def _module_of_source(node: fx.Node) -> list[str]:
     return clean_path(path).split(".") if name else []
 
 
-def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if n.op == "placeholder"]
-
-
 def _inline(
     gm: fx.GraphModule,
     call: fx.Node,
@@ -90,7 +87,8 @@ def _inline(
     renaming: Renaming,
 ) -> None:
     copies: dict[fx.Node, fx.Node] = {}
-    for placeholder, operand in zip(_placeholders(region), operands, strict=True):
+    placeholders = region.graph.find_nodes(op="placeholder")
+    for placeholder, operand in zip(placeholders, operands, strict=True):
         copies[placeholder] = operand
         stack = placeholder.meta.get(STACK)
         if stack and STACK not in operand.meta and compat.source_of(operand):
@@ -101,7 +99,8 @@ def _inline(
         with gm.graph.inserting_before(call):
             copies[node] = copy = gm.graph.node_copy(node, copies.__getitem__)
         if node.op == "get_attr":
-            copy.target = _add_attribute(gm, operator.attrgetter(str(node.target))(region))
+            copy.target = free_attribute(gm, "_of_region_")
+            setattr(gm, copy.target, operator.attrgetter(str(node.target))(region))
         if STACK in node.meta:
             copy.meta[STACK] = _rename(node.meta[STACK], renaming)
     results: Any = fx.map_arg(region.graph.output_node().args[0], copies.__getitem__)
@@ -109,10 +108,3 @@ def _inline(
     for item in items:
         item.replace_all_uses_with(results[item.args[1]])
         gm.graph.erase_node(item)
-
-
-def _add_attribute(gm: fx.GraphModule, value: Any) -> str:
-    names = (f"_of_region_{number}" for number in itertools.count())
-    name = next(name for name in names if not hasattr(gm, name))
-    setattr(gm, name, value)
-    return name

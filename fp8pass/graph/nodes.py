@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -119,6 +120,11 @@ def is_getitem(node: fx.Node) -> bool:
 def operator_of(node: fx.Node) -> fx.Node:
     """Return the operator that a getitem reads. Return other nodes unchanged."""
     return node.args[0] if is_getitem(node) else node  # type: ignore[return-value]
+
+
+def free_attribute(gm: fx.GraphModule, prefix: str) -> str:
+    """Return `prefix` with the first number that makes it an unused attribute name."""
+    return next(f"{prefix}{i}" for i in itertools.count() if not hasattr(gm, f"{prefix}{i}"))
 
 
 def copy_module(gm: fx.GraphModule, copies: dict[fx.Node, fx.Node] | None = None) -> fx.GraphModule:

@@ -16,7 +16,6 @@ or if gradients are not multiples of one tangent. The plan reports the reason.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from fp8pass import compat, graph
 from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.multiples import is_multiple_of_gradient
-from fp8pass.graph.nodes import aten, emit, tensor
+from fp8pass.graph.nodes import aten, emit, free_attribute, tensor
 from fp8pass.graph.order import ancestors
 from fp8pass.graph.output_heads import find_logit_gemms
 from fp8pass.graph.row_graph import UNIT_TANGENT, NotRowwise
@@ -196,7 +195,8 @@ class Chunking:
 
     def _emit_call(self, rows: list[fx.Node], sums: list[fx.Node]) -> fx.Node:
         row_inputs, shared_inputs = self.writer.finish([*rows, *sums])
-        name = _add_submodule(self.gm, fx.GraphModule({}, self.writer.body))
+        name = free_attribute(self.gm, "head_")
+        self.gm.add_submodule(name, fx.GraphModule({}, self.writer.body))
         of_chunk = [tensor(self.writer[n]) for n in rows]
         whole = [x.new_empty((self.writer.rows, *x.shape[1:])) for x in of_chunk]
         with self.gm.graph.inserting_before(self.head):
@@ -303,9 +303,3 @@ def _require_narrow(results: list[fx.Node], most: int) -> None:
         if _holds_logits(node, most):
             name = graph.operator_name(max(node.users))
             raise NotRowwise(f"the operator {name} reads the logits outside of the loss")
-
-
-def _add_submodule(gm: fx.GraphModule, body: fx.GraphModule) -> str:
-    name = next(f"head_{i}" for i in itertools.count() if not hasattr(gm, f"head_{i}"))
-    gm.add_submodule(name, body)
-    return name
