@@ -13,7 +13,7 @@ classify.py        the kind of an operator: GEMM, view, reduction, ...
 inlined_regions.py inline the regions of nested_compile_region into Dynamo's graph
 collectives.py     collectives; all-gathers and the tensors that they gather
 origins.py         values that depend on the data, on parameters or on constants
-dropped_logits.py  replace logits that a model returns beside its loss
+dropped_logits.py  replace logits that a model returns alongside its loss
 split_adapters.py  multiply tokens with adapters, instead of adding adapters to weights of experts
 output_heads.py    layers that compute logits; MoE routers
 linear_layers.py   the GEMMs of linear layers, forward and backward

@@ -68,7 +68,7 @@ class Exchange:
 
     @property
     def matrix(self) -> fx.Node:
-        """The received rows, with rows of zeros after them if nothing else reads the rows."""
+        """The received rows, or the result of their only reader if this appends zero rows."""
         readers = elements_read(self.wait)
         padded = len(readers) == 1 and skip_zero_rows(readers[0])[1]
         return readers[0] if padded else self.wait
@@ -86,9 +86,11 @@ def elements_read(node: fx.Node) -> list[fx.Node]:
 
 
 def skip_zero_rows(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the matrix that `node` appends rows of zeros to, and their number, or `node` and 0.
+    """If `node` appends rows of zeros to a matrix, return the matrix and the number of these rows.
 
-    Models append a row of zeros that padding reads. Its backward is a `slice_scatter`.
+    Otherwise, return `node` and 0.
+
+    Models append a row of zeros, which padding reads. In the backward, a `slice_scatter` does it.
     """
     if graph.is_call(node, aten.cat.default):
         parts: Any = node.args[0]
@@ -106,7 +108,8 @@ def skip_zero_rows(node: fx.Node) -> tuple[fx.Node, int]:
 def find_exchanges(g: fx.Graph) -> Iterator[Exchange]:
     """Yield a graph's exchanges of matrices, in order.
 
-    Other users of their nodes may only read the number of rows.
+    Exchanges are skipped if several nodes read the elements that the collective returns, or if a
+    node reads the number of columns.
     """
     for node in g.find_nodes(op="call_function", target=ALL_TO_ALL):
         waits = elements_read(node)
@@ -139,7 +142,8 @@ def starts_communication(node: fx.Node) -> bool:
 def remove_unused(g: fx.Graph) -> None:
     """Remove unused nodes, including collectives, which FX keeps because they have side effects.
 
-    All ranks have the same graph and remove the same collectives, so no rank waits in vain.
+    All ranks have the same graph and remove the same collectives, so ranks do not wait for a
+    collective that others have removed.
     """
     g.eliminate_dead_code(lambda node: node.is_impure() and not is_collective(node))
 

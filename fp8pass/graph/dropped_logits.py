@@ -1,6 +1,6 @@
-"""Drop the logits that a model returns beside its loss, so that the output head can run in chunks.
+"""Drop the logits that a model returns alongside its loss. The output head can then run in chunks.
 
-A returned tensor must exist as a whole:
+Chunks never hold the logits of all tokens, so the model cannot return them:
 
     before   logits = linear(x, W);  loss = cross_entropy(logits, y);  return loss, logits
     after    logits = linear(x, W);  loss = cross_entropy(logits, y);  return loss, placeholder

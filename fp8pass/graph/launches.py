@@ -31,9 +31,9 @@ FP32_GEMM = 989 / 67
 def why_launch_bound(g: fx.Graph, gpu: Gpu) -> str:
     """Return why FP8 would not make a step faster, or '' if it would.
 
-    The CPU is the limit if it launches the kernels more slowly than the GPU runs them. CUDA graphs
-    launch all kernels at once. Ranks with different sizes must run the same collectives, so graphs
-    with collectives have no limit.
+    The CPU limits a step if it launches the kernels more slowly than the GPU runs them. CUDA graphs
+    launch all kernels at once. Ranks with different sizes must run the same collectives, so for a
+    graph with collectives the function always returns ''.
     """
     if hardware.launches_at_once() or compat.uses_cuda_graphs({}):
         return ""
@@ -106,7 +106,10 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _compute_seconds(node: fx.Node, gpu: Gpu) -> float:
-    """Only GEMMs may have symbolic sizes, because hints are not used (`traffic.py`)."""
+    """Return the computing time of a GEMM, convolution or attention; 0 for other kernels.
+
+    With symbolic sizes, only the time of a GEMM can be estimated. For other kernels it is 0.
+    """
     if kind(node) not in EXPENSIVE_KINDS:
         return 0.0
     rate = gpu.attention_flops if kind(node) is Kind.ATTENTION else gpu.bf16_flops

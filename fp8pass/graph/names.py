@@ -60,10 +60,10 @@ def _matches(path: str, pattern: Pattern) -> bool:
 def warn_about_idle_patterns(
     option: str, patterns: tuple[Pattern, ...], what: str, names: list[str]
 ) -> None:
-    """Warn about each pattern of an option that matches none of `names`.
+    """Warn about each string pattern of an option that matches none of `names`.
 
-    `what` is the kind of the names, e.g. "linear layer". Functions cause no warning, because one
-    function may be used for many models, and need not match in every model.
+    `what` is the kind of the names, e.g. "linear layer". A function may be used for many models,
+    and need not match in every model.
     """
     for pattern in patterns if names else ():
         if isinstance(pattern, str) and not any(_matches(name, pattern) for name in names):

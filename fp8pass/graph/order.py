@@ -22,7 +22,7 @@ def ancestors(
 
 
 def reach(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Return `nodes`, and all nodes to which steps from them lead."""
+    """Return `nodes` and all nodes that repeated calls of `step` reach from them."""
     found = set(nodes)
     pending = list(found)
     while pending:

@@ -52,8 +52,8 @@ class Origins:
     def has_elements_of_parameters(self, node: fx.Node) -> bool:
         """Whether a matrix has at most as many elements as the parameters that it is computed from.
 
-        This is false for a buffer times a learned factor, which is not a weight. Parameters behind
-        a product of matrices do not count.
+        This is false for a buffer times a learned factor, which is not a weight. Parameters that
+        enter the matrix only through a product of two matrices do not count.
         """
         found = graph.ancestors([node], passes=lambda n: not _multiplies_matrices(n))
         elements = sum(graph.numel(graph.tensor(n)) for n in found & self.weights)

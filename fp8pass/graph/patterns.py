@@ -57,7 +57,7 @@ def skip_batched_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def skip_views_and_casts(node: fx.Node) -> fx.Node:
-    """Return the node that `node` is a reshape, transpose, cast or plain copy of."""
+    """Skip reshapes, transposes, casts and plain copies. Return the node before them."""
     kinds = (_is_reshape, _is_transpose, is_batched_transpose, _is_cast_or_copy)
     return _skip(node, lambda n: any(is_kind(n) for is_kind in kinds))[0]
 

@@ -107,7 +107,7 @@ class ChunkWriter(RowGraph):
             rest = (dim - layout.dims + 1, *node.args[2:])
             return self._emit(node.target, self._row_operand(x), *rest, like=node)
         if node.args[4:] or layout.shifted:
-            raise NotRowwise(f"{describe(node)} selects tokens in another way than one shift")
+            raise NotRowwise(f"{describe(node)} selects tokens by a step or a second shift")
         lead = tuple(tensor(x).shape[: layout.dims])  # type: ignore[arg-type]
         self._set_shift(lead, dim, *node.args[2:4])
         *_, rest = self._split(node)

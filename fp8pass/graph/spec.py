@@ -149,7 +149,7 @@ def _check_amax(node: fx.Node, x: fx.Node, block: Any) -> Iterator[str]:
     if columns:
         length = tensor(x).shape[-1]
         if isinstance(length, int) and length % columns:
-            yield f"splits {length} elements into groups of {columns}"
+            yield f"cannot split {length} elements into groups of {columns}"
 
 
 def _check_quantize(
@@ -180,7 +180,7 @@ def _check_dequantize(
             if quantized.args[1] is not scales:
                 yield f"{quantized} was quantized with other scales"
             if (*quantized.args[2:], 0)[:2] != (text, i):
-                yield f"{quantized} is not its plane {i}"
+                yield f"{quantized} is not plane {i} of the tensor"
 
 
 def _check_joined(node: fx.Node, parts: Any) -> Iterator[str]:
@@ -359,7 +359,7 @@ def _skip_host_copies(node: fx.Node) -> fx.Node:
 
 
 def _skip_transposed_copies(scale: fx.Node) -> fx.Node:
-    """Return the scales that `scale` is the transpose of, or a saved copy of the transpose."""
+    """Skip transposes, and saved copies of transposes. Return the scales before them."""
     base = graph.skip_transposes(_skip_host_copies(scale))[0]
     while base.target is aten.squeeze_copy.dims:
         base = graph.skip_transposes(_skip_host_copies(base.args[0]))[0]  # type: ignore[arg-type]
@@ -387,14 +387,17 @@ def _is_visible(data: fx.Node) -> bool:
 
 
 def _is_same(x: object, y: object) -> bool:
-    """Recomputed copies of a node are the same."""
+    """Whether `x` and `y` are one node, or recomputed copies of one node."""
     if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
         return False
     return x.meta.get(COPIED_VALUE, x.name) == y.meta.get(COPIED_VALUE, y.name)
 
 
 def _have_same_amax(shard_scale: Any, scale: Any) -> bool:
-    """Whether the scales of a shard and of the gathered matrix come from equal amaxes, if known."""
+    """Whether the scales of a shard and of the gathered matrix come from the same amaxes.
+
+    Return True if the graph does not show how the scales are computed.
+    """
     if not (shard_scale.target is scale.target is fp8.scale.default):
         return True
     return _is_same(_skip_gather(scale.args[0]), shard_scale.args[0])

@@ -33,7 +33,10 @@ class Use:
 
 
 def split_adapters(gm: fx.GraphModule) -> None:
-    """Rewrite a Dynamo graph and its subgraphs in place. Adapted weights with other uses stay."""
+    """Rewrite a Dynamo graph and its subgraphs in place.
+
+    An adapted weight stays if other operators than grouped GEMMs read it.
+    """
     for part in gm.modules():
         if not isinstance(part, fx.GraphModule):
             continue
@@ -110,7 +113,10 @@ def _transposes(node: fx.Node) -> bool:
 
 
 def _can_split(adapted: fx.Node) -> bool:
-    """Whether the sum is `W + alpha left @ right`, and the GEMMs may be computed later than it."""
+    """Whether a node is `W + alpha left @ right`, and no operator overwrites its operands.
+
+    The new GEMMs read these operands later than the node did.
+    """
     if len(adapted.args) != 3 or not adapted.kwargs.keys() <= {"alpha", "beta"}:
         return False
     nodes = *adapted.all_input_nodes, adapted
