@@ -13,8 +13,8 @@ GEMMs of the forward are chosen first, and the choice ignores the backward. So e
 same results as the forward of training. Then dgrad and wgrad are chosen. Casts that the forward
 needs cost nothing in this second choice.
 
-No GEMM has a gain if the CPU takes longer to launch the kernels of the graph than the GPU takes to
-run them (`launches.py`).
+All gains are 0 if the CPU takes longer to launch the kernels of the graph than the GPU takes to run
+them (`launches.py`).
 
 The estimates are rooflines (`hardware.py`). Fused casts cost only the bytes that they add. A test
 compares the sums with measured steps (`tests/passes/test_gemm_choice.py`).
@@ -46,8 +46,8 @@ from fp8pass.hardware import Gpu
 
 fp8 = torch.ops.fp8pass
 
-# The time that an FP8 GEMM needs for a tile in addition to the contraction, as a length of the
-# contraction: of cuBLASLt, and of PyTorch's grouped GEMM.
+# The time that an FP8 GEMM takes for a tile in addition to the contraction, as a length of the
+# contraction. The first number is for cuBLASLt, the second one for PyTorch's grouped GEMM.
 OVERHEAD, GROUPED_OVERHEAD = 128, 700
 PICOSECONDS = 1e12
 # The forward is chosen first.
@@ -75,10 +75,10 @@ class Choice:
     Attributes:
         in_fp8: the chosen GEMMs.
         gains: the time that FP8 saves in a GEMM; infinite if the GEMM must run in FP8.
-        casts: the time of each cast, for each GEMM that needs it; for a GEMM in BF16, only of casts
-            that no chosen GEMM needed before.
+        casts: for each GEMM, the time of each cast that it needs. For a GEMM in BF16, casts that a
+            chosen GEMM needs anyway are left out.
         done: the casts that chosen GEMMs need.
-        limit: why no GEMM gains time, whatever its casts take, or ''.
+        limit: why faster GEMMs would not make a step faster, or ''.
     """
 
     in_fp8: set[fx.Node] = field(default_factory=set)
@@ -103,7 +103,8 @@ class Choice:
             return ""
         if self.limit:
             return self.limit
-        # The forward was chosen alone, so a cast that forward and backward lack counts for both.
+        # The forward was chosen alone, so a cast that is missing in forward and backward counts
+        # twice.
         missing = {
             (role in STAGES[0], key): seconds
             for role, gemm in rest
@@ -173,12 +174,11 @@ def _limit_gains(g: fx.Graph, choice: Choice) -> None:
 
 
 def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node], received: set[fx.Node]) -> bool:
-    """Whether a GEMM runs in FP8 whatever it gains.
+    """Whether a GEMM runs in FP8 regardless of its gain.
 
-    This is true if one of the operands is stored in FP8, as a frozen weight, or a weight that FSDP2
-    gathers in FP8: the operand is already rounded. It is also true if a collective gathers one of
-    the operands, or exchanges its rows: all ranks must send the same data, even if their sizes
-    differ.
+    This is true if an operand is stored in FP8, and so is already rounded, like a frozen weight or
+    a weight that FSDP2 gathers in FP8. It is also true if a collective gathers an operand, or
+    exchanges its rows: all ranks must send the same data, even if their sizes differ.
     """
     operands = gemm_operands(gemm)
     sources = {graph.skip_views_and_casts(x) for x in operands}

@@ -174,9 +174,9 @@ class Quantizer(ABC):
     ) -> Casts:
         """Return the work of `quantize`, by keys. Equal keys are the same cast.
 
-        Bytes count that a GEMM in BF16 would not need. A kernel that computes a tensor can compute
-        the amax, too, and the scales and data of rows. The backward dequantizes or recomputes a
-        tensor anyway, for a GEMM in BF16 as well, unless the tensor is saved exactly.
+        Only bytes that a GEMM in BF16 would not need count. The kernel that computes a tensor can
+        also compute its amax, and the scales and data of its rows. In the backward, a GEMM in BF16
+        must dequantize or recompute a tensor, too, unless the tensor is saved exactly.
         """
         base, is_flipped = graph.skip_transposes(matrix)
         count = count_elements(matrix)
@@ -283,7 +283,7 @@ def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
 
 
 def stored_blocks(gemm: fx.Node) -> list[Quantization | None]:
-    """Return, for both operands, the blocks in which they are stored, if the GEMM can read them."""
+    """Return the quantization of each operand if it is stored in blocks that the GEMM can read."""
     result: list[Quantization | None] = []
     for operand, contracts_rows in zip(gemm_operands(gemm), (False, True), strict=True):
         base, is_flipped = graph.skip_transposes(operand)
@@ -299,7 +299,7 @@ def _find_quantized(matrix: fx.Node) -> tuple[fx.Node, fx.Node, Quantization] | 
 
     GEMMs can read these data. Quantizing the matrix again would give the same data, or the same
     values with half the scale, because BF16 represents dequantized values exactly. With scales that
-    are not powers of two, as in checkpoints, it would round the values once more.
+    are not powers of two, as in checkpoints, requantizing would round the values once more.
     """
     shape, base = tensor(matrix).shape, graph.skip_reshapes(matrix)
     while base.target in graph.CASTS:

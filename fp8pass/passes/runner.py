@@ -128,8 +128,8 @@ def _select_enabled(passes: Sequence[Pass], ctx: Context) -> list[Pass]:
     for entry in ENTRIES.values():
         if entry.required and entry.run.__name__ in disabled:
             raise ConfigError(
-                f"FP8PASS_DISABLE_PASSES names {entry.run.__name__!r}, without which no graph "
-                "compiles. Remove it from the list."
+                f"FP8PASS_DISABLE_PASSES contains {entry.run.__name__!r}, but graphs cannot be "
+                "compiled without this pass. Remove it from the list."
             )
     if ctx.stock is not None:
         disabled += [e.run.__name__ for e in ENTRIES.values() if e.rewrites_stock]

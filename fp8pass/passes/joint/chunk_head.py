@@ -103,8 +103,7 @@ def choose_chunks(rows: int, hidden: int) -> int:
 
 
 def find_part(head: fx.Node) -> list[fx.Node]:
-    """Return the nodes of the size of the logits, their users, and the nodes between them, in
-    order.
+    """Return, in order, nodes as large as the logits, their users, and the nodes between them.
 
     Raises:
         ReturnsLogits: the graph returns logits.
@@ -127,7 +126,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
 
 
 def _wide_operands(node: fx.Node, most: int) -> Iterator[fx.Node]:
-    """Yield the operands of the size of the logits, such as masks; none for a GEMM."""
+    """Yield the operands that are as large as the logits, such as masks. Skip operands of GEMMs."""
     for operand in node.all_input_nodes if kind(node) is not Kind.GEMM else ():
         if operand.op == "call_function" and _is_wide(operand, most):
             yield operand

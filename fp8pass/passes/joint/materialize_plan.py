@@ -37,7 +37,7 @@ cast = prims.convert_element_type.default
 
 IN_BACKWARD = {"partitioner_tag": "is_backward"}
 
-# If `plan_saved_values` is disabled.
+# The decision about each value if `plan_saved_values` is disabled.
 NOT_PLANNED = Decision(EXACT, 0, "not planned")
 
 
@@ -216,7 +216,7 @@ class Carrier:
     def _in_order(
         self, order: list[int], x: fx.Node, copy: Any, *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """Return a dense copy of `x`. Its strides fall in the order of the dimensions `order`."""
+        """Return a dense copy of `x`. In memory, its dimensions are in the given order."""
         add = partial(emit, self.graph, like=x)
         dense = add(copy, add(aten.permute.default, x, order), *args, **kwargs)
         inverse = [order.index(dim) for dim in range(len(order))]

@@ -7,8 +7,9 @@
              dx = scaled_mm(joined(q(dQ), q(dK)), c, joined(qᵀ(Wq, c/s₁), qᵀ(Wk, c/s₂)), 1)
 
 The merged GEMM adds the terms in FP32, and has one scale `c`. Weights are requantized rather than
-gradients, because gradients have a wide range. The error is small relative to the largest entries.
-Operands in blocks keep their data and scales, because scales vary along the contraction.
+gradients, because gradients have a wide range. The error of requantization is small relative to the
+largest entries. Operands in blocks keep their data and scales, because their scales may vary along
+the contraction.
 
 The pass runs after `materialize_plan`, because `diagnose` needs single layers.
 """
@@ -76,10 +77,7 @@ class Term:
 
 
 def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
-    """Merge FP8 dgrad GEMMs whose results are only added.
-
-    FP8 weights that the forward saved stay.
-    """
+    """Merge FP8 dgrad GEMMs whose results are only added, unless their FP8 weights are saved."""
     found: dict[fx.Node, list[Term]] = {}
     for node in gm.graph.nodes:
         term = _find_term(node)
@@ -100,11 +98,10 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _find_term(gemm: fx.Node) -> Term | None:
-    """Return an FP8 dgrad GEMM that is only added to other tensors, and whose weight has no other
-    user.
+    """Return an FP8 dgrad GEMM whose result is only added, and whose weight has no other user.
 
-    Gathered weights are excluded: a requantized weight's scale depends on the gradients of one
-    rank.
+    Gathered weights are excluded, because the scale of a requantized weight depends on the
+    gradients of one rank.
     """
     if gemm.target is not fp8.scaled_mm.default or not is_fp8_gemm(gemm):
         return None

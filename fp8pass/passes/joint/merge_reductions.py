@@ -117,7 +117,7 @@ def _merge(reductions: list[Reduction]) -> None:
     g = node.graph
     add: Any = partial(emit, g, like=node)
     total = first.source
-    for source in [x.source for x in rest]:  # each is added when it is known, and waits no longer
+    for source in [x.source for x in rest]:  # add each as early as possible, to free its memory
         with g.inserting_before(graph.insertion_point_after(max(total, source))):
             total = add(aten.add.Tensor, total, source)
     if split is not None:

@@ -108,10 +108,10 @@ class _Copy:
     first: fx.Node  # the first node of the backward that uses the tensor
     # `to_host`, later `settled`; None before `emit_sends`.
     on_host: fx.Node | None = None
-    # Seconds from the beginning of the forward: computed, and copy to the host done.
+    # When the tensor is computed, and when its copy to the host ends, in seconds of the forward.
     made: float = 0.0
     sent: float = 0.0
-    # Seconds from the beginning of the backward: copy back begins, and first use.
+    # When the copy back begins, and when the tensor is first used, in seconds of the backward.
     fetched: float = 0.0
     used: float = 0.0
 
@@ -164,9 +164,7 @@ class _Schedule:
         return [u for u in node.users if u in self._in_backward]
 
     def emit_sends(self) -> None:
-        """Emit copies to the host, and waits for them, earlier if the copies in flight exceed the
-        limit.
-        """
+        """Emit copies to the host, and waits for them. Wait earlier if copies exceed the limit."""
         times = running_times(self.graph, self.forward)
         copies = {copy.node: copy for copy in self.copies}
         pending: deque[_Copy] = deque()

@@ -11,9 +11,9 @@ The first cut covers exact needs, in exact bytes. The second cut covers all need
 first cut cost nothing, other values the bytes of the cheapest format that the error rules allow.
 One cut with three states (exact, low-bit, absent) would have costs that are not submodular.
 
-Time has a price, too: of several prices, the lowest is taken with which all saves together take no
-longer than FP8 GEMMs save (`compact_saves`). Small tensors are then saved exactly, because a kernel
-that quantizes them takes longer than is gained.
+Time has a price, too (`compact_saves`). The pass takes the lowest of several prices at which the
+saves take no more time than FP8 GEMMs save. Small tensors are then saved exactly, because the time
+of a kernel that quantizes them costs more than the saved bytes.
 
 Several first cuts may have the same cost, so `cuts.py` tries several and takes the cheapest plan.
 Results of GEMMs and attention are never recomputed here, so they split the graph into regions that
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from fp8pass.activation_memory.planner import Planner
 
 
-# Prices of time: the saved bytes that are worth the time in which the GPU's memory moves one byte.
-# With the first price, one more kernel launch must save 1 MB on an H200. Dequantizing an operand of
-# a GEMM saves a third of the moved bytes.
+# Prices of time: the bytes that must be saved for each byte that the GPU's memory could move in the
+# same time. With the first price, one more kernel launch must save 1 MB on an H200. Dequantizing an
+# operand of a GEMM saves a third of the moved bytes.
 PRICES = (0.025, 0.25, 0.7, 1.2)
 
 # A budget that is a share, e.g. 0.5, does not apply to graphs that save fewer bytes than this, such
@@ -95,8 +95,8 @@ def _within_spare_time(
 ) -> Decisions:
     """Return the smallest plan that takes no longer than FP8 GEMMs save.
 
-    The plan with the highest price of time stands for a step without fp8pass, which the time is
-    compared with. If the CPU limits the step, the plan is the same as in stock `torch.compile`,
+    The time is compared with the plan with the highest price of time, which stands for a step
+    without fp8pass. If the CPU limits the step, the plan is the plan of stock `torch.compile`,
     because low-bit formats and recomputation add launches.
     """
     values = (graph.value(n) for n in needs.values if n in needs.all)
@@ -104,7 +104,7 @@ def _within_spare_time(
     gpu = next(filter(None, map(hardware.rates_of, devices)), None)
     if gpu is None or ctx.config.memory_budget is not None or ctx.config.compact_saves == "all":
         return cheapest_plan(needs, choices)
-    if not ctx.spare_seconds:  # no GEMM in FP8, and maybe none that could be
+    if not ctx.spare_seconds:  # no GEMM runs in FP8, so maybe the launches were not estimated yet
         ctx.launch_limit = ctx.launch_limit or why_launch_bound(gm.graph, gpu)
     if ctx.launch_limit:
         ctx.stock = partition_stock(gm, (), ctx.facts)

@@ -8,7 +8,7 @@ This pass marks gathers of tensors that are computed from parameters alone (Simp
 of FP8 data (`gather_quantized`). `materialize_plan` emits the recomputation.
 
 The choice does not depend on anything that may differ between ranks, such as sizes or free memory,
-because all ranks must run the same collectives. So no copy of a gathered tensor is ever saved.
+because all ranks must run the same collectives. So gathered tensors are never saved.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _mask_layers(part: GraphPart, ctx: Context, simulation: Simulation) -> None:
         entry = layer.entry(reason, part.times)
         ctx.plan.linears.append(replace(entry, simulated=tuple(roles)))
     masker = Masker(simulation)
-    for node in list(part.gm.graph.nodes):  # in order: the first GEMM masks for all
+    for node in list(part.gm.graph.nodes):  # the first reader of an operand masks it for all GEMMs
         if node in chosen:
             masker.mask_gemm(node)
 

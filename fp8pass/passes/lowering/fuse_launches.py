@@ -3,7 +3,7 @@
     before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
-Only small kernels join an earlier launch: their results take memory for longer.
+Only small kernels join an earlier launch, because their results then take memory for longer.
 """
 
 from __future__ import annotations

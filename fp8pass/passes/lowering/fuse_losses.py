@@ -101,7 +101,7 @@ def _read(node: fx.Node, matrix: fx.Node) -> Reader | None:
 
 
 def _compute_once(rows: fx.Node) -> None:
-    """Store the tensor that `rows`, perhaps of a chunk, is a view of, if code would compute it."""
+    """Store the tensor that `rows` is a view of, if generated code would compute the tensor."""
     source = rows
     while kind(source) is Kind.VIEW or graph.is_call(source, buffer):
         source = source.args[0]  # type: ignore[assignment]
@@ -114,7 +114,10 @@ def _computes(reader: Reader, target: str) -> bool:
 
 
 def _emit(reader: Reader, root: fx.Node, layout: str) -> bool:
-    """Replace `root`, which is stored in `layout`, and values of rows that other nodes use."""
+    """Replace `root`, and values of rows that other nodes use, by a kernel.
+
+    The kernel stores `root` in `layout`.
+    """
     values = [n for n in reader.used_outside([root]) if n is not root]
     values = [n for n in values if reader.operand(n) == "row"]
     replaced = [root, *values]

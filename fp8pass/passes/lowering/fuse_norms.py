@@ -129,8 +129,8 @@ def _find_amaxes(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_cast_to_bf16(node: fx.Node) -> bool:
-    """Whether a node is a cast that kernels leave out, as of an FP32 stream under autocast.
+    """Whether a node is a cast to BF16, such as the cast of an FP32 stream under autocast.
 
-    A cast to FP16 may overflow, so it is not left out.
+    Kernels skip such a cast. They do not skip a cast to FP16, which may overflow.
     """
     return node.target in CASTS and tensor(node).dtype is torch.bfloat16

@@ -181,7 +181,7 @@ def _find_blocks(quantize: fx.Node) -> TiledMatrix | None:
 
 
 def _is_only_reader(quantize: fx.Node, scale: fx.Node) -> bool:
-    """Whether `scale` belongs to no other data, so that new scales can replace it."""
+    """Whether only GEMMs of the data of `quantize` read `scale`, so that it can be replaced."""
     readers = {reader for reader in _find_readers(scale) if reader is not quantize}
     is_gemm = all(reader.target is fp8.scaled_mm.default for reader in readers)
     return is_gemm and readers.issubset(_find_readers(quantize))
@@ -297,7 +297,7 @@ def _find_column_sums(reader: Reader, values: Iterable[fx.Node]) -> dict[str, li
 
 
 def _rounding_of(reader: Reader, value: fx.Node) -> str:
-    """Return the narrowest dtype between the kernel's FP32 value and `value`; '' if none."""
+    """Return the narrowest dtype to which the kernel's FP32 value is rounded for `value`, or ''."""
     narrowest = tensor(value).dtype
     while value not in reader.loads and value.target in TRANSPARENT:
         value = value.args[0]  # type: ignore[assignment]
