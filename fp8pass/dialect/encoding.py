@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8pass import compat
 from fp8pass.dialect.formats import FORMATS, Format
 
-# FP8 tensor cores need such a length of a contraction.
+# FP8 tensor cores need contractions whose length is a multiple of this number.
 CONTRACTION_MULTIPLE = 16
 
 

@@ -2,7 +2,7 @@
 
 `offsets`, int32 [E], contains the end of each group: [3, 3, 7] means that expert 0 has rows 0 to 2,
 expert 1 none, and expert 2 rows 3 to 6. Offsets are computed on the device; only reference GEMMs
-wait for them. Later rows may have any values.
+wait for them. Rows after the last group may have any values.
 
 A GEMM that contracts rows reads groups that are padded with zeros to a multiple of 16 rows, at
 least 16.
@@ -20,7 +20,7 @@ from fp8pass.dialect.encoding import CONTRACTION_MULTIPLE, padded_size
 
 
 def padded_length(rows: Any, experts: int) -> Any:
-    """Return an upper limit of the rows of all padded groups."""
+    """Return an upper limit of the total number of rows of all padded groups."""
     return padded_size(rows) + experts * CONTRACTION_MULTIPLE
 
 
@@ -47,7 +47,7 @@ def expert_of(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def padded_rows(count: Any, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the original row of each padded row, False for padding, and the expert."""
+    """Return, for each padded row, its original row, whether it is a token, and its expert."""
     ends, starts = padded_group_ends(offsets), group_starts(offsets)
     length = padded_length(count, offsets.shape[0])
     place = torch.arange(length, dtype=torch.int32, device=offsets.device)

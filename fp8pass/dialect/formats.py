@@ -79,7 +79,7 @@ class Format:
 
     @property
     def group_multiple(self) -> int:
-        """Groups must fill whole bytes of each plane."""
+        """The size of a group must be a multiple of this number, to fill whole bytes of planes."""
         return 8 // min(self.planes)
 
     @property
@@ -98,7 +98,7 @@ class Format:
         return 0.0 if self.lossless else 2.0 ** (self.min_exponent - self.mantissa - 1) / self.max
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
-        """Include a scale for each group. Infinite if a group does not fill whole bytes."""
+        """Return the bytes of data and scales; infinite if a group does not fill whole bytes."""
         if group_size % self.group_multiple:
             return math.inf
         return elements * self.bits // 8 + elements // group_size * GROUP_SCALE_BYTES
