@@ -102,9 +102,9 @@ class Compilation:
     by_name: tuple[object, ...] = ()  # the result of `match_names`
     # Names in the model. Not part of the cache key, so that equal layers share compiled code.
     input_names: tuple[str, ...] = ()
-    # This version runs in most steps, and not only when `Monitor` measures.
+    # Whether this version runs in most steps, and not only when `Monitor` measures.
     is_main: bool = True
-    # After the joint or inference passes.
+    # Set after the joint or inference passes.
     compiled: CompiledGraph | None = None
 
     def finish(self, compiled: CompiledGraph) -> None:
@@ -114,7 +114,7 @@ class Compilation:
             hook.after_passes(compiled)
 
     def rewrite_half(self, gm: fx.GraphModule, half: str) -> None:
-        """Run the lowering passes on the `half` `forward`, `backward` or `inference`."""
+        """Run the lowering passes. `half` is the kind of `gm`: forward, backward or inference."""
         plan = self.compiled.plan if self.compiled else Plan()
         ctx = Context(self.config, plan=plan, stock=self.stock)
         # PyTorch may compile a backward only when it first runs. Without the forward's tracing

@@ -250,7 +250,7 @@ def _check_can_compile(
 
 
 def _check_has_memory(example_inputs: Sequence[Any]) -> None:
-    """Tensors on the meta device have no data."""
+    """Raise ConfigError for tensors on the meta device, which have no data."""
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
         raise ConfigError(
             "The model or its inputs are on the meta device and have no memory. Allocate memory "

@@ -72,8 +72,8 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
     },
 }
 
-# For each value of `scales`: the block, and the form of scales if it is not the default, of the
-# operands of a GEMM: activations and gradients, and weights. Other GEMMs have tensor scales.
+# For each value of `scales`: the GEMMs without tensor scales, the scales of their activations and
+# gradients, and the scales of their weights. The text is a block, and a form if not the default.
 OPERAND_SCALES: dict[Scales, tuple[tuple[Gemm, ...], str, str]] = {
     "tensorwise": ((), "", ""),
     "rowwise": (("forward",), "row", "row"),
@@ -216,7 +216,7 @@ class Config:
             exist at once (section 3 of the paper LLMQ). None chooses the number by the sizes of the
             head's input; 1 disables chunking. The gradient of the head's weight is summed over
             chunks in the weight's dtype.
-        return_logits: whether a model that returns logits beside its loss, as models of Hugging
+        return_logits: whether a model that returns logits alongside its loss, as models of Hugging
             Face do, returns their values during training. With False, the model returns NaN instead
             of the logits, and the output head can run in chunks.
         simulate: a format that linear layers simulate: a name such as `e8m3`, or a `Simulation`.

@@ -27,9 +27,9 @@ Program = Callable[..., Any]
 class GraphRun:
     """One run of a compiled graph's forward."""
 
-    # By module path in the graph.
+    # The weights, by module path in the graph.
     weights: dict[str, torch.Tensor] = field(repr=False)
-    # `torch.utils.checkpoint` wraps the compiled code, and repeats the run in the backward.
+    # Whether `torch.utils.checkpoint` wraps the compiled code, and repeats the run in the backward.
     checkpointed: bool
 
 
@@ -37,13 +37,13 @@ class GraphRun:
 class CompiledGraph:
     """One compiled graph, as passed to hooks."""
 
-    # Of the joint passes, then of the lowering passes.
+    # Records of the joint or inference passes, then of the lowering passes.
     passes: list[PassRecord]
-    gm: fx.GraphModule  # joint or inference graph, after its passes
-    ctx: Context  # with decisions about the nodes of `gm`
+    gm: fx.GraphModule  # the joint or inference graph, after its passes
+    ctx: Context  # contains the decisions about the nodes of `gm`
     # Equal blocks that are compiled one by one share a graph, which runs once for each block.
     runs: list[GraphRun] = field(default_factory=list)
-    # PyTorch's own partitioner; None if not recorded.
+    # The partition by PyTorch's own partitioner; None if not recorded.
     stock: StockPartition | None = None
 
     @property
@@ -52,7 +52,7 @@ class CompiledGraph:
 
     @property
     def runs_kept(self) -> int:
-        """Runs whose saved tensors stay in memory until the backward."""
+        """The number of runs whose saved tensors stay in memory until the backward."""
         return sum(not run.checkpointed for run in self.runs)
 
 
@@ -75,7 +75,7 @@ class Hooks(Protocol):
     are equal.
     """
 
-    # Record each pass, and store in the plan the numbers that reports show.
+    # Whether to record each pass, and to store in the plan the numbers that reports show.
     records: bool = False
 
     def before_compile(

@@ -88,7 +88,7 @@ class Partitioner(compat.CustomPartitionerFn):
 
 
 def find_checkpointing(gm: fx.GraphModule) -> Checkpointing | None:
-    """Count the tagged GEMMs and attentions before any pass."""
+    """Count the GEMMs and attentions of checkpointed regions, before any pass."""
     products = (Kind.GEMM, Kind.ATTENTION)
     count = sum(compat.must_recompute(n) and kind(n) in products for n in gm.graph.nodes)
     return Checkpointing(count) if count else None
@@ -110,8 +110,8 @@ def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointin
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph after its passes into a forward and a backward.
 
-    PyTorch's own partition is taken if its plan is: Inductor fuses by the order of nodes. The
-    partition is older than changes by the user's passes.
+    If the plan is PyTorch's plan, PyTorch's own partition is taken, because Inductor's fusions
+    depend on the order of nodes. This partition lacks changes by the user's passes.
     """
     planned = {n.name for n in ctx.saved}
     if ctx.stock is not None and ctx.stock.crossing == planned and not ctx.config.passes:
@@ -126,7 +126,7 @@ def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModul
 
 
 def _extract(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Check that the backward reads only the tensors in `ctx.saved`."""
+    """Split a graph, and check that the backward reads only the tensors in `ctx.saved`."""
     symbols = [n for n in ctx.saved if compat.is_sym_node(n)]
     objects = [n for n in ctx.saved if compat.is_opaque(n)]
     tensors = [n for n in ctx.saved if not graph.is_non_tensor(n)]

@@ -140,16 +140,16 @@ class Linear:
         fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
         reason: why the layer stays in high precision; else ''.
         slower: why GEMMs of a layer that can run in FP8 stay in BF16: the estimated time of their
-            casts, and the time that these GEMMs would save; '' if no GEMM does.
+            casts, and the time that these GEMMs would save; else ''.
         chosen: whether the layer stays in high precision on purpose: because of an option such as
             `skip`, or because it is an output head or a router.
         routine: whether high precision needs no warning, because the user cannot change it, or
-            because FP8 would gain nothing, e.g. for an adapter of rank 8.
+            because FP8 would not be faster, e.g. for an adapter of rank 8.
         simulated: the GEMMs that simulate a format. If there are any, `fp8` is empty.
         experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
-        unfit: the GEMMs of `fp8` that cannot have the scales of option `scales`, and have one per
-            tensor: pairs of a GEMM and the reason.
+        unfit: the GEMMs of `fp8` that cannot have the scales of option `scales`, and have one scale
+            per tensor: pairs of a GEMM and the reason.
         projection: `in_proj` or `out_proj` in an `nn.MultiheadAttention`; set by `explain`.
     """
 
@@ -190,8 +190,8 @@ class Head:
         chunks: number of chunks of tokens. Logits, loss and gradients are computed chunk by chunk.
         reason: why there is only one chunk; '' if there are several.
         can_chunk: whether the option `head_chunks` could split the head into chunks.
-        avoidable_bytes: bytes of logits and of their gradients that do not exist at once if the
-            model does not return its logits; 0 if the head is whole for another reason.
+        avoidable_bytes: bytes of logits and of their gradients that would not exist at once if the
+            model did not return its logits; 0 if there is one chunk for another reason.
     """
 
     module: str
