@@ -301,15 +301,12 @@ def _flaw(
 
 def gemm_operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return the factors of a GEMM, without zeros that Inductor's pad_mm appended."""
-    first = first_factor_index(gemm)
-    a, b = gemm.args[first], gemm.args[first + 1]
-    assert isinstance(a, fx.Node)
-    assert isinstance(b, fx.Node)
+    arguments: Any = gemm.args[first_factor_index(gemm) :]
+    a, b = arguments[:2]
     x, y = _unpadded(a, dim=1), _unpadded(b, dim=0)
     length = tensor(x).shape[-1]
     fits = compat.statically_known_true(length == tensor(y).shape[-2])
-    stripped = fits and not is_multiple_of_16(length)
-    return (x, y) if stripped else (a, b)
+    return (x, y) if fits and not is_multiple_of_16(length) else (a, b)
 
 
 def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
@@ -328,13 +325,12 @@ def emit_operand(target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs
 
 def _unpadded(matrix: fx.Node, dim: int) -> fx.Node:
     """Undo zero padding at the end of dimension `dim`. Return matrices with other padding as is."""
-    fill = [*matrix.args[2:], *matrix.kwargs.values()]
-    if not graph.is_call(matrix, aten.constant_pad_nd.default) or any(fill):
+    if not graph.is_call(matrix, aten.constant_pad_nd.default):
         return matrix
-    x, pad = matrix.args[:2]
-    assert isinstance(x, fx.Node)
-    assert isinstance(pad, (list, tuple))
-    if not all(isinstance(length, int) for length in pad):
+    arguments: Any = matrix.args
+    x, pad, *fill = arguments
+    is_static = all(isinstance(length, int) for length in pad)
+    if any((*fill, *matrix.kwargs.values())) or not is_static:
         return matrix
     # The padding is (before, after) of the last dimension, then of the first dimension.
     ends = {1: pad[1], 0: pad[3] if len(pad) > 2 else 0}

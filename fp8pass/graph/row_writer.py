@@ -178,8 +178,7 @@ class ChunkWriter(RowGraph):
         return self._emit(aten.where.self, here, source, into, like=node)
 
     def _reduction(self, node: fx.Node) -> fx.Node:
-        x = node.args[0]
-        assert isinstance(x, fx.Node)
+        x = node.all_input_nodes[0]
         layout, ndim = self.layout(x), tensor(x).ndim
         argument: Any = node.args[1] if len(node.args) > 1 else None
         listed = argument if isinstance(argument, (list, tuple)) else [argument]

@@ -306,11 +306,8 @@ def _find_quantized(matrix: fx.Node) -> tuple[fx.Node, fx.Node, Quantization] | 
         base = graph.skip_reshapes(base.all_input_nodes[0])
     if not graph.is_call(base, fp8.dequantize.default) or tensor(base).shape != shape:
         return None
-    planes, scale, text = base.args[:3]
-    data = planes[0]  # type: ignore[index]
-    assert isinstance(data, fx.Node)
-    assert isinstance(scale, fx.Node)
-    return data, scale, parse(str(text))
+    data, *_, scale = base.all_input_nodes
+    return data, scale, parse(str(base.args[2]))
 
 
 def replace_gemm(gemm: fx.Node, product: fx.Node, result: fx.Node) -> None:

@@ -306,17 +306,17 @@ class ExpertRewriter(Quantizer):
         return self._once(("amaxes", tokens), gather_amaxes)
 
     def _find_gather(self, tokens: fx.Node) -> Gather | None:
-        """Return the gather of `tokens`, if its matrix is not larger than `tokens`, or `received`.
+        """Return the gather of rows that computes `tokens`, if any.
 
-        The ranks that exchange tokens may have different sizes, but must decide equally.
+        The gathered matrix must not be larger than `tokens`. A matrix received from other ranks may
+        have any size, because ranks with different sizes must decide equally.
         """
         if not graph.is_call(tokens, aten.index.Tensor):
             return None
-        x, indices = tokens.args
-        assert isinstance(x, fx.Node)
-        assert isinstance(indices, (list, tuple))
-        rows = indices[0] if len(indices) == 1 else None
-        if not isinstance(rows, fx.Node) or tensor(x).ndim != 2 or tensor(rows).ndim != 1:
+        arguments: Any = tokens.args
+        x, indices = arguments
+        rows = indices[0]
+        if len(indices) > 1 or tensor(x).ndim != 2 or tensor(rows).ndim != 1:
             return None
         if graph.skip_transposes(x)[1]:
             return None

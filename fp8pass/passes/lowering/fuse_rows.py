@@ -81,9 +81,7 @@ class RowKernel:
 
 def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
     """Return a kernel that computes (or else loads) the value to quantize; None if impossible."""
-    x, scale = quantize.args[:2]
-    assert isinstance(x, fx.Node)
-    assert isinstance(scale, fx.Node)
+    x, scale = quantize.all_input_nodes
     reader = Reader(quantize, by_row=True)
     is_grouped = quantization_of(quantize).is_in_groups
     try:

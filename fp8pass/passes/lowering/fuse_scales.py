@@ -76,8 +76,7 @@ def _group_amaxes(g: fx.Graph) -> Iterator[list[fx.Node]]:
 def _finishes_amax(node: fx.Node) -> bool:
     if not graph.is_call(node, fp8.amax.default) or node.args[1] != "tensor":
         return False
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    (source,) = node.all_input_nodes
     kernel = source.args[0] if graph.is_getitem(source) else None
     is_stored = isinstance(kernel, fx.Node) and kernel.target in (rows, tiles)
     if not is_stored and source.op != "placeholder":

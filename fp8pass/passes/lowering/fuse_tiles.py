@@ -165,9 +165,7 @@ def _find_blocks(quantize: fx.Node) -> TiledMatrix | None:
     """Return an operand with a scale for each 1×128 or 128×128 elements."""
     if why_no_blocks(quantize):
         return None
-    x, scale = quantize.args[:2]
-    assert isinstance(x, fx.Node)
-    assert isinstance(scale, fx.Node)
+    x, scale = quantize.all_input_nodes
     reader, how, layouts = _read(x, quantize), quantization_of(quantize), _find_layouts(quantize)
     store = Store(reader.names[x], (), format=how.format.name, block=block_text(how.block))
     # The backward may quantize a recomputed matrix, with the scales of the forward. The kernel
@@ -220,9 +218,7 @@ def _find_layouts(quantize: fx.Node) -> dict[str, list[fx.Node]]:
 def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
     if why_no_tiles(quantize):
         return None
-    x, scale = quantize.args[:2]
-    assert isinstance(x, fx.Node)
-    assert isinstance(scale, fx.Node)
+    x, scale = quantize.all_input_nodes
     reader = _read(x, quantize)
     reader.load(scale)
     names, format = reader.names, quantization_of(quantize).format.name
