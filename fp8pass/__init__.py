@@ -65,7 +65,7 @@ _MODULES = {
     "sharpness": "tools.sharpness",
 }
 
-_SUBMODULES = {"distributed": "distributed", "optim": "optim", "testing": "testing"}
+_SUBMODULES = ("distributed", "optim", "testing")
 
 __all__ = [*_MODULES, *_SUBMODULES]
 
@@ -93,7 +93,7 @@ logging.getLogger(__name__).addFilter(_add_prefix)
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
-        return import_module(f"{__name__}.{_SUBMODULES[name]}")
+        return import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         hint = f" Use fp8pass.{_ELSEWHERE[name]}.{name}." if name in _ELSEWHERE else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")

@@ -24,8 +24,8 @@ def test_public_names_are_what_their_modules_define():
         assert getattr(fp8pass, name) is getattr(
             importlib.import_module(f"fp8pass.{module}"), name
         ), name
-    for name, module in fp8pass._SUBMODULES.items():
-        assert getattr(fp8pass, name) is importlib.import_module(f"fp8pass.{module}")
+    for name in fp8pass._SUBMODULES:
+        assert getattr(fp8pass, name) is importlib.import_module(f"fp8pass.{name}")
     assert set(fp8pass.__all__) <= set(dir(fp8pass))
     with pytest.raises(AttributeError, match="no attribute 'explan'"):
         _ = fp8pass.explan
