@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8pass import compat
 from fp8pass.dialect.formats import FORMATS, Format
 
-# FP8 tensor cores need contractions whose length is a multiple of this number.
+# FP8 tensor cores need contractions over a multiple of this many elements.
 CONTRACTION_MULTIPLE = 16
 
 

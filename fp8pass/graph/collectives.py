@@ -142,8 +142,7 @@ def starts_communication(node: fx.Node) -> bool:
 def remove_unused(g: fx.Graph) -> None:
     """Remove unused nodes, including collectives, which FX keeps because they have side effects.
 
-    All ranks have the same graph and remove the same collectives, so ranks do not wait for a
-    collective that others have removed.
+    All ranks remove the same collectives, because all ranks have the same graph.
     """
     g.eliminate_dead_code(lambda node: node.is_impure() and not is_collective(node))
 

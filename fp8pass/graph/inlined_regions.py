@@ -1,8 +1,8 @@
 """Inline the regions that `torch.compiler.nested_compile_region` marks in a Dynamo graph.
 
 Dynamo traces equal regions once, and calls this one graph with the parameters of each region. In
-the shared graph, passes could not tell which inputs are parameters, and all module paths are those
-of the first region.
+the shared graph, passes could not tell which inputs are parameters, and all module paths would name
+the first region.
 """
 
 from __future__ import annotations

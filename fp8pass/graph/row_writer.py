@@ -40,7 +40,7 @@ SCATTERS = {aten.scatter_add.default, aten.scatter.src, aten.scatter.value}
 
 
 class ChunkWriter(RowGraph):
-    """A `RowGraph` whose body is written operator by operator."""
+    """Writes the body of a `RowGraph`, operator by operator."""
 
     def write(self, node: fx.Node, part: set[fx.Node]) -> None:
         """Add a node of the subgraph `part` after its operands."""

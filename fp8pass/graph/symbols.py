@@ -59,7 +59,7 @@ class Where(sympy.Function):
 
 
 class Magnitude(sympy.Function):
-    """The derivative is `Sign`, which is simpler than that of `sympy.Abs`."""
+    """|x|. The derivative is `Sign`, which is simpler than the derivative of `sympy.Abs`."""
 
     nargs = 1
     is_real = True

@@ -11,7 +11,7 @@
 begins as late as possible. The result of a GEMM `g` is an operand, so that compilers do not move
 the copy before the GEMM.
 
-The bytes of copies in flight, which also take GPU memory, are limited to what the link carries in
+Copies in flight take GPU memory, too. Their bytes are limited to the bytes that the link carries in
 `IN_FLIGHT_SECONDS`, or to the two largest copies.
 """
 
