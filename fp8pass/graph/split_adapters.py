@@ -68,7 +68,8 @@ def _multiply_separately(
     # Grouped GEMMs do not support all strides, such as the strides of PEFT's factors.
     left, right = (g.call_method("contiguous", (x,)) for x in (left, right))
     if use.is_transposed:
-        weight, left, right = (_transpose(g, x) for x in (weight, right, left))
+        operands = weight, right, left
+        weight, left, right = (g.call_method("transpose", (x, -2, -1)) for x in operands)
 
     def multiply(x: Any, y: fx.Node) -> fx.Node:
         return g.call_function(gemm.target, (x, y), {"offs": gemm.kwargs["offs"]})  # type: ignore[arg-type]
@@ -81,10 +82,6 @@ def _multiply_separately(
         node.meta.pop("example_value", None)  # type: ignore[union-attr]
     gemm.replace_all_uses_with(total)
     g.erase_node(gemm)
-
-
-def _transpose(g: fx.Graph, x: Any) -> fx.Node:
-    return g.call_method("transpose", (x, -2, -1))
 
 
 def _find_uses(adapted: fx.Node) -> Iterator[Use | None]:

@@ -27,6 +27,7 @@ from torch import fx
 from fp8pass import compat, graph
 from fp8pass.graph.chunks import in_chunks
 from fp8pass.graph.classify import Kind, kind
+from fp8pass.graph.collectives import elements_read
 from fp8pass.graph.multiples import is_multiple_of_gradient
 from fp8pass.graph.nodes import aten, emit, free_attribute, tensor
 from fp8pass.graph.order import ancestors
@@ -115,7 +116,7 @@ def find_part(head: fx.Node) -> list[fx.Node]:
             node = pending.pop()
             found = {*_wide_operands(node, most), *filter(graph.is_getitem, node.users)}
             if node is head or _holds_logits(node, most):
-                found |= {user for user in node.users if kind(user) is not Kind.SYMBOL}
+                found |= set(elements_read(node))
             pending += found - part
             part |= found
         pending = list(_between(head.graph, part) - part)
@@ -173,10 +174,13 @@ class Chunking:
             self._require_multiple(node)
             self.writer.write(node, part)
         computed = [n for n in self.part if kind(n) is not Kind.CREATION]
-        results = [n for n in computed if any(_reads_elements(user, part) for user in n.users)]
+        results = [n for n in computed if not part.issuperset(elements_read(n))]
         sums = [n for n in results if n in self.writer.sums]
         rows = [n for n in results if n not in self.writer.sums]
-        _require_narrow(rows, graph.numel(tensor(self.head)) // 2)
+        for node in rows:
+            if _holds_logits(node, graph.numel(tensor(self.head)) // 2):
+                name = graph.operator_name(max(node.users))
+                raise NotRowwise(f"the operator {name} reads the logits outside of the loss")
         if len(self.tangents) > 1:
             raise NotRowwise(
                 "the model returns several losses of the same logits: return their sum"
@@ -291,14 +295,3 @@ def _find_sizes(g: fx.Graph, part: set[fx.Node]) -> dict[str, tuple[Any, ...]]:
                 if not isinstance(size, int):
                     found.setdefault(str(size), (node, dim))
     return found
-
-
-def _reads_elements(user: fx.Node, part: set[fx.Node]) -> bool:
-    return user not in part and kind(user) is not Kind.SYMBOL
-
-
-def _require_narrow(results: list[fx.Node], most: int) -> None:
-    for node in results:
-        if _holds_logits(node, most):
-            name = graph.operator_name(max(node.users))
-            raise NotRowwise(f"the operator {name} reads the logits outside of the loss")

@@ -107,7 +107,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
     gemm, weight = layer.forward, (layer.out_features, layer.in_features)
     if _is_batch_of_one(gemm) and not config.quantizes_linears:
         return EXACT_FORMATS
-    if not _multiplies_two_matrices(gemm):
+    is_product = gemm.target in (aten.mm.default, aten.addmm.default) and not gemm.kwargs
+    if not (is_product or _is_batch_of_one(gemm)):
         name = graph.operator_name(gemm)
         return Reason(f"the operator {name} computes it: only products of two matrices run in FP8")
     is_biased = gemm.target is aten.addmm.default
@@ -129,11 +130,6 @@ def why_not(layer: Layer, config: Config) -> Reason:
     if config.quantizes_linears and (lacking := hardware.why_no_fp8_gemm(tensor(gemm).device)):
         return Reason(lacking)
     return Reason()
-
-
-def _multiplies_two_matrices(gemm: fx.Node) -> bool:
-    plain = gemm.target in (aten.mm.default, aten.addmm.default) and not gemm.kwargs
-    return plain or _is_batch_of_one(gemm)
 
 
 def _is_batch_of_one(gemm: fx.Node) -> bool:

@@ -259,8 +259,9 @@ def _find_measured(x: fx.Node) -> TiledMatrix | None:
     operands = {load.operand for load in reader.loads.values()}
     values = _find_equal_values(reader, x)
     sums = _find_column_sums(reader, values)
-    results = [*amaxes, *chain(*sums.values())]
-    is_needed = "groups" in operands or is_in_memory(x) or (sums and not _is_used(values, results))
+    users = {user for value in values for user in value.users}
+    is_only_summed = sums and users <= {*values, *amaxes, *chain(*sums.values())}
+    is_needed = "groups" in operands or is_in_memory(x) or is_only_summed
     if not reader.large_loads or not is_needed:
         return None
     return TiledMatrix(reader, Store(reader.names[x], ()), amaxes=amaxes, sums=sums)
@@ -301,12 +302,6 @@ def _rounding_of(reader: Reader, value: fx.Node) -> str:
     load = reader.loads.get(value)
     is_exact = load is not None and load.operand == "full" and tensor(value).dtype is narrowest
     return "" if is_exact or narrowest is torch.float32 else graph.dtype_text(narrowest)
-
-
-def _is_used(values: list[fx.Node], results: list[fx.Node]) -> bool:
-    """Whether a node that is not one of `results` reads one of `values`."""
-    users = {user for value in values for user in value.users}
-    return not users.issubset({*values, *results})
 
 
 def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
