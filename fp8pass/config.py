@@ -58,10 +58,11 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
     # Like coat, but with 5 bits for saved tensors where the error rules allow 5 bits. The paper
     # AGoQ (section 4) saves 4 bits, which raises the loss by another 0.12% (docs/quality.md).
     "agoq": {"save_format": "e2m2"},
-    # Like coat, with the blocks of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) in all GEMMs.
+    # Like coat, with the blocks of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) in forward and
+    # dgrad.
     "block": {"scales": "blockwise"},
     # Like coat, with the groups of the OCP Microscaling Formats (MXFP8) in all GEMMs. Most GPUs
-    # emulate these GEMMs, so a choice by time would leave none in FP8.
+    # emulate these GEMMs, so with a choice by time no GEMM would run in FP8.
     "mxfp8": {"scales": "mx", "fp8_gemms": "all"},
     # All rewrites, with lossless formats. Results are bit-equal to results without fp8pass.
     "exact": {

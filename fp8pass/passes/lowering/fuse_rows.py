@@ -74,9 +74,9 @@ class RowKernel:
     stores: list[Store]
     replaced: list[fx.Node]
 
-    def add_store(self, node: fx.Node, store: Store) -> None:
+    def add_store(self, store: Store, *replaced: fx.Node) -> None:
         self.stores.append(store)
-        self.replaced.append(node)
+        self.replaced += replaced
 
 
 def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
@@ -106,23 +106,21 @@ def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
         if layout not in ("full", "row") or not has_shape(node):
             return None
         dtype = graph.dtype_text(tensor(node).dtype)
-        kernel.add_store(node, Store(names[node], (layout,), dtype=dtype))
+        kernel.add_store(Store(names[node], (layout,), dtype=dtype), node)
     for scales, planes in groups:
         how = quantization_of(planes[0])
         name = names[planes[0].args[0]]  # type: ignore[index]
-        kernel.stores.append(
-            Store(
-                name,
-                ("groups",),
-                format=how.format.name,
-                group_size=how.block[1],
-                scale_form="" if how.scales == "bf16" else how.scales,
-            )
+        store = Store(
+            name,
+            ("groups",),
+            format=how.format.name,
+            group_size=how.block[1],
+            scale_form="" if how.scales == "bf16" else how.scales,
         )
-        kernel.replaced += [*planes, scales]
+        kernel.add_store(store, *planes, scales)
     if not is_grouped:
         format = quantization_of(quantize).format.name
-        kernel.add_store(quantize, Store(names[x], ("rows",), scale=names[scale], format=format))
+        kernel.add_store(Store(names[x], ("rows",), scale=names[scale], format=format), quantize)
     return None if depends_on(reader.loads, kernel.replaced) else kernel
 
 
