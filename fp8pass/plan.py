@@ -16,7 +16,8 @@ class KernelUse:
     Attributes:
         programs: for each hand-written kernel, the number of programs that it runs.
         launches: number of launches of these kernels.
-        generated: number of matrices that Inductor's code quantizes, by reason against a kernel.
+        generated: for each reason why kernels do not quantize a matrix, the number of matrices that
+            Inductor's code quantizes for this reason.
     """
 
     programs: dict[str, int] = field(default_factory=dict)

@@ -106,7 +106,7 @@ def kind(node: fx.Node) -> Kind:
     schema = compat.schema_of(target)
     if target.namespace == "_c10d_functional":
         return Kind.COLLECTIVE
-    # PyTorch tags attention as random, but without dropout attention draws no random numbers.
+    # PyTorch tags attention as random, but attention draws random numbers only for dropout.
     has_zero_dropout = argument_of(node, "dropout_p", missing=1.0) in (None, 0.0)
     if torch.Tag.nondeterministic_seeded in target.tags and not has_zero_dropout:
         return Kind.RANDOM

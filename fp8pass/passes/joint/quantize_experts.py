@@ -404,7 +404,7 @@ class ExpertRewriter(Quantizer):
         return found
 
     def remove_unused_rows(self) -> None:
-        """Remove stacked rows without users. Their GEMM uses another view, which was quantized."""
+        """Remove stacked rows without users. Their GEMM reads an equal view that was quantized."""
         for (kind, *_), node in self._emitted.items():
             if kind == "rows" and not node.users:
                 node.graph.erase_node(node)
