@@ -148,11 +148,9 @@ def simulated_format(name: str) -> Format:
     return Format(name, "", largest, mantissa, 1 - bias, (1 + exponent + mantissa,))
 
 
-def divisor_group(
-    length: int, group_size: int, smallest: int = 16, multiple: int = 1
-) -> int | None:
-    """Return the largest size from `smallest` to `group_size` that divides `length`, or None."""
-    for size in range(min(group_size, length), smallest - 1, -1):
+def divisor_group(length: int, group_size: int, multiple: int = 1) -> int | None:
+    """Return the largest size from 16 to `group_size` that divides `length`, or None."""
+    for size in range(min(group_size, length), 15, -1):
         if length % size == 0 and size % multiple == 0:
             return size
     return None

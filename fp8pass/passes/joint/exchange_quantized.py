@@ -52,7 +52,7 @@ def exchange_quantized(gm: fx.GraphModule, ctx: Context) -> None:
         if reason:
             exchange.node.meta[WHY_NOT_QUANTIZED] = reason
         else:
-            Sender(gm.graph, exchange).rewrite()
+            Sender(exchange).rewrite()
             remove_unused(gm.graph)
 
 
@@ -79,8 +79,8 @@ def _reads_by_row(user: fx.Node, x: fx.Node) -> bool:
 class Sender:
     """Quantizes the tokens of this rank, and sends their FP8 data."""
 
-    def __init__(self, g: fx.Graph, exchange: Exchange) -> None:
-        self.graph, self.exchange = g, exchange
+    def __init__(self, exchange: Exchange) -> None:
+        self.graph, self.exchange = exchange.node.graph, exchange
         self.matrix, self.readers = exchange.matrix, elements_read(exchange.matrix)
         self.zero_rows = skip_zero_rows(self.matrix)[1]
 

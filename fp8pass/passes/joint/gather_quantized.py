@@ -70,7 +70,7 @@ def gather_quantized(gm: fx.GraphModule, ctx: Context) -> None:
             gather.node.meta[WHY_NOT_QUANTIZED] = reason
             continue
         for matrix in matrices:
-            Sender(gm.graph, gather, matrix).rewrite()
+            Sender(gather, matrix).rewrite()
         changed = True
     if changed:
         remove_unused(gm.graph)
@@ -165,8 +165,8 @@ def _has_dynamic_shapes(gather: Gather, matrix: GatheredMatrix) -> bool:
 class Sender:
     """Quantizes this rank's shard of a gathered matrix, and gathers the FP8 data of all ranks."""
 
-    def __init__(self, g: fx.Graph, gather: Gather, matrix: GatheredMatrix) -> None:
-        self.graph, self.gather, self.matrix = g, gather, matrix
+    def __init__(self, gather: Gather, matrix: GatheredMatrix) -> None:
+        self.graph, self.gather, self.matrix = gather.node.graph, gather, matrix
         self.is_stacked = _is_stacked(gather, matrix)
         self.reader = matrix.node
         self._shard: fx.Node | None = None
