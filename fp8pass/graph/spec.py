@@ -96,7 +96,7 @@ def _problems(node: fx.Node, has_dialect: bool) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     if check := CHECKS.get(node.target):
-        yield from check(node, *node.args)
+        yield from check(*node.args)
 
 
 # A predicate on one operand, and the message, which follows the operand's name.
@@ -139,10 +139,10 @@ OPERANDS: dict[Any, tuple[Constraint, ...]] = {
 }
 
 
-# Each function yields a message for each problem.
+# Each function takes the arguments of an operator, and yields a message for each problem.
 
 
-def _check_amax(node: fx.Node, x: fx.Node, block: Any) -> Iterator[str]:
+def _check_amax(x: fx.Node, block: Any) -> Iterator[str]:
     rows, columns = parse_block(str(block))
     if (rows, columns) == ROW and tensor(x).ndim != 2:
         yield "reduces rows of a tensor that is not a matrix"
@@ -152,9 +152,7 @@ def _check_amax(node: fx.Node, x: fx.Node, block: Any) -> Iterator[str]:
             yield f"cannot split {length} elements into groups of {columns}"
 
 
-def _check_quantize(
-    node: fx.Node, x: fx.Node, scale: fx.Node, text: Any, plane: Any = 0
-) -> Iterator[str]:
+def _check_quantize(x: fx.Node, scale: fx.Node, text: Any, plane: Any = 0) -> Iterator[str]:
     how = parse(str(text))
     yield from _check_scale_shape(scale, how, _shape(x))
     planes = len(how.format.planes)
@@ -162,9 +160,7 @@ def _check_quantize(
         yield f"reads plane {plane}, but the format has {planes}"
 
 
-def _check_dequantize(
-    node: fx.Node, planes: Any, scales: fx.Node, text: Any, dtype: Any
-) -> Iterator[str]:
+def _check_dequantize(planes: Any, scales: fx.Node, text: Any, dtype: Any) -> Iterator[str]:
     how = parse(str(text))
     widths = how.format.planes
     if len(planes) != len(widths):
@@ -183,7 +179,7 @@ def _check_dequantize(
                 yield f"{quantized} is not plane {i} of the tensor"
 
 
-def _check_joined(node: fx.Node, parts: Any) -> Iterator[str]:
+def _check_joined(parts: Any) -> Iterator[str]:
     first, *rest = (_shape(part)[:1] for part in parts)
     if not all(_agree(first, rows) for rows in rest):
         yield "joins parts with different numbers of rows"
@@ -192,10 +188,10 @@ def _check_joined(node: fx.Node, parts: Any) -> Iterator[str]:
 
 
 def _check_scaled_mm(
-    node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
+    a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
     """Check that the call states the scales and formats of `a` and `b`."""
-    columns = tensor(node).shape[1]
+    columns = _shape(b)[0]
     if _is_fp8(a) and not is_multiple_of_16(columns):
         yield f"its result has {columns} columns, but tensor cores need a multiple of 16"
     a_how, b_how = (parse(str(text)) for text in rest[-2:])
@@ -231,13 +227,12 @@ def _check_joined_parts(*operands: tuple[fx.Node, Quantization]) -> Iterator[str
             yield f"contracts {list(widths[0])} with {list(widths[1])}"
 
 
-def _check_segment_amax(node: fx.Node, amaxes: fx.Node, offsets: fx.Node) -> Iterator[str]:
+def _check_segment_amax(amaxes: fx.Node, offsets: fx.Node) -> Iterator[str]:
     if not _agree(_shape(amaxes)[1:], (1,)):
         yield f"{amaxes} does not have one amax for each row"
 
 
 def _check_transpose_segments(
-    node: fx.Node,
     x: fx.Node,
     scales: fx.Node,
     offsets: fx.Node,
@@ -262,7 +257,7 @@ def _check_transpose_segments(
 
 
 def _check_scaled_grouped_mm(
-    node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, offsets: Any, *rest: Any
+    a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, offsets: Any, *rest: Any
 ) -> Iterator[str]:
     """Check row scales of `a` and `b`, and that `b` has a matrix for each expert group."""
     for data, scale in ((a, a_scale), (b, b_scale)):
@@ -280,7 +275,7 @@ def _check_scaled_grouped_mm(
 
 
 def _check_scaled_grouped_outer(
-    node: fx.Node, a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
+    a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
     for data, scale in ((a, a_scale), (b, b_scale)):
         transposed = _skip_host_copies(data)
@@ -292,12 +287,12 @@ def _check_scaled_grouped_outer(
     yield from _check_contraction(a, b)
 
 
-def _check_settled(node: fx.Node, copy: fx.Node, source: fx.Node) -> Iterator[str]:
+def _check_settled(copy: fx.Node, source: fx.Node) -> Iterator[str]:
     if copy.target not in (to_host, from_host) or copy.args[0] is not source:
         yield f"{copy} is not a copy of {source}"
 
 
-def _check_from_host(node: fx.Node, copy: fx.Node, *rest: Any) -> Iterator[str]:
+def _check_from_host(copy: fx.Node, *rest: Any) -> Iterator[str]:
     if copy.target in (to_host, from_host):
         yield f"{copy} is read before `settled` has waited for it"
 
