@@ -400,7 +400,7 @@ def split_options(
             raise ConfigError(
                 unknown("option", key, ("recipe", *FIELDS), also=known)
                 + f" Options are: {', '.join(('recipe', *FIELDS))}, "
-                "and those of torch._inductor.config."
+                "and the options of torch._inductor.config."
             )
     return configured(ours), theirs
 

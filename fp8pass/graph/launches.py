@@ -75,7 +75,7 @@ def seconds_of(kernels: Set[fx.Node], gpu: Gpu) -> float:
             moved = sum(map(_bytes, reads | results))
             seconds.append(max(moved / gpu.bandwidth, _compute_seconds(node, gpu)))
     seconds.append(sum(_bytes(n) for moved in fused.values() for n in moved) / gpu.bandwidth)
-    return math.fsum(seconds)  # equal on all ranks, whatever the order of the set is
+    return math.fsum(seconds)  # unlike `sum`, equal for any order of the set, and so on all ranks
 
 
 def _ends_kernel(node: fx.Node) -> bool:

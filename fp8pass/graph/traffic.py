@@ -46,7 +46,7 @@ _assumptions = WeakKeyDictionary[fx.Graph, int]()
 
 
 def _assumed(g: fx.Graph) -> int:
-    """Return the number that stands for symbols, such that linear layers have `ROWS` rows.
+    """Return the number that stands for symbols. With it, linear layers have `ROWS` rows.
 
     For a batch of 16 and a symbolic length, rows are 16 * s, and s is ROWS / 16.
     """

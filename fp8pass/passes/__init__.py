@@ -6,7 +6,7 @@ in place or adds results to `ctx`, and leaves graphs alone that it does not appl
 joint/         passes over joint graphs
 lowering/      passes over forward and backward graphs
 context.py     `ctx`, which passes read and write
-runner.py      runs a list of passes, without those that `FP8PASS_DISABLE_PASSES` names
+runner.py      runs a list of passes, except passes that `FP8PASS_DISABLE_PASSES` names
 added.py       inserts the user's passes
 quantizer.py   quantizes the operands of GEMMs, for several passes
 gemm_choice.py chooses the GEMMs that run in FP8
