@@ -47,7 +47,7 @@ def exchange_quantized(gm: fx.GraphModule, ctx: Context) -> None:
     if not exchanges:
         return
     remove_unused(gm.graph)  # unused reorderings would count as readers
-    for exchange in reversed(exchanges):  # a later exchange may be the only reader of another one
+    for exchange in reversed(exchanges):  # a later one may be the only reader of an earlier one
         reason = why_not(exchange)
         if reason:
             exchange.node.meta[WHY_NOT_QUANTIZED] = reason
