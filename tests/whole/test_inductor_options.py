@@ -172,6 +172,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_processes_that_compile_kernels_prepare_static_launches():
     """Inductor does not pass this option to the processes."""
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
