@@ -90,6 +90,7 @@ class Hooks(Protocol):
 
     def after_passes(self, compiled: CompiledGraph) -> None:
         """Observe a graph after its joint or inference passes."""
+        return None
 
     def while_compiling(self, what: str) -> AbstractContextManager[None]:
         """Return a context manager that is active while Inductor compiles `what`."""

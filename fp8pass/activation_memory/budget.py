@@ -227,7 +227,7 @@ class BudgetProblem:
         )
 
     def _host_variables(self, value: fx.Node, variables: _Variables) -> _Variables:
-        """Return a variable for the value in host memory, in low bits if this is allowed.
+        """Return the variable for the value in host memory, in low bits if allowed, or {}.
 
         The seconds include the slowdown of other work, but not the waits for copies.
         """

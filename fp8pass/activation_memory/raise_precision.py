@@ -62,6 +62,6 @@ def _rounding_error(format: Format) -> float:
     """Return the relative RMS error of a group in which most values are small.
 
     Formats of 6 and 8 bits may have equal `relative_error`, but 6 bits round more values to zero
-    (docs/measured-memory.md).
+    and so have larger errors (docs/measured-memory.md).
     """
     return format.relative_error + format.flushed_share

@@ -202,7 +202,7 @@ def _multiply_groups(*args: Any) -> Tensor:
 
 
 def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the data, the format, and whether the data are a concatenation.
+    """Return the data, the format, and whether the data are a concatenation on a GPU.
 
     If NCCL gathered the data, return this rank's FP8 data instead, and the arguments of the gather.
     """
@@ -220,8 +220,8 @@ def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
 def _as_codes(data: Tensor, format: str, is_joined: bool, *group: Any) -> Tensor:
     """Gather FP8 data instead of bytes, so that Inductor recognizes gathered GEMM operands.
 
-    A gather along another dimension than the first ends in a concatenation. Inductor would compute
-    it once for each GEMM that reads it.
+    A gather along another dimension than the first ends in a concatenation, and an exchange of
+    tokens may append rows of zeros. Inductor would compute the concatenation once for each reader.
     """
     if group:
         return WAIT_TENSOR(ALL_GATHER(data, *group))

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
@@ -159,7 +160,7 @@ def _code(gm: fx.GraphModule) -> str:
 def _trace(number: int, entry: PassRecord) -> None:
     for when, code in (("before", entry.before), ("after", entry.after)):
         name = f"fp8pass_{number}_{entry.graph}_{entry.name}_{when}"
-        metadata = partial(dict, name=name, encoding="string")
+        metadata: Any = partial(dict, name=name, encoding="string")
         compat.trace_structured("artifact", metadata_fn=metadata, payload_fn=partial(str, code))
 
 

@@ -511,7 +511,7 @@ def test_saved_values_are_alive_until_their_last_use(planner):
     """Saved values of the last block are freed first, and values of the first block last."""
     memory = planner.memory
     blocks = {
-        graph.module_path(v).split(".")[1]: memory.alive_saved(v)
+        graph.module_path(v).split(".")[1]: memory.alive_saved(v, 1, 0)[0][0]
         for v in memory.lifetimes
         if v.target is torch.ops.fp8pass.scaled_mm.default and "gate" in graph.module_path(v)
     }

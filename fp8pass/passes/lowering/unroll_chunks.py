@@ -30,7 +30,7 @@ def unroll_chunks(gm: fx.GraphModule, ctx: Context) -> None:
             results = Unroller(gm.graph, Chunks.of(call)).emit_results()
         for user in list(call.users):
             assert graph.is_getitem(user)
-            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            user.replace_all_uses_with(results[user.args[1]])
             gm.graph.erase_node(user)
         gm.graph.erase_node(call)
     if calls:
