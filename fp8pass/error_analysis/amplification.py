@@ -1,13 +1,14 @@
 """Compute how much the gradients of a region amplify errors of the region's values.
 
-The formulas follow sections 4.1 and 8.1 of the AGoQ paper. The *bound* is an upper limit for any
-perturbation, to first order. Let a value k be stored as k (1 + δ), with a relative error δ_j of
-each element j. Then each gradient factor h (`factors.py`) changes by
+The formulas follow sections 4.1 and 8.1 of the AGoQ paper. The *bound* is an upper limit of this
+amplification for any perturbation, to first order. Let a value k be stored as k (1 + δ), with a
+relative error δ_j of each element j. Then each gradient factor h (`factors.py`) changes by
 
     Δh = c δ + Σ_t e_t Σ_j ω_t,j δ_j   (directly, and through statistics t of k)
 
-The triangle inequality and ‖A x‖ ≤ ‖A‖ ‖x‖ give a bound of ‖Δh‖ / ‖δ‖_∞. For RMSNorm the bounds are
-Eq. 15 and 20 of the paper. `formulas.py` writes the same bounds in symbols.
+where c is the derivative of h by δ, e_t the derivative of h by t, and ω_t,j the derivative of t by
+δ_j. The triangle inequality and ‖A x‖ ≤ ‖A‖ ‖x‖ give a bound of ‖Δh‖ / ‖δ‖_∞. For RMSNorm
+the bounds are Eq. 15 and 20 of the paper. `formulas.py` writes the same bounds in symbols.
 
 The *expected* amplification is the root mean square effect of independent errors δ_j. It is the
 Frobenius norm of the output's derivative by δ, divided by the norm of the output.
@@ -37,9 +38,9 @@ def compute_bounds(
 ) -> Amplifications:
     """Bound the relative change of each output's factors per unit relative change of each source.
 
-    With `relative_to_row`, the change of an element is relative to the largest element of its row.
-    Formats that round small elements to zero have such errors. The result is the largest bound over
-    the scales.
+    With `relative_to_row`, the change of a source's element is relative to the largest element of
+    its row. Formats that round small elements to zero have such errors. The result is the largest
+    bound over the scales of the samples.
     """
     bounds = Bounds(factors, sources, relative_to_row)
     found: Amplifications = {s: dict.fromkeys(outputs, 0.0) for s in sources}
@@ -52,7 +53,7 @@ def compute_bounds(
 
 
 class Bounds:
-    """Bounds norms of Jacobians, and the changes of Jacobians if `sources` are inexact."""
+    """Computes bounds of the norms of Jacobians, and of their changes if `sources` are inexact."""
 
     def __init__(
         self, factors: Factors, sources: Collection[Symbol], relative_to_row: bool
@@ -69,7 +70,7 @@ class Bounds:
             self._rows[key] = self._row(each)
 
     def norm(self, jacobian: Jacobian[Tensor]) -> Tensor:
-        """Bound ‖J‖₂ with the same inequalities as `perturbation`, so both are equally loose."""
+        """Bound ‖J‖₂ by the inequalities of `perturbation`, so both bounds are equally loose."""
         total = torch.zeros(1, 1, 1, **ON_CPU)
         if jacobian.diagonal is not None:
             total = total + self._norm(jacobian.diagonal, jacobian.order)
@@ -97,7 +98,7 @@ class Bounds:
         return _sum(terms)
 
     def _row(self, each: Tensor) -> BySource:
-        """Return ω, the derivatives of the statistic with the terms `each` by the sources."""
+        """Return ω: the derivatives of a statistic, which is the sum of `each`, by the sources."""
         local, through = self._differentiate(each)
         terms = [local]
         for key, slope in through.items():
@@ -119,7 +120,7 @@ class Bounds:
         return local, {key: x for key, x in found.items() if key not in local}
 
     def _norm(self, x: Tensor, order: float) -> Tensor:
-        """Use the samples to estimate the norm over all elements that a statistic reduces."""
+        """Estimate the norm of `x` over all elements that a statistic reduces, from the samples."""
         x = x.detach().abs()
         if order == 1:
             return x.mean(-1, keepdim=True) * self.length
@@ -154,8 +155,8 @@ def estimate_expected(
 ) -> Amplifications:
     """Return the relative RMS change of each output per unit relative RMS error of each source.
 
-    The squared Frobenius norm of a Jacobian is the expected squared norm of its product with random
-    signs. So one pass of autograd for each output is enough.
+    The squared Frobenius norm of a Jacobian is the expected squared norm of its product with a
+    vector of random signs. So one pass of autograd for each output is enough.
     """
     inexact = set(samples.expressions.values)
     leaves = {

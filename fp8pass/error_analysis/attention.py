@@ -40,8 +40,9 @@ def estimate_amplification(length: int, head_dim: int, inexact: str = "qkv") -> 
     """Return the largest relative RMS error of dq, dk and dv per unit error of the operands.
 
     The operands are random numbers of unit variance. The operands in `inexact` (`q`, `k`, `v`, and
-    `o` for the output) have independent relative errors. With few tokens, results are averaged over
-    heads. Then `qkv` also covers self-attention with q = k = v, whose gradient is dq + dk + dv.
+    `o` for the output) have independent relative errors. With few tokens, the result is averaged
+    over several heads. Then `qkv` also covers self-attention with q = k = v, whose gradient is
+    dq + dk + dv.
     """
     random = torch.Generator().manual_seed(0)
     size = min(length, SAMPLED_TOKENS), head_dim

@@ -44,8 +44,8 @@ class Amplification:
     # The bound for errors relative to the largest element of a row. Formats that round small
     # elements to zero have such errors.
     flush_bound: float = 1.0
-    # Whether a format must preserve the value's signs. The backward compares the value with zero
-    # (ReLU), or sums products of the value over positions.
+    # Whether a format must preserve the value's signs, because the backward compares the value with
+    # zero (ReLU), or sums products of the value over positions.
     needs_signs: bool = False
 
     def allows(self, format: Format, tolerance: float) -> bool:
@@ -55,14 +55,14 @@ class Amplification:
         return max(rounded, flushed) <= tolerance
 
 
-MASKED = "a mask may have set some of its elements to huge values, and each group shares one scale"
+MASKED = "a mask may have set some elements to huge values, and elements of a group share a scale"
 
 UNITY = Amplification(1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class RegionRule:
-    """The rule of one region. An integer i stands for the node `(*inputs, *nodes)[i]`."""
+    """The error rule of one region. An integer i stands for the node `(*inputs, *nodes)[i]`."""
 
     # The amplification of each node that may be stored.
     amplifications: dict[int, Amplification] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class RegionRule:
 
 @dataclass(frozen=True)
 class InputFacts:
-    """Facts about the inputs of regions, apart from their structure."""
+    """Facts about the inputs of regions, in addition to the structure of the regions."""
 
     # The mean and the standard deviation of the inputs' elements, if known.
     moments: Mapping[fx.Node, Moments] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class InputFacts:
 
 
 _rule_cache: dict[object, RegionRule] = {}
-_LARGEST_CACHE = 1 << 12  # rules; a full cache is emptied
+_LARGEST_CACHE = 1 << 12  # number of rules; a full cache is emptied
 
 
 def derive(region: Region, facts: InputFacts) -> RegionRule:
@@ -117,7 +117,7 @@ def _derive(region: Region, facts: InputFacts) -> RegionRule:
     except Exception as error:  # values without a rule stay exact; tests raise the exception
         if checks_are_on():
             raise
-        log.debug("no rule was found:", exc_info=True)
+        log.debug("no error rule was derived for a region:", exc_info=True)
         return RegionRule(reason=f"no rule was found ({type(error).__name__}: {error})")
 
 
@@ -177,7 +177,7 @@ class Derivation:
         )
 
     def _amplifications(self, compared: Collection[Symbol]) -> dict[Symbol, Amplification]:
-        """Return the amplification of each symbol in its worst output.
+        """Return the amplification of each storable symbol: the largest over all outputs.
 
         Formats must preserve the signs of the symbols in `compared`.
         """
@@ -189,7 +189,7 @@ class Derivation:
         for s in self.storable:
             mean = max(expected[s].values(), default=0.0)
             found[s] = Amplification(
-                # If the slope is infinite, e.g. for a root of 0, no bound exists.
+                # If the slope is infinite, e.g. of a square root at 0, no bound exists.
                 math.inf if math.isinf(mean) else max(bounds[s].values(), default=0.0),
                 mean,
                 max(flush_bounds[s].values(), default=0.0),

@@ -32,8 +32,8 @@ ARITHMETIC = (
     *(aten.neg.default, aten.pow.Tensor_Scalar),
 )
 
-# The results of these operators have a known size, so samples do show how much terms cancel, e.g.
-# in `1 - sigmoid(x)`.
+# The results of these operators have a known magnitude, so samples do show how much terms cancel,
+# e.g. in `1 - sigmoid(x)`.
 BOUNDED = (
     *(aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.exp.default),
     *(aten.expm1.default, aten.sin.default, aten.cos.default),
@@ -54,7 +54,7 @@ class Differences:
         self._constants, self._signs = constants, signs
 
     def __contains__(self, node: fx.Node) -> bool:
-        """Whether the terms of a sum may cancel.
+        """Whether `node` is a sum with terms that may nearly cancel.
 
         The variance of each row is a difference. The deviations in batch normalization are not,
         because AOTAutograd subtracts the mean twice.
@@ -117,7 +117,7 @@ class Differences:
         return (scale < 0) != self._is_negated(x)
 
     def _is_negated(self, node: fx.Node) -> bool:
-        """Whether a value is negated.
+        """Whether a value is negated by an odd number of negations and negative factors.
 
         A negative factor of a constant does not count, because the constant may be a mask.
         """
@@ -140,7 +140,7 @@ class Differences:
 
 
 def _terms(node: fx.Node) -> list[Term] | None:
-    """Return e.g. [(x, 1), (y, -1)] for x - y; None for other operators."""
+    """Return the terms of a sum, e.g. [(x, 1), (y, -1)] for x - y; None for other operators."""
     if len(node.args) < 2:
         return None
     first, second = node.args[:2]

@@ -46,8 +46,8 @@ from fp8pass.graph.names import operator_name
 from fp8pass.graph.output_heads import fused_gradients
 from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE
 
-# The gradients of these operators are linear in the stored value, so their relative error equals
-# the error of the value.
+# The gradients of these operators are linear in the stored value, so the relative error of the
+# gradients equals the relative error of the value.
 LINEAR_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.QUANTIZE)
 
 UNUSED = Amplification(0.0, 0.0, 0.0)
@@ -114,7 +114,7 @@ class Rules:
 
     @cached_property
     def _findings(self) -> _Findings:
-        """The rules of all regions, in graph order: regions pass outliers on to later regions."""
+        """The rules of all regions, derived in graph order, because outliers propagate forward."""
         if self._are_off:
             return _Findings({region: RegionRule() for region in self.regions})
         found = _Findings()
@@ -216,8 +216,7 @@ class Rules:
     def may_be_recomputed(self, node: fx.Node, format: Format) -> bool:
         """Whether `node` may be computed from operands that were stored in `format`.
 
-        For members of regions, the amplifications of the region's inputs already include their
-        errors.
+        The amplifications of a region's inputs already include the errors of the region's members.
         """
         if format.lossless or node in self.constants:
             return True

@@ -24,7 +24,7 @@ from fp8pass.graph.symbols import Operand, Underivable
 
 @dataclass(frozen=True)
 class Pointwise:
-    """`symbol = value`, an expression of other symbols."""
+    """The definition `symbol = value`, where the value is an expression of other symbols."""
 
     symbol: Symbol
     value: Expr
@@ -32,7 +32,7 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Statistic:
-    """`symbol = weight · Σ value` over `length` elements.
+    """The definition `symbol = weight · Σ value`, a sum over `length` elements.
 
     In the `value` of a variance, the mean counts as a constant.
     """
@@ -51,7 +51,7 @@ Definition = Pointwise | Statistic
 @dataclass
 class Expressions:
     symbols: dict[fx.Node, Symbol] = field(default_factory=dict)
-    # The definitions of members that are not copies, in order.
+    # Definitions in graph order, for the members that are not copies of other members.
     definitions: list[Definition] = field(default_factory=list)
     constants: set[Symbol] = field(default_factory=set)  # symbols of exact values
     # The values of constants that are filled with one number, e.g. by `full`.
@@ -156,14 +156,14 @@ def _add_pointwise(node: fx.Node, value: Expr, found: Expressions) -> None:
 
 
 def _symbol_like(name: str, value: Expr) -> Symbol:
-    """Copy the sign of `value` to a symbol."""
+    """Return a symbol that sympy assumes to have the sign of `value`."""
     if value.is_positive:
         return _symbol(name, positive=True)
     return _symbol(name, nonnegative=True) if value.is_nonnegative else _symbol(name, real=True)
 
 
 def _symbol(name: str, **assumptions: bool) -> Symbol:
-    """Name a symbol like the printed node, because sympy has functions such as `exp`."""
+    """Return a symbol named `%name`, like the printed node: sympy has functions such as `exp`."""
     return Symbol(f"%{name}", **assumptions)
 
 

@@ -29,10 +29,11 @@ from fp8pass.graph.symbols import Underivable
 # A forward statistic's symbol, or (gradient, statistic, statistic) for a mean over factors.
 Key: TypeAlias = Hashable
 
-# One row of a Jacobian: the gradient maps to a, and each statistic s to u_s.
+# Factors of a symbol's Jacobian by one gradient: the gradient maps to a, each statistic s to u_s.
 Response = dict[Symbol, Tensor]
 
-# The largest cost of a derivation, in passes of autograd through one operator: about 0.2 seconds.
+# The largest cost of a derivation, in passes of autograd through one operator. A derivation of
+# this cost takes about 0.2 seconds.
 LARGEST_COST = 30_000
 EVALUATION = 8  # the cost of setting up one operator, in the same unit
 
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Jacobian(Generic[T]):
-    """diag(diagonal) + Σ column rowᵀ. `order` is the order of the diagonal's norm."""
+    """diag(diagonal) + Σ column rowᵀ over `pairs`. `order` is the order of the diagonal's norm."""
 
     diagonal: T | None
     pairs: Collection[tuple[T, T]] = ()
@@ -123,7 +124,7 @@ class Factors:
         return self._cut(symbol, each, definition.over_rows)
 
     def _cut(self, key: Key, each: Tensor, over_rows: bool = False) -> Tensor:
-        """Replace a statistic by an input, estimated from the samples if its value is not given."""
+        """Replace a statistic by an input. If its value is not given, estimate it from `each`."""
         each = each.expand(self.shape)
         if self._statistics is None:
             mean = each.detach().mean(-2 if over_rows else -1, keepdim=True)
@@ -201,7 +202,7 @@ def _leaf(x: Tensor, differentiable: bool = True) -> Tensor:
 
 
 def check_cost(expressions: Expressions, outputs: Iterable[Symbol]) -> None:
-    """Refuse a region with a long chain of normalizations, such as Sinkhorn's iterations.
+    """Raise Underivable for a long chain of normalizations, such as Sinkhorn's iterations.
 
     The cost is counted, not measured, so that plans do not depend on the machine's load.
     """

@@ -127,7 +127,10 @@ class ChainRule:
 
 
 def _reappears_in_its_derivative(value: Expr) -> bool:
-    """Match exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³. A backward may read the result."""
+    """Whether the derivative of `value` contains `value`, which a backward may read.
+
+    Examples: exp' = exp, s' = s (1 - s), (a^-½)' = -½ (a^-½)³.
+    """
     if isinstance(value, sympy.Pow):
         return bool(value.exp.is_negative) or not value.exp.is_integer
     return isinstance(value, sympy.Function)

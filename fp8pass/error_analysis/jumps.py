@@ -1,6 +1,6 @@
 """Find comparisons that make results of a region jump at a threshold.
 
-At a jump, the backward must use the comparison's outcome in the forward.
+At a jump, the backward must use the outcome that the comparison had in the forward.
 
 A relative perturbation of x never changes `x > 0`. The backward may repeat this comparison with an
 inexact x in a format that preserves signs, but not with an x that is recomputed from inexact
@@ -29,7 +29,7 @@ JUMP_TOLERANCE = 2**-7
 GRID = torch.logspace(-6, 7, 53, base=2, **ON_CPU)
 OTHER_SAMPLES = 8  # samples of the inputs that are not varied
 BISECTIONS = 40
-LARGEST_BATCH = 4096  # Further thresholds along one input are ignored.
+LARGEST_BATCH = 4096  # number of thresholds along one input; further thresholds are ignored
 
 
 class ThresholdComparison(NamedTuple):

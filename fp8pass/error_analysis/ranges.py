@@ -84,7 +84,7 @@ def find_divisors(expressions: Expressions, samples: Samples) -> set[Symbol]:
     """Return the symbols that make a result infinite or NaN if they are rounded to zero.
 
     A sum over a row contains the largest element of a group, so it is not rounded to zero. A sum
-    over a column may be.
+    over a column may be rounded to zero.
     """
     few = {s: x[..., :SEARCHED_COLUMNS] for s, x in samples.values.items()}
     _, backward = split_at_gradients(expressions)

@@ -6,8 +6,8 @@ forward and the backward. A region ends at GEMMs, attention, inputs, outputs, an
 - a *junction*, a sum of independent values (`x + attention(x)`), or a difference of two values
   (`differences.py`). Without junctions, the residual stream would join all layers;
 - *movement* of elements (slices, concatenations, gathers), which does not change relative errors;
-- a *discrete* value, such as an index. The backward reads the value of the forward, because an
-  inexact operand may change the value completely.
+- a *discrete* value, such as an index. The backward reads the value from the forward, because
+  recomputing the value from an inexact operand may change it completely.
 """
 
 from __future__ import annotations

@@ -35,7 +35,10 @@ class Moments:
 
     @classmethod
     def rounded(cls, mean: float, std: float) -> Moments:
-        """Round by up to a fifth, so that similar layers share one rule."""
+        """Round the numbers, so that similar layers share one rule.
+
+        `std` changes by up to a fifth. `mean` becomes a multiple of half the rounded `std`.
+        """
         if not (math.isfinite(mean) and math.isfinite(std)) or std <= 0:
             return UNIT_VARIANCE
         near = 2 ** (round(2 * math.log2(std)) / 2)
@@ -46,7 +49,9 @@ UNIT_VARIANCE = Moments()
 
 
 class Samples:
-    """Sampled values of shape [scales and constants, rows, width]. For statistics the width is 1.
+    """Sampled values of shape [scales and constants, rows, width].
+
+    A statistic has width 1, or one row if it reduces columns (`over_rows`).
 
     Attributes:
         inputs: the values of constants, forward inputs and gradients.
@@ -83,7 +88,7 @@ class Samples:
         return sign * sizes[:, None, None]
 
     def use(self, data: Mapping[Symbol, Tensor]) -> None:
-        """Replace the inputs by the same rows of real tensors."""
+        """Replace each input by rows of its real tensor. All inputs use the same rows."""
         constants = self.expressions.constants
         length = self.expressions.length if self.expressions.length > 1 else LARGEST_WIDTH
         counts = {x.numel() for s, x in data.items() if s not in constants}
@@ -109,7 +114,7 @@ class Samples:
     ) -> dict[Symbol, Tensor]:
         """Compute all symbols, and multiply each symbol by its factor in `perturbed`.
 
-        The symbols in `stored` are read from `values` instead.
+        The symbols in `stored` are not computed, but read from the attribute `values`.
         """
         inputs, perturbed = self.inputs if inputs is None else inputs, perturbed or {}
         values = {s: x * perturbed[s] if s in perturbed else x for s, x in inputs.items()}
@@ -124,14 +129,17 @@ class Samples:
     def errors(
         self, noise: Mapping[Symbol, float], stored: Collection[Symbol]
     ) -> dict[Symbol, float]:
-        """Return the relative RMS change of each symbol after rounding with RMS errors `noise`."""
+        """Return the relative RMS change of each symbol if symbols are rounded.
+
+        `noise` maps the symbols that are rounded to their relative RMS errors.
+        """
         perturbed = {s: rounding(self.values[s], size) for s, size in noise.items()}
         changed = self.run(None, perturbed, stored)
         return {s: relative_change(x, changed[s]) for s, x in self.values.items()}
 
 
 def _compute(definition: Definition, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """Compute a symbol. Statistics are estimates, because samples have fewer elements."""
+    """Compute a symbol. Statistics are estimates, because samples may have fewer elements."""
     result = evaluate(definition.value, values)
     if isinstance(definition, Pointwise):
         return result
@@ -156,7 +164,7 @@ def _compile(expression: Expr, operands: tuple[Symbol, ...]) -> Callable[..., An
 
 
 def _with_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """sympy may emit calls with numbers, such as `UnitStep(0)`."""
+    """Convert numbers to tensors, because sympy may emit calls such as `UnitStep(0)`."""
     return lambda *args: function(*(torch.as_tensor(x, **ON_CPU) for x in args))
 
 

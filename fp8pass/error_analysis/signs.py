@@ -3,7 +3,8 @@
 A cumulative decay may have any magnitude. But its exponential is at most 1 if all terms are
 nonpositive, such as -exp(a) · softplus(b) in Mamba, or a `logsigmoid`.
 
-`torch.utils._sympy.value_ranges` does not support views, reductions, scans and padding.
+This module does not use `torch.utils._sympy.value_ranges`, which does not support views,
+reductions, scans and padding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fp8pass.graph.patterns import ZEROS
 
 
 class KnownSign(Flag):
-    """What is known about the sign of all elements of a value."""
+    """The sign that all elements of a value have, as far as it is known."""
 
     UNKNOWN = 0
     NONNEGATIVE = 1
@@ -96,7 +97,7 @@ def _multiply(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
 
 
 def _divide(node: fx.Node, a: KnownSign, b: KnownSign) -> KnownSign:
-    """A tensor divisor may contain zeros of either sign."""
+    """Return the sign of a quotient. A tensor divisor may contain zeros of either sign."""
     return a * b if isinstance(node.args[1], (int, float)) else KnownSign.UNKNOWN
 
 

@@ -1,4 +1,4 @@
-"""Find values whose products with gradients are summed in scans or gradients of small parameters.
+"""Find values whose products with gradients are summed in scans or for small parameters.
 
 *Scans*. A recurrence that is written with `cumsum` (gated linear attention, HGRN, minGRU)
 multiplies values by exp(c), sums the products, and multiplies the sum by exp(-c). The smallest
@@ -25,15 +25,16 @@ from fp8pass.graph.order import ancestors, reach
 from fp8pass.graph.patterns import SUM_OPERATORS
 
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
-SCANNED = "its gradients are summed over positions, and the smallest ones may determine the sum"
+SCANNED = "its gradients are summed over positions, and the smallest terms may determine the sum"
 
 SMALL = 32  # parameters with fewer elements are small
 WIDE = 16  # rows with fewer elements are not stored in groups that share a scale
-CANCELLATION = 10.0  # assumed norm of the terms / their sum; it is larger in 1 of 12 random sums
+# Assumed ratio of the norm of a sum's terms to the sum. It is larger in 1 of 12 random sums.
+CANCELLATION = 10.0
 
 
 def find_scan_regions(regions: Iterable[Region], backward: Set[fx.Node]) -> list[set[Region]]:
-    """Return the regions that views, movement or additions connect to each backward scan."""
+    """Return, for each backward scan, the regions that views, movement or sums connect to it."""
     readers: dict[fx.Node, set[Region]] = {}
     for region in regions:
         for node in (*region.inputs, *region.nodes):
