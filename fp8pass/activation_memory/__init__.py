@@ -13,5 +13,5 @@ budget.py             the fastest plan within a memory budget, by a mixed-intege
 planner.py            plans within memory budgets, and the curve of their bytes and times
 raise_precision.py    spends the rest of a budget on formats with more bits
 propagated_errors.py  counts a saved value's error also in the values recomputed from it
-stock.py              PyTorch's own partitioner, for comparison
+stock.py              PyTorch's own partitioner, to compare its saved bytes or take its plan
 """

@@ -27,13 +27,13 @@ LONGEST_FUSED = 8
 
 @dataclass(frozen=True)
 class AddedTime:
-    """Estimates seconds on a GPU, and their price.
+    """Estimates the seconds that decisions add to a step on a GPU, and the price of the seconds.
 
     Attributes:
         gpu: the GPU.
         backward: the nodes that depend on a gradient.
-        price_of_time: the saved bytes that are worth the time in which the GPU's memory moves a
-            byte.
+        price_of_time: number of saved bytes that are worth as much as the time in which the GPU's
+            memory moves one byte.
     """
 
     gpu: Gpu
@@ -41,10 +41,10 @@ class AddedTime:
     price_of_time: float = 0.0
 
     def price(self, node: fx.Node, decision: Decision) -> float:
-        """Return the price of the seconds of a decision, in units of `costs.py`.
+        """Return the price of the seconds that a decision adds, in units of `costs.py`.
 
-        The seconds are for assumed dynamic sizes. Other prices use the hints of these sizes, so the
-        price is scaled to the hints.
+        The seconds are computed with assumed values of dynamic sizes. Other prices use the hints of
+        these sizes, so this price is scaled to the hints.
         """
         sizes = ((x, _bytes(x)) for x in (node, *node.all_input_nodes))
         ratios = (graph.nbytes(x) / size for x, size in sizes if size)
@@ -79,8 +79,8 @@ class AddedTime:
     def recomputed(self, node: fx.Node) -> float:
         """Return the seconds of recomputing a value in the backward.
 
-        Generated code fuses it with the operators that read it, unless a GEMM reads it. A reduction
-        reads its operands once more.
+        Generated code fuses the recomputation with the operators that read the value, unless a GEMM
+        reads the value. A reduction reads its operands once more.
         """
         if node.op != "call_function" or kind(node) in WITHOUT_KERNEL:
             return 0.0

@@ -3,8 +3,8 @@
 A recomputed value stays alive until its last use, often in more bytes than when it is saved. Weight
 gradients accumulate until the end, so recomputing values of the first block can raise the peak.
 
-Only values with a buffer count: results of GEMMs and attention, quantized data, sums of the
-residual stream. Inductor fuses other pointwise operators. A time is a node's position in the
+Only values that have a buffer are counted: results of GEMMs and attention, quantized data, sums of
+the residual stream. Inductor fuses other pointwise operators. A time is a node's position in the
 backward.
 """
 
@@ -95,7 +95,7 @@ class BackwardMemory:
     def alive_saved(self, value: fx.Node, on_device: float, on_host: float) -> list[Span]:
         """Return when the bytes of a saved value are in memory of the device.
 
-        A copy from the host begins one index before the first use.
+        A copy from the host begins one index of `times` before the first use.
         """
         used = self._times_between(*self.lifetimes[value])
         return [(range(used.stop), on_device), (range(max(used.start - 1, 0), used.stop), on_host)]

@@ -1,9 +1,10 @@
 """Find the plan within a memory budget that adds the least time, by mixed-integer programming.
 
-The plan of `cuts.py` recomputes only values that are cheap to recompute. This program may recompute
-every value that has the same result when it is computed again, including results of GEMMs and
-attention, and whole blocks. Each forward value v has four binary variables, one for each way in
-which the backward can get v, and two more if v may be in host memory. any_v is their sum:
+The plan of `cuts.py` recomputes only values that are cheap to recompute. The mixed-integer program
+may recompute every value that has the same result when it is computed again, including results of
+GEMMs and attention, and whole blocks. Each forward value v has four binary variables, one for each
+way in which the backward can get v, and two more if v may be in host memory. any_v is the sum of
+these variables of v:
 
     save_exact_v     host_exact_v      recompute_exact_v      (from exact operands)
     save_low_bit_v   host_low_bit_v    recompute_inexact_v    (from any operands)
@@ -27,8 +28,9 @@ Below, save_x_v stands for save_x_v + host_x_v, except in products with bytes.
 once.
 
 (2) limits the peak of saved values, recomputed values and gradients (`backward_memory.py`). The
-allowance is the peak minus the saved bytes of the plan of `cuts.py`. `excess` has a high price. The
-smallest budgets need it, because recomputed values may take more bytes than saved values.
+allowance is the peak of the plan of `cuts.py`, minus the bytes that this plan saves. `excess` has a
+high price. The smallest budgets need `excess`, because recomputed values may take more bytes than
+saved values.
 
 (3) limits the copies to and from host memory (`host_transfer.py`). `wait` is the time of copies
 that computation cannot hide, in the forward or in the backward.
@@ -70,12 +72,13 @@ from fp8pass.dialect.formats import EXACT
 from fp8pass.graph.patterns import SUM_OPERATORS
 from fp8pass.option_checks import ConfigError, bytes_text
 
-# The solver stops this close to the optimum, because a model with equal layers has many equally
-# good plans.
+# The solver stops within this relative distance from the optimum, because a model with equal layers
+# has many equally good plans.
 RELATIVE_GAP = 0.03
 TIME_LIMIT_S = 15.0
 
-# If recomputation were free, the solver might recompute values that are not needed.
+# Each recomputation takes additional seconds: this share of the largest variable's seconds. If
+# recomputation were free, the solver might recompute values that are not needed.
 NEGLIGIBLE_SHARE = 1e-6
 
 # Price of a byte of `excess`, in average prices of recomputing a byte.
@@ -250,11 +253,11 @@ class BudgetProblem:
         return np.array(values + CONTINUOUS * [0.0], dtype=float)
 
     def _columns(self, value: fx.Node, ways: Iterable[int]) -> dict[int, float]:
-        """Return 1 for each variable that combines `value` and a way."""
+        """Map the column of each variable for `value` and one of `ways` to the coefficient 1."""
         return {self.columns[key]: 1 for way in ways if (key := (value, way)) in self.columns}
 
     def _availability(self) -> LinearConstraint:
-        """Make needed values available, and add constraint (1)."""
+        """Return the constraints that make needed values available, and constraint (1)."""
         rows: list[dict[int, float]] = []
         lower: list[int] = []
         for value in self.values:
@@ -293,7 +296,7 @@ class BudgetProblem:
                     yield graph.skip_views_and_casts(operand), later
 
     def _alive(self) -> csr_matrix:
-        """Return constraint (2): megabytes by time (row) and variable (column)."""
+        """Return the matrix of constraint (2): megabytes by time (row) and variable (column)."""
         alive = np.zeros((len(self.memory.times), len(self.bytes)))
         for (value, way), column in self.columns.items():
             if way in RECOMPUTE_WAYS:
@@ -331,7 +334,8 @@ class BudgetProblem:
     def _plan(self, chosen: np.ndarray) -> Decisions:
         """Return decisions for needed values, and for values from which they are recomputed.
 
-        All other variables are ignored, because the solver may set them to 1 at no cost.
+        The variables of all other values are ignored, because the solver may set them to 1 at no
+        cost.
         """
         plan: Decisions = {}
         needed = set(self.needs.all)

@@ -22,7 +22,8 @@ from fp8pass.graph.traffic import FUSABLE
 
 UNITS_PER_BYTE = 256
 
-# A recomputed pointwise operator is fused with its users, so some memory traffic disappears.
+# A recomputed pointwise operator is fused with its users, so only this share of its memory traffic
+# remains.
 FUSED_SHARE = 0.25
 
 WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION)
@@ -30,7 +31,7 @@ WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION)
 
 def recompute_price(node: fx.Node) -> float:
     if node.op == "get_attr":
-        return 0  # a constant or a subgraph of the module, which both graphs have
+        return 0  # a constant or a subgraph, which the forward and the backward graph both have
     if node.op != "call_function" or compat.must_save(node):
         return math.inf
     if graph.is_getitem(node):  # recomputed together with its operator, or not at all
@@ -52,8 +53,8 @@ def recompute_price(node: fx.Node) -> float:
 def _price_of_collective(node: fx.Node) -> float:
     """Return 0 for gathers that `repeat_gathers` or checkpointing recomputes, else infinity.
 
-    A finite price could lead to different decisions, and so different collectives, on different
-    ranks.
+    A price between 0 and infinity could lead to different decisions, and so different collectives,
+    on different ranks.
     """
     collective: Any = node.args[0] if node.target is WAIT_TENSOR else node
     is_gather = collective.target is ALL_GATHER
@@ -73,7 +74,7 @@ def save_price(node: fx.Node) -> float:
 
 
 def can_run_again(node: fx.Node) -> bool:
-    """Whether computing `node` twice gives the same result, at any cost."""
+    """Whether computing `node` twice gives the same result, regardless of the cost."""
     if math.isfinite(recompute_price(node)):
         return True
     operator = graph.operator_of(node)

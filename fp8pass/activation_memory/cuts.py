@@ -129,7 +129,7 @@ class _ComponentCuts:
         return best
 
     def _exact_needs(self, exact: set[fx.Node], everything: set[fx.Node]) -> list[set[fx.Node]]:
-        """Return sets of values that the backward may need exactly. The cheapest plan wins.
+        """Return candidate sets of values that the backward gets exactly. The cheapest plan wins.
 
         The first set is `exact`. Each other set contains the previous set and also:
 
@@ -233,7 +233,7 @@ def _decide(node: fx.Node, choices: FormatChoices, needs: Needs, *, exactly: boo
 def _why_exact(node: fx.Node, needs: Needs) -> str:
     """Return why a value is saved exactly.
 
-    If the backward does not need `node` exactly, this is the reason of the nearest value that is
+    If the backward does not need `node` exactly, return the reason of the nearest value that is
     computed from `node` and that the backward needs exactly.
     """
     pending, seen = [node], {node}

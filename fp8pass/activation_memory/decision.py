@@ -23,8 +23,9 @@ class Decision:
     reason: str
     expected_error: float = 0.0  # relative RMS error of gradients
     price: float = math.inf  # in units of `costs.py`; infinite if saved exactly or recomputed
-    on_host: bool = False  # the saved tensors, except scales and means
-    centred: bool = False  # the mean over tokens is saved exactly, and the difference in low bits
+    on_host: bool = False  # whether host memory has the saved tensors, except scales and means
+    # Whether the mean over tokens is saved exactly, and the value minus this mean in low bits.
+    centred: bool = False
 
     @property
     def recomputed(self) -> bool:
@@ -49,7 +50,7 @@ def decide_free(node: fx.Node, facts: JointFacts) -> Decision:
 
 
 def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
-    """Return the saved bytes on the device, without values that stay alive anyway."""
+    """Return the bytes that a plan saves on the device, without values that stay alive anyway."""
     return sum(
         stored_bytes(node, decision) - host_bytes(node, decision)
         for node, decision in decisions.items()
@@ -58,7 +59,7 @@ def saved_bytes(decisions: Decisions, facts: JointFacts) -> float:
 
 
 def host_bytes(node: fx.Node, decision: Decision) -> float:
-    """Return the bytes in host memory. Scales and means stay on the device."""
+    """Return the bytes of a saved value in host memory. Scales and means stay on the device."""
     if not decision.on_host:
         return 0.0
     on_device = _scale_bytes(node, decision) + _mean_bytes(node, decision)

@@ -42,7 +42,8 @@ CHEAP_TO_RECOMPUTE = Decision(None, 0, SavedReason.CHEAP)
 # A `keep_exact` pattern with this separator is the name of a value, `module:operator:number`.
 VALUE_SEPARATOR = ":"
 
-# See `benchmarks/results/attention_storage.json`.
+# Largest number of elements that share a scale in an inexact attention output. See
+# `benchmarks/results/attention_storage.json`.
 OUTPUT_GROUP = 32
 
 STORABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -104,7 +105,7 @@ class FormatChoices:
 
     @property
     def smallest(self) -> Format:
-        """The configured format."""
+        """The configured format of saved values. Formats with more bits are allowed, too."""
         return EXACT if self.config.save_format == "none" else FORMATS[self.config.save_format]
 
     @cached_property
@@ -125,7 +126,8 @@ class FormatChoices:
     def must_be_available(self, node: fx.Node) -> bool:
         """Whether the backward must have `node` exactly even if it does not read `node`.
 
-        For example, `keep_exact` names it, or names its module and checkpointing recomputes it.
+        This is so if `keep_exact` names the value, or if `keep_exact` names the module of the value
+        and checkpointing recomputes the value.
         """
         return node in self._keep_exact and (
             VALUE_SEPARATOR in self._keep_exact[node] or compat.must_recompute(node)
@@ -152,7 +154,7 @@ class FormatChoices:
         )
 
     def _list_options(self, node: fx.Node) -> list[Decision]:
-        """Return all low-bit formats for `node`, from few bits to many, or else only `EXACT`."""
+        """Return the low-bit formats allowed for `node`, smallest first, or else only `EXACT`."""
         reason = self._why_not_storable(node) or self.why_exact(node)
         if reason:
             return [Decision(EXACT, 0, reason)]
@@ -223,7 +225,7 @@ class FormatChoices:
         return self._with_price(node, option, ERROR_BYTES * error)
 
     def _with_price(self, node: fx.Node, option: Decision, error_bytes: float) -> Decision:
-        """Add the price. Errors cost as much as `error_bytes` bytes per element."""
+        """Add the price of `option`. Errors cost as much as `error_bytes` bytes per element."""
         bytes_ = stored_bytes(node, option) + error_bytes * graph.numel(graph.tensor(node))
         # To quantize the value, a kernel reads it once more, which costs as much as recomputing it.
         price = bytes_ * UNITS_PER_BYTE + graph.nbytes(node)

@@ -32,7 +32,8 @@ SMALLEST_COPY = 1 << 20
 # Copies slow down other work: GEMMs take 4% longer while copies run in both directions.
 SLOWDOWN = 0.04
 
-# The mixed-integer program limits the copies in each direction at no more than this many times.
+# Maximum number of points in time at which the mixed-integer program limits the copies, for each
+# direction.
 INSTANTS = 32
 
 
@@ -52,7 +53,7 @@ def running_times(g: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[
 
 
 class HostTransfer:
-    """Estimates the copies between the device of a joint graph and host memory.
+    """Estimates the times of copies between the device of a joint graph and host memory.
 
     Attributes:
         device: the device that runs the graph.
@@ -112,7 +113,7 @@ def _times_of_forward(
 ) -> dict[fx.Node, float]:
     """Return the seconds until each forward value is computed.
 
-    Forward nodes after the first backward node count as computed with their operands.
+    A forward node after the first backward node counts as computed together with its last operand.
     """
     begin = next((n for n in backward if n.op == "call_function"), graph.output_node(g))
     early = [n for n in forward if n < begin]

@@ -27,7 +27,7 @@ FRONTIER_POINTS = 8
 
 
 class BudgetTooSmall(ConfigError):
-    """The memory budget is smaller than the smallest plan of a graph."""
+    """The memory budget is smaller than the bytes that the smallest plan of a graph saves."""
 
 
 class Planner:
@@ -97,7 +97,7 @@ class Planner:
     def frontier(self, chosen: FrontierPoint) -> list[FrontierPoint]:
         """Return the costs of plans, from the smallest possible budget up to no budget.
 
-        Points that are not smaller or faster than another point, or than `chosen`, are left out.
+        Points that are neither smaller nor faster than another point or `chosen` are left out.
         Points that beat an earlier point are left out, too, because the difference is within the
         solver's tolerance.
         """

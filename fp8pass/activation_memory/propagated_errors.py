@@ -17,7 +17,7 @@ from fp8pass.error_analysis.error_rules import Rules
 
 
 def propagate_errors(decisions: Decisions, rules: Rules) -> Decisions:
-    """Raise expected errors of saved values to the errors of values recomputed from them."""
+    """Raise the expected error of each saved value to the error of values recomputed from it."""
     found, worst = dict(decisions), dict[fx.Node, Amplification]()
     for node in reversed(rules.graph.nodes):
         decision = decisions.get(node)

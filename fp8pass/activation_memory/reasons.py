@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class SavedReason(str, Enum):
-    """`str.format` fills in the parameters."""
+    """The text of a reason. `str.format` fills in its parameters."""
 
     PARAMETER = "parameter"
     LEAF = "a leaf tensor, which autograd keeps alive anyway"

@@ -20,7 +20,7 @@ class StockPartition:
     halves: tuple[fx.GraphModule, fx.GraphModule]  # the forward and the backward
     # Bytes of each saved tensor, by name. Parameters and leaves are left out.
     saved: dict[str, int]
-    # The names of all values that the backward reads.
+    # The names of all values that the forward graph passes to the backward graph.
     crossing: frozenset[str]
 
     @property
