@@ -144,7 +144,7 @@ def test_a_checkpoint_contains_history_and_alarm():
 @pytest.mark.parametrize("state", [{}, {"guard": {}}, None, "guard.json"])
 def test_invalid_checkpoints_are_refused(state):
     guard = guard_losses([1.0] * 3)
-    with pytest.raises(ConfigError, match=r"has no alarm, .* Load what guard\.state_dict"):
+    with pytest.raises(ConfigError, match=r"has no alarm, .* Load the result of guard\.state_dict"):
         guard.load_state_dict(state)
     assert guard.steps == 3
 

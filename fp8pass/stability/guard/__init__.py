@@ -3,7 +3,7 @@
 guard.py         `Guard`: raises alarms, and decides when an alarm is over
 measurements.py  norms, losses and loss scales, copied to the host without waiting
 past.py          comparison of measured numbers with medians of earlier numbers
-signals.py       thresholds: which numbers are signals, and which tensors are suspects; records
+signals.py       thresholds for signals and suspects; the records `Event`, `Signal`, `Suspect`
 actions.py       responses to alarms: lower learning rate, high precision, roll back
 snapshots.py     copies of weights and optimizer states in host memory
 """

@@ -23,7 +23,7 @@ class Actions:
     """Responds to alarms with the actions that the user allows.
 
     Lasting actions (`lower lr`, `high precision`) start in the order of `act`. An action starts
-    only if the earlier actions were not enough. If even all of them are not enough, `lower lr`
+    only if the earlier actions were not enough. If all lasting actions are not enough, `lower lr`
     multiplies learning rates by `factor` once more. Lasting actions end after `hold` steps.
     If an alarm follows within `quiet` steps, the same actions restart and last twice as long.
     """
@@ -76,7 +76,7 @@ class Actions:
         return self.factor ** (1 + max(0, self._level - len(self._lasting))) if lowers else 1.0
 
     def begin(self, step: int) -> Iterator[Done]:
-        """Start lasting actions. If some are on already, start the next one, too. Yield events."""
+        """Start lasting actions. If some are on, start the next action, too. Yield their events."""
         if not self._lasting:
             return
         if self.active or self._level == 0:
@@ -110,7 +110,8 @@ class Actions:
             self._until = None
             self._apply()
             if not alarmed and snapshots and self._model is not None:
-                # Trust these weights at once: the next steps, without the action, may fail again.
+                # Accept this snapshot as good immediately: the next steps run without the action
+                # and may fail again.
                 snapshots.keep(step, self._model, *self._optimizers)
             for action in self._lasting[: self._level]:
                 yield f"end of {action}", "its planned steps are over"
@@ -150,8 +151,8 @@ class Actions:
     def _check_steps(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         if LOWER_LR in self.act and any(map(steps_in_backward, optimizers)):
             raise ConfigError(
-                "act='lower lr' has no effect with fp8pass.optim.step_in_backward, because it "
-                "changes learning rates in optimizer.step(). Leave out 'lower lr' or "
+                "act='lower lr' has no effect with fp8pass.optim.step_in_backward, because this "
+                "action changes learning rates in optimizer.step(). Leave out 'lower lr' or "
                 "step_in_backward."
             )
 
@@ -169,7 +170,7 @@ class Actions:
 
 
 class LowerRate:
-    """Multiplies learning rates by a factor within the steps of an optimizer.
+    """Multiplies an optimizer's learning rates by a factor while the optimizer steps.
 
     Between steps the optimizer has the rates of the user's schedule, so schedules work unchanged.
     """
@@ -195,8 +196,9 @@ class LowerRate:
         if self.factor == 1:
             return
         groups = optimizer.param_groups
+        # Copy all rates before the first change, because groups may share a rate's tensor.
         self._rates = [_copy(group["lr"]) for group in groups]
-        for group, rate in zip(groups, self._rates, strict=True):  # groups may share a tensor
+        for group, rate in zip(groups, self._rates, strict=True):
             _set_rate(group, rate * self.factor)
 
     def _restore(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -41,8 +41,8 @@ class Alarm:
     step: int  # of the alarm, or of the last rollback after the alarm
     confirmed: bool = False  # the loss has risen since the alarm
     acted: bool = False  # an action was taken
-    rollbacks: int = 0  # after the alarm
-    stuck: bool = False  # no good copy exists, or `MOST_ROLLBACKS` rollbacks did not help
+    rollbacks: int = 0  # number of rollbacks after the alarm
+    stuck: bool = False  # no good snapshot exists, or `MOST_ROLLBACKS` rollbacks did not help
 
 
 class Guard(StepObserver):
@@ -58,17 +58,18 @@ class Guard(StepObserver):
         every: steps between readings, which measure the norms of all parameters.
         act: actions after an alarm, by default none. `high precision`: the layers named by
             `Monitor(fallback=...)` run in high precision. `lower lr`: learning rates are multiplied
-            by `factor` within the optimizers' steps. If `act` contains both, the second starts only
-            if the first was not enough. `roll back`: once the loss has risen, weights, buffers and
-            optimizer states are restored from a copy in host memory.
+            by `factor` within the optimizers' steps. If `act` contains both, the later one starts
+            only if the earlier one was not enough. `roll back`: once the loss has risen, weights,
+            buffers and optimizer states are restored from a copy in host memory.
         factor: factor of learning rates for `lower lr`, between 0 and 1.
         hold: number of steps after which `high precision` and `lower lr` end. If a new alarm
             follows soon, they restart for twice as many steps.
-        quiet: number of steps after which an alarm is over, and after which a copy is trusted.
+        quiet: number of steps after which an alarm is over. A copy in host memory counts as good if
+            no alarm follows within this number of steps.
 
     Attributes:
         steps: number of optimizer steps done.
-        events: what the guard has detected and done, in order.
+        events: the detections and actions of the guard, in order.
 
     Raises:
         ConfigError: an argument has a wrong type or value, or an action is not possible.
@@ -116,7 +117,8 @@ class Guard(StepObserver):
         """Set the model (by default the monitor's) and the optimizers. Callbacks call this method.
 
         Raises:
-            ConfigError: no model was passed, or an action is not possible with this training.
+            ConfigError: the model or the optimizer is missing or has a wrong type, or an action is
+                not possible with this training.
         """
         # Not `or`, because an empty nn.Sequential is false.
         others = (self.model, self.monitor.model if self.monitor else None)
@@ -201,7 +203,7 @@ class Guard(StepObserver):
         return dict(Counter(e.kind for e in self.events))
 
     def __str__(self) -> str:
-        """Return the numbers of steps and alarms, and all events, one line for each."""
+        """Return a line with the numbers of steps and alarms, and one line for each event."""
         alarms, confirmed, wrong = (
             self.counts.get(kind, 0) for kind in ("alarm", "confirmed", "false alarm")
         )
@@ -230,7 +232,7 @@ class Guard(StepObserver):
         if missing := set(self.state_dict()) - set(keys):
             raise ConfigError(
                 f"The checkpoint ({type(state).__name__}) has no {', '.join(sorted(missing))}. "
-                "Load what guard.state_dict() returned."
+                "Load the result of guard.state_dict()."
             )
         self.steps, self._sampled = state["steps"], state["sampled"]
         self.events = [Event.of(e) for e in state["events"]]
@@ -254,8 +256,8 @@ class Guard(StepObserver):
         """Watch the parameters that are trained now, if the user froze or unfroze some.
 
         Snapshots add the values of newly unfrozen parameters. So optimizers call this method as a
-        hook before each step, which changes the values. If the backward updates parameters, their
-        values have changed already.
+        hook before each step, because the step changes the values. If the backward updates the
+        parameters, the values have changed already.
         """
         assert self._norms is not None
         assert self.model is not None
@@ -263,7 +265,7 @@ class Guard(StepObserver):
         if trained and trained != self._norms.trained:  # nothing to measure if all are frozen
             self._actions.follow_trained(trained)
             self._norms = ParameterNorms(self.model)
-            self._readings.drop()  # unread numbers belong to other parameters
+            self._readings.drop()  # numbers not read yet belong to other parameters
 
     def _judge(self, reading: Reading, norms: ParameterNorms) -> None:
         found = [*self._signals.read(reading, norms.names), *self._read_monitor()]
@@ -324,7 +326,7 @@ class Guard(StepObserver):
         return bool(done)
 
     def _roll_back(self, alarm: Alarm, norms: ParameterNorms) -> None:
-        step, reason = None, f"the loss is still high after {MOST_ROLLBACKS} times"
+        step, reason = None, f"the loss is still high after {MOST_ROLLBACKS} rollbacks"
         if alarm.rollbacks < MOST_ROLLBACKS:
             step, reason = self._actions.roll_back(), "there is no snapshot of good weights"
         if step is None:

@@ -37,10 +37,10 @@ class ParameterNorms:
     def __init__(self, model: nn.Module) -> None:
         self.trained = trained_names(model)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # Module path and parameter name.
+        # Module path and parameter name of each trained parameter.
         split = (graph.clean_path(name).rpartition(".") for name in self.trained)
         self.names = [(module, name) for module, _, name in split]
-        self.gradients_seen = False  # in the last measurement
+        self.gradients_seen = False  # whether the last measurement found a gradient
         self._before: list[Tensor] = []
 
     @torch.no_grad()
@@ -69,7 +69,10 @@ class ParameterNorms:
         )
 
     def forget(self) -> None:
-        """Drop the last samples, so the next measurement has no changes. Call after a rollback."""
+        """Drop the last samples. Call after a rollback.
+
+        Then the next measurement reports no changes since the previous measurement.
+        """
         self._before = []
 
     def _measure_gradients(self, absent: Tensor) -> list[Tensor]:
@@ -212,7 +215,7 @@ class Readings:
             yield Reading(sent.step, losses, gradient_norms, norms.reshape(3, -1))
 
     def drop(self) -> None:
-        """Drop unread numbers. Call this if they were measured with other weights."""
+        """Drop numbers that were not collected. Call this if other weights were measured."""
         self._losses, self._gradient_norms = [], []
         self._transfers.clear()
 

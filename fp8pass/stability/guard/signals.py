@@ -47,13 +47,13 @@ class Signal:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A tensor with a norm or statistics far from their earlier values."""
+    """A tensor with a norm or a statistic that is far from its earlier values."""
 
     module: str  # path in the model
     # A parameter, e.g. `weight`, or `gradient of weight` or `change of weight`; or
     # `TensorStatistics.tensor` of a Monitor's row.
     tensor: str
-    factor: float  # relative to the median of earlier values; infinite if not finite
+    factor: float  # relative to the median of earlier values; infinite if an element is not finite
     deviations: float  # size of the change in robust standard deviations (`past.py`)
 
     def __str__(self) -> str:
@@ -103,8 +103,9 @@ SUSPECT = Limit(4.0, 1.5)  # from these limits on, a tensor is a suspect
 NOISE_FLOORS = {"{}": 0.02, "gradient of {}": 0.2, "change of {}": 0.2}
 Name = tuple[str, str]  # module path, and name of a parameter or another tensor
 
-MEASURED_NORM = "sampled gradient norm"  # a separate trend: not measured in every step
-STATISTICS = ("amax", "underflow", "saturation", "noise")  # of a Monitor's row
+# The gradient norm that the guard measures has a separate trend: it is not measured in every step.
+MEASURED_NORM = "sampled gradient norm"
+STATISTICS = ("amax", "underflow", "saturation", "noise")  # compared statistics of a Monitor's row
 
 
 class Signals:
@@ -125,7 +126,7 @@ class Signals:
         # For each parameter, logarithms of three numbers: the growth of its norm between readings,
         # the norm of its gradient, and its relative change.
         self._histories = {kind: History(floor) for kind, floor in NOISE_FLOORS.items()}
-        self._weights: Numbers = np.empty(0)  # logarithms of norms in the last reading
+        self._weights: Numbers = np.empty(0)  # logarithms of parameter norms in the last reading
         self._rows = History(floor=0.2, window=20, least=5)
         self._keys: list[tuple[str, str, str]] = []  # module, tensor and scales of each row
         self._suspects: list[Suspect] = []

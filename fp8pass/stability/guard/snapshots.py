@@ -97,7 +97,10 @@ class Snapshots:
         self._spare: Snapshot | None = None
 
     def tend(self, step: int, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """After a quiet step: trust the copy on trial if it is old enough, and take a new copy."""
+        """Take a new copy if no copy is on trial, or if the copy on trial has become good.
+
+        Called after each step without an alarm.
+        """
         trial = self._trial
         if trial is not None:
             if step - trial.step < self.quiet:
@@ -114,13 +117,13 @@ class Snapshots:
                 snapshot.add(model, names)
 
     def keep(self, step: int, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """Take a copy that is good at once, without a trial."""
+        """Take a copy and mark it as good immediately, without a trial."""
         self.distrust()
         self._spare, self.good = self.good, self._spare or Snapshot()
         self.good.take(step, model, *optimizers)
 
     def distrust(self) -> None:
-        """After an alarm: drop the copy on trial."""
+        """Drop the copy on trial. Called after an alarm."""
         if self._trial is not None:
             self._spare, self._trial = self._trial, None
 

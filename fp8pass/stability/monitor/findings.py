@@ -32,7 +32,7 @@ NOT_FINITE, NEAR_OVERFLOW, MOSTLY_ZERO = SYMPTOMS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and the tensor's name in its graph, which `skip` patterns match."""
+    """A sampled row, and the tensor's name in its graph. `skip` patterns match `name.module`."""
 
     row: TensorStatistics
     name: TensorName

@@ -30,7 +30,8 @@ log = logging.getLogger("fp8pass")
 
 MOST_PRINTED = 40  # rows of `print(monitor)`
 
-# Changes of a weight within a sample. Some optimizers run a forward with perturbed weights.
+# Number of changes of a weight within a sample that cause no warning, because some optimizers run a
+# forward with perturbed weights.
 MOST_CHANGES = 1
 
 
@@ -100,7 +101,7 @@ class Monitor(StepObserver):
         self._findings = Findings()
         self._totals: dict[tuple[str, TensorName], Tensor] = {}
         self._modules: dict[int, str] | None = None
-        # By address: number of changes in this sample, and last seen version.
+        # By address of a weight: number of changes in this sample, and last seen version.
         self._changes: dict[int, tuple[int, int]] = {}
         self._warned = False
 
@@ -163,7 +164,7 @@ class Monitor(StepObserver):
             )
 
     def record(self, prefix: str, name: TensorName, totals: Tensor) -> None:
-        """Add totals of a tensor in the compiled part of the model at path `prefix`."""
+        """Add a tensor's totals. The tensor belongs to the compiled submodule at path `prefix`."""
         before = self._totals.get((prefix, name))
         self._totals[prefix, name] = totals if before is None else merge(before, totals)
 
@@ -189,9 +190,9 @@ class Monitor(StepObserver):
             return "The first sample is not complete: call monitor.step() at the end of the step."
         if self.steps:
             return (
-                f"Nothing sampled by step {self.steps}: no graph with this monitor quantizes. "
-                "Compile with backend=fp8pass.backend(config, monitor=monitor) and a recipe other "
-                "than 'exact', and call monitor.step() after each optimizer.step()."
+                f"Nothing sampled by step {self.steps}: no graph with this monitor quantizes "
+                "tensors. Compile with backend=fp8pass.backend(config, monitor=monitor) and a "
+                "recipe other than 'exact', and call monitor.step() after each optimizer.step()."
             )
         return (
             "Nothing sampled yet: no step has run. Compile with backend=fp8pass.backend(config, "
@@ -229,7 +230,7 @@ def _make_table(rows: list[TensorStatistics]) -> Table:
         numbers = f"{r.amax:.3g}", *shares, f"{r.sqnr_db:.1f}", str(r.nonfinite or "")
         table.add_row(r.module, r.tensor, r.scales, r.format, *numbers)
     table.caption = (
-        "saturated: elements rounded to the largest value of the format; each amax is one"
+        "saturated: elements rounded to the largest value of the format; an amax may be among them"
     )
     if len(rows) > MOST_PRINTED:
         table.caption += f"; and {len(rows) - MOST_PRINTED} more rows in monitor.latest"

@@ -30,7 +30,7 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 
 fp8 = torch.ops.fp8pass
 
-# Maximum number of blocks times the number of micro-batches in flight.
+# Maximum number of remembered forwards: one for each pair of a block and a micro-batch in flight.
 MOST_FORWARDS = 4096
 # After this number of forwards, the sampler drops references to freed memory.
 COMPACT_EVERY = 64
@@ -86,7 +86,8 @@ class Sampler:
     def _find_forward_prefix(self, arguments: Sequence[Any]) -> str:
         """Return the path of the forward that ran before the backward with these `arguments`.
 
-        This forward shares the most memory with them. If no forward does, it is the last one.
+        This is the forward that shares the most memory with the arguments. If no forward shares
+        memory with them, it is the last remembered forward.
         """
         memory = _collect_memory(arguments)
         found = max(
@@ -111,7 +112,7 @@ class SampledForward:
     def drop_freed(
         self, shared: dict[frozenset[compat.StorageWeakRef], frozenset[compat.StorageWeakRef]]
     ) -> SampledForward:
-        """Drop freed storages. `shared` has one object for equal sets."""
+        """Drop freed storages. `shared` maps equal sets of storages to one set object."""
         arguments, results = (
             frozenset(x for x in memory if not x.expired())
             for memory in (self.arguments, self.results)
@@ -146,7 +147,7 @@ class MeasuringInterpreter(fx.Interpreter):
         return super().run_node(n)
 
     def find_prefix(self, arguments: Sequence[Any]) -> str:
-        """Return the path of the part of the model that runs. The graph has paths in this part."""
+        """Return the path of the module that runs. Paths in the graph are relative to it."""
         for index, module in self.weights:
             path = self.monitor.module_of(arguments[index])
             if path is not None and path.endswith(module):
@@ -184,7 +185,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _find_weights(g: fx.Graph) -> list[tuple[int, str]]:
-    """Return input indices of linear weights, and the layers' paths."""
+    """Return a pair for each linear weight: the index of its input, and the layer's path."""
     placeholders = g.find_nodes(op="placeholder")
     return [
         (placeholders.index(weight), module)
@@ -205,7 +206,7 @@ class Versions(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap | None:
-        """Compile the sampled version, and with a fallback the careful version."""
+        """Compile the sampled version, and with `Monitor.fallback` the careful version."""
         if not torch.is_grad_enabled():
             return None
         monitor, sampler = self.monitor, Sampler(self.monitor)
@@ -231,7 +232,7 @@ def dispatch(monitor: Monitor, sampled: Program, careful: Program, normal: Progr
         if hardware.launches_at_once():
             raise ConfigError(
                 "capture_step replays one version of the model, and a Monitor selects the version "
-                "of each step: train with one of the two."
+                "of each step: use either capture_step or a Monitor."
             )
         if monitor.falls_back:
             return careful(*args)

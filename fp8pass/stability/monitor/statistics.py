@@ -1,4 +1,4 @@
-"""Statistics of a quantized tensor: the device computes totals, the host computes the rest."""
+"""Statistics of a quantized tensor: the device computes totals, the host derives statistics."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ COLUMNS = tuple(f.name for f in fields(TensorStatistics))
 def measure(x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:
     """Measure the quantization of `x` on its device, without waiting for the device.
 
-    `group` consecutive elements share a `scale`, or all elements share one. Return float64 [8]:
-    amax; counts of elements, nonzero elements, saturated elements, elements rounded to zero, and
-    nonfinite elements; the energies of signal and noise.
+    `group` consecutive elements share a `scale`, or all elements share one scale. Return float64
+    [8]: amax; counts of elements, nonzero elements, saturated elements, elements rounded to zero,
+    and nonfinite elements; the energies of signal and noise.
     """
     groups = x.detach().reshape(-1, group)
     scales = scale.detach().float().reshape(-1, 1).expand(groups.shape[0], 1)
@@ -106,7 +106,7 @@ def _measure_chunk(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 
 
 def merge(a: Tensor, b: Tensor) -> Tensor:
-    """Take the larger amax, and sums of the other numbers."""
+    """Merge the totals of two measurements: take the larger amax, and add the other numbers."""
     return torch.cat([torch.maximum(a[:1], b[:1]), a[1:] + b[1:]])
 
 

@@ -37,7 +37,7 @@ class CsvWriter:
             return file.readline().rstrip("\r\n")
 
     def write(self, rows: Sequence[TensorStatistics]) -> None:
-        """Write a header if the file is empty."""
+        """Append the rows, after a header if the file is empty."""
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             if file.tell() == 0:
