@@ -1,7 +1,7 @@
 """Estimate the time for saving a forward value, or for restoring it in the backward.
 
-Saving the exact value costs a write, unless the forward stores it anyway, and a read. Formats of
-few bits move fewer bytes. But a value that no generated code computes, such as the result of a
+Saving the exact value costs a read, and a write unless the forward stores the value anyway. Formats
+of few bits move fewer bytes. But a value that no generated code computes, such as the result of a
 GEMM, is quantized by a kernel of its own. And if a GEMM reads the value in the backward, the
 dequantized or recomputed value must be written to memory in full.
 """

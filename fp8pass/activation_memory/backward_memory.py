@@ -35,7 +35,7 @@ BUFFERED_KINDS = (*EXPENSIVE_KINDS, Kind.REDUCTION, Kind.QUANTIZE)
 class Lifetime(NamedTuple):
     """The first and last time at which a forward value is alive in the backward.
 
-    A saved value is alive from the start of the backward.
+    A saved value is alive from the start of the backward, also before `first`.
     """
 
     first: float = math.inf

@@ -26,7 +26,7 @@ from torch import Tensor
 from fp8pass.error_analysis.factors import Factors, Jacobian, Key
 from fp8pass.error_analysis.samples import ON_CPU, Samples
 
-Amplifications = dict[Symbol, dict[Symbol, float]]  # [source][output]; the source is inexact
+Amplifications = dict[Symbol, dict[Symbol, float]]  # [source][output], for an inexact source
 BySource = dict[Symbol, Tensor]  # sources that have no effect are missing
 
 

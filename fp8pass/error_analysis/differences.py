@@ -56,8 +56,8 @@ class Differences:
     def __contains__(self, node: fx.Node) -> bool:
         """Whether `node` is a sum with terms that may nearly cancel.
 
-        The variance of each row is a difference. The deviations in batch normalization are not,
-        because AOTAutograd subtracts the mean twice.
+        The variance of each row is a difference. The deviations in batch normalization are not:
+        AOTAutograd subtracts the mean again in the backward, which would then need the exact input.
         """
         if node.target in VARIANCES:
             return _is_for_each_row(node)

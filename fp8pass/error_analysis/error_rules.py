@@ -56,7 +56,7 @@ ADDED_TO_GRADIENT = "the backward adds this tensor to a gradient and may use the
 BY_CHOICE = "read by a layer that the options keep in high precision"
 IN_A_DISTANCE = "used in a distance, where its squares and products nearly cancel"
 OF_THE_HEAD = "computed from the logits in the forward, for the gradients of an output head"
-FEW_TOKENS = "attention over few tokens: gradients of scores nearly cancel, but their errors do not"
+FEW_TOKENS = "attention over few tokens: terms of score gradients nearly cancel, but errors do not"
 
 Use = Amplification | str  # the amplification of a use, or the reason why the value must be exact
 
@@ -263,7 +263,7 @@ class Rules:
                 yield self._use_output(user) if is_output else self._use_operand(user)
         elif is_backward and kind(user) not in (Kind.SYMBOL, Kind.CREATION, Kind.VIEW):
             name = operator_name(user)
-            yield f"no rule bounds errors in the operator {name}, which reads it in the backward"
+            yield f"no rule bounds errors in the backward operator {name}, which reads this tensor"
 
     def _is_by_choice(self, user: fx.Node) -> bool:
         return bool(user.meta.get(HIGH_PRECISION_BY_CHOICE)) and user in self.backward
