@@ -52,7 +52,11 @@ class CompileLog(Hooks):
     def before_compile(
         self, gm: fx.GraphModule, config: Config, compile_version: CompileVersion
     ) -> Wrap:
-        """Return a function that logs a cached graph's stored messages, or stores new messages."""
+        """Return a function to call with the compiled graph.
+
+        If PyTorch took the graph from its caches, the function logs the graph's stored messages.
+        Otherwise it stores the messages of this compilation.
+        """
         stored = StoredMessages.find(gm, config)
         returns_logits = bool(find_returned_logits(gm))
 
@@ -147,7 +151,7 @@ def _warn_once(kind: str, text: str) -> None:
 
 
 def _inform(line: str) -> None:
-    """Log a line, or print it to stderr if logging is not set up and so would not show it."""
+    """Log a line as INFO, or print it to stderr if logging is not set up and would drop it."""
     if log.hasHandlers() or log.level != logging.NOTSET:
         log.info("%s", line)
     else:
@@ -196,7 +200,7 @@ class StoredMessages:
             return {}
 
     def write(self, messages: dict[str, str]) -> None:
-        """Store messages, if any. Other processes never read an incomplete file."""
+        """Store messages, if any. The file is replaced atomically, so it is never incomplete."""
         if not self.path or not messages:
             return
         part = self.path.with_suffix(f".{os.getpid()}")

@@ -23,7 +23,9 @@ from fp8pass.tools.cli.parsing import Failure, UsageError, find_device
 
 
 def run_demo(options: argparse.Namespace) -> list[Run]:
-    """Train with and without fp8pass, and print the results. `options.py` defines `options`.
+    """Train with and without fp8pass, and print the results.
+
+    `options` are the command-line options that `options.py` defines.
 
     Raises:
         ConfigError: the recipe does not exist.
@@ -76,7 +78,7 @@ def hide_compile_log() -> Iterator[None]:
 
 
 def compare(recipe: str, data: Data, size: Size, seed: int, console: Console) -> list[Run]:
-    """Train with stock `torch.compile`, with fp8pass, and again with stock and another seed."""
+    """Train three variants: stock `torch.compile`, fp8pass, and stock with another seed."""
     with_fp8pass = partial(torch.compile, backend="fp8pass", options={"recipe": recipe})
     variants: list[tuple[str, Compile, int]] = [
         ("torch.compile", torch.compile, seed),

@@ -24,7 +24,7 @@ SKIPPED_FOLDERS = frozenset(
 
 
 def read_text(path: Path | None) -> bytes:
-    """Return the first MAX_TEXT_BYTES of a file, folder or the standard library.
+    """Return at most MAX_TEXT_BYTES of text from a file, a folder or the standard library.
 
     Raises:
         UsageError: the path does not exist.
@@ -43,7 +43,7 @@ def read_text(path: Path | None) -> bytes:
 
 
 def source_files(path: Path | None) -> list[Path]:
-    """List the files of text in a random order, which is the same in every call."""
+    """List the files to read, in a random order that is the same in every call."""
     if path and path.is_file():
         return [path]
     root = path or Path(sysconfig.get_paths()["stdlib"])
@@ -57,7 +57,7 @@ def source_files(path: Path | None) -> list[Path]:
 
 @dataclass(frozen=True)
 class Data:
-    """The text, as uint8 [N] on the device that trains the model."""
+    """Training and held-out text, each as uint8 [N] on the device that trains the model."""
 
     train: Tensor
     held_out: Tensor
@@ -97,6 +97,6 @@ class Data:
 
 
 def _take_windows(tokens: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, int64 [B, seq]."""
+    """Return the inputs and targets that begin at `starts`, each int64 [B, seq]."""
     index = starts[:, None] + torch.arange(seq, device=starts.device)
     return tokens[index].long(), tokens[index + 1].long()

@@ -89,7 +89,7 @@ class Decoder(nn.Module):
 
 
 def rope_tables(seq: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, fp32 [seq, head_dim]."""
+    """Return the cosines and sines of the rotary embeddings, each fp32 [seq, head_dim]."""
     angles = torch.arange(seq)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()

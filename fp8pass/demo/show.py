@@ -82,7 +82,7 @@ def explain_speed(device: torch.device) -> str:
 
 
 def write_plot(runs: list[Run], folder: Path) -> str:
-    """Return a line about the file's path, or why it is missing."""
+    """Plot the loss curves. Return a line with the file's path, or with the reason for no plot."""
     try:
         figure = make_figure("the demo", figsize=(8, 6))
     except ImportError:

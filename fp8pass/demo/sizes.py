@@ -1,4 +1,4 @@
-"""The sizes of the model that the demo trains."""
+"""The sizes of the demo's model, its batches and its training."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Meter:
         return time.perf_counter()
 
     def read(self) -> tuple[float, int | None]:
-        """Return seconds, and bytes (None on a CPU)."""
+        """Return the elapsed seconds, and the peak bytes (None on a CPU)."""
         seconds = self._now() - self.start
         on_gpu = self.device.type == "cuda"
         return seconds, torch.cuda.max_memory_allocated(self.device) if on_gpu else None
@@ -75,7 +75,10 @@ def run_variant(
 def train(
     model: Any, data: Data, size: Size, seed: int, on_step: OnStep
 ) -> tuple[list[float], float, int | None]:
-    """Return the losses of all steps, and tokens per second and peak bytes after a warm-up."""
+    """Return the losses of all steps, the tokens per second, and the peak bytes.
+
+    Speed and peak are measured after the first steps, because the first step compiles.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=size.peak_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -100,7 +103,7 @@ def train(
 
 
 def learning_rate(step: int, size: Size) -> float:
-    """Warm up linearly for 1/5 of the steps, then follow a cosine to peak/10."""
+    """Return the learning rate: linear warm-up for 1/5 of the steps, then a cosine to peak/10."""
     warm_up = max(1, size.steps // 5)
     progress = max(0, step - warm_up) / (size.steps - warm_up)
     return size.peak_lr * min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))

@@ -2,15 +2,15 @@
 
     import fp8pass.integrations.accelerate
 
-accelerate has an enum of allowed names. The import adds `fp8pass`, for
+accelerate allows only the names in an enum. The import adds the name `fp8pass`, for
 `Accelerator(dynamo_backend=...)`, `TorchDynamoPlugin`, `ACCELERATE_DYNAMO_BACKEND`, and the
-`torch_compile_backend` of transformers' and TRL's Trainers. Without the import, run a script
-through this module, with `accelerate launch`, `torchrun` or `python`:
+`torch_compile_backend` of transformers' and TRL's Trainers. To use a script without this import,
+run the script through this module, with `accelerate launch`, `torchrun` or `python`:
 
     accelerate launch -m fp8pass.integrations.accelerate train.py --its arguments
 
-This also sets `ACCELERATE_DYNAMO_BACKEND=FP8PASS`. The import has no effect if accelerate accepts
-the name (docs/upstream/accelerate_dynamo_backends.md).
+This also sets `ACCELERATE_DYNAMO_BACKEND=FP8PASS`. The import has no effect if accelerate already
+allows the name (docs/upstream/accelerate_dynamo_backends.md).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run a script, or a module after `-m`. accelerate then compiles its models with fp8pass.
+    """Run a script, or a module after `-m`. accelerate compiles the script's models with fp8pass.
 
     Raises:
         SystemExit: no script is given, or `ACCELERATE_DYNAMO_BACKEND` names another backend.

@@ -1,11 +1,11 @@
-"""PEFT's adapters of experts (`LoraConfig(target_parameters=...)`) in compiled models.
+"""Make PEFT's adapters of expert weights (`LoraConfig(target_parameters=...)`) compilable.
 
     model = get_peft_model(base, LoraConfig(target_parameters=["experts.gate_up_proj"]))
     fp8pass.integrations.peft.prepare_experts(model)
     model.compile(backend="fp8pass")
 
-In each forward, PEFT adds a parametrization to the module of experts and removes it, which Dynamo
-cannot trace. After `prepare_experts`, PEFT's wrapper instead calls the module of experts with the
+In each forward, PEFT adds a parametrization to the module of experts and removes it. Dynamo cannot
+trace this. After `prepare_experts`, PEFT's wrapper instead calls the module of experts with the
 adapted parameter. In the compiled graph, adapters become grouped GEMMs (`graph/split_adapters.py`).
 """
 
@@ -51,7 +51,7 @@ PreparedParamWrapper.__name__ = ParamWrapper.__name__  # PEFT compares names of 
 
 
 def prepare_experts(model: nn.Module) -> nn.Module:
-    """Make a model with PEFT's adapters of parameters compilable, in place.
+    """Make a model that has PEFT's adapters of parameters compilable, in place.
 
     Results do not change, except for rounding if several adapters are active. Call this function
     after the last adapter has been added, and before `fully_shard`. Saving, loading and switching

@@ -1,9 +1,9 @@
-"""`export` and `served_weights`: a trained model with FP8 weights, for vLLM, SGLang, transformers.
+"""`export` and `served_weights`: convert a model to FP8 weights for vLLM, SGLang, transformers.
 
 Each linear layer has FP8 data, `NAME.weight`, float8_e4m3fn [out, in], and fp32 scales. The weight
 is the product of the data and the scales. The serving engine quantizes the layer's inputs. The FP8
-weights are bit-identical to the FP8 weights in the forward of training, if the recipe has the same
-scales. FP32 weights are rounded to BF16 first, as autocast does.
+weights are bit-identical to the FP8 weights in the forward of training, if the recipe uses the same
+kind of scales. FP32 weights are rounded to BF16 first, as autocast does.
 
 The stacked weights of experts [E, N, K] are written as separate layers, `EXPERTS.0.up_proj.weight`,
 as in the model's checkpoints in 16 bits. Experts train with row scales in any recipe.
@@ -42,7 +42,7 @@ Format = Literal["row", "block"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How serving engines read a quantized weight."""
+    """A format in which serving engines read quantized weights."""
 
     quantization: str
     scales: str  # name of the scales, after the name of the layer
@@ -50,7 +50,7 @@ class Layout:
     configure: Callable[[list[str]], dict[str, Any]]
 
     def fits(self, rows: int, columns: int) -> bool:
-        """Whether the blocks divide a weight."""
+        """Whether the blocks of the quantization divide a weight of this size evenly."""
         sizes = zip(parse(self.quantization).block, (rows, columns), strict=True)
         return all(side < 2 or size % side == 0 for side, size in sizes)
 
@@ -73,7 +73,7 @@ def export(
         config: a configuration. Its `skip` is used instead of the `skip` of the compiled model.
 
     Returns:
-        Paths of the layers in FP8, and of stacked weights of experts.
+        Paths of the quantized layers, and of the quantized stacked weights of experts.
 
     Raises:
         ConfigError: the format is unknown, or the model is not a `PreTrainedModel`, is sharded, or
@@ -111,8 +111,8 @@ def served_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Return the tensors that `export` would write, one by one, to update a serving engine.
 
-    Sharded parameters are gathered one by one, so all ranks must iterate. In vLLM, for example,
-    `load_weights` of a model that was loaded from an exported folder takes these pairs.
+    Sharded parameters are gathered one by one, so all ranks must iterate. For example, pass the
+    pairs to `load_weights` of a vLLM model that was loaded from an exported folder.
 
     Args:
         model: a `PreTrainedModel`, compiled or not.
@@ -135,9 +135,10 @@ def served_weights(
 def _rename(
     model: PreTrainedModel, values: Iterator[tuple[str, Tensor, bool]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors with the names of a checkpoint.
+    """Yield tensors under their names in a checkpoint.
 
-    Parameters that a checkpoint splits into several tensors, or merges into one, keep their names.
+    Parameters that a checkpoint splits into several tensors, or merges into one, keep their names
+    in the model.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     empty = {name: torch.empty(x.shape, device="meta") for name, x in tensors}
@@ -169,7 +170,7 @@ def _find_layout(format: str) -> Layout:
 
 
 def _choose_layers(model: PreTrainedModel, layout: Layout, config: Config) -> list[str]:
-    """Return the paths of the layers in FP8.
+    """Return the paths of the layers and of the stacked weights of experts to quantize.
 
     Raises ConfigError if no layer fits.
     """
@@ -216,7 +217,7 @@ def _why_not_experts(
 
 
 def _conversion() -> Callable[..., dict[str, Tensor]] | None:
-    """Return transformers' conversion to checkpoints, which versions before 5 do not have."""
+    """Return transformers' function that converts to a checkpoint; None before version 5."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
@@ -225,7 +226,7 @@ def _conversion() -> Callable[..., dict[str, Tensor]] | None:
 
 
 def _in_checkpoint(model: PreTrainedModel, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, by their names, for parameters of a model."""
+    """Convert a model's parameters, by name, to the tensors of a checkpoint, by name."""
     convert = _conversion()
     return dict(convert(model, values)) if convert else values
 
@@ -233,8 +234,8 @@ def _in_checkpoint(model: PreTrainedModel, values: dict[str, Tensor]) -> dict[st
 def _quantize_layers(
     model: PreTrainedModel, layout: Layout, chosen: list[str]
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, tensor, is_converted). The name is a checkpoint's if `is_converted`, or else
-    the model's.
+    """Yield (name, tensor, is_converted). The name is from a checkpoint if `is_converted`, or else
+    from the model.
     """
     linears = {f"{name}.weight": f"{name}.{layout.scales}" for name in chosen}
     experts = find_experts(model).keys() & set(chosen)
