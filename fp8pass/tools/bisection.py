@@ -29,13 +29,13 @@ from fp8pass.tools.culprit_search import CulpritSearch
 from fp8pass.tools.folding import format_paths
 from fp8pass.tools.output import Result, make_name, make_table
 
-# The compiler option that makes a unit of this kind exact.
+# By kind of a unit: the option that keeps units exact, that is out of low-bit formats.
 OPTIONS = {"linear": "skip", "saved": "keep_exact"}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a model that can be made exact on its own.
+    """A linear layer or saved tensor that an option can keep exact, that is out of low-bit formats.
 
     Attributes:
         kind: `linear` for a linear layer with all its uses, `saved` for a tensor saved for the
@@ -50,7 +50,7 @@ class Unit:
 
     @property
     def fix(self) -> str:
-        """The entry of `skip` or `keep_exact`."""
+        """The entry of `skip` or `keep_exact` that keeps this unit exact."""
         return glob.escape(self.name)
 
 
@@ -147,14 +147,14 @@ class Bisection(Result):
             other = "other layer" if self.culprits else "layer"
             yield f"No {other} or saved tensor stands out: many of them cause the error."
         elif self.remaining:
-            yield "There may be more culprits: increase the argument most."
+            yield "There may be more culprits: pass a larger number as most=."
         if self.culprits:
             if self.parts:
                 yield (
                     f"Names are relative to the compiled parts {format_paths(self.parts)}. "
                     "Identical parts share one entry."
                 )
-            yield f"To make the culprits exact, add these options: {self.suggested!r}"
+            yield f"To run the culprits in high precision, add these options: {self.suggested!r}"
 
 
 def bisect(
@@ -257,7 +257,7 @@ def find_units(plans: Iterable[Plan]) -> list[Unit]:
 
 
 def make_options(units: Iterable[Unit], config: Config) -> dict[str, Any]:
-    """Add an entry for each unit to `skip` and `keep_exact`."""
+    """Return the `skip` and `keep_exact` of `config`, with an entry added for each unit."""
     options: dict[str, Any] = {}
     for unit in units:
         name = OPTIONS[unit.kind]
@@ -322,7 +322,7 @@ class Trials:
 
 
 def measure_relative_error(wrong: list[Tensor | None], exact: list[Tensor | None]) -> float:
-    """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors, or infinity."""
+    """Return ‖wrong - exact‖₂ / ‖exact‖₂ over all tensors; infinity if it is not finite."""
     difference = norm = 0.0
     for w, e in zip(wrong, exact, strict=True):
         if w is not None and e is not None:

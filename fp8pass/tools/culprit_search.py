@@ -1,13 +1,14 @@
 """Search for the units that cause a large gradient error, with few measurements of the error.
 
-Let E(i) be the error of all gradients if the first i units in low-bit formats, in forward order,
-are exact. Squares of independent errors add up, so the units i + 1 to j cause the squared error
-E²(i) - E²(j). The search repeatedly halves the range that causes the most error, unless the range
-causes too little error to contain a culprit. It takes about log2(n) compilations.
+Units are the n layers and saved tensors in low-bit formats, in forward order. A unit is exact if it
+is kept out of these formats. Let E(i) be the error of all gradients if the first i units are exact.
+Squares of independent errors add up, so the units i + 1 to j cause the squared error E²(i) - E²(j).
+The search repeatedly halves the range that causes the most error, unless the range causes too
+little error to contain a culprit. It finds a culprit with about log2(n) compilations.
 
 Squares of large errors do not add up: if all gradients are wrong anyway, the unit that becomes
 exact last seems to cause everything. So earlier culprits are exact while the search looks for the
-next. At the end, it drops culprits that cause little error if all others are exact.
+next culprit. At the end, it drops culprits that cause little error if all other culprits are exact.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ CULPRIT_SHARE, CULPRIT_TIMES = 0.25, 10.0
 
 
 class CulpritSearch:
-    """Finds the units that cause an error by themselves. `error` takes the set of exact units."""
+    """Finds the units that cause an error by themselves.
+
+    `error` takes the set of exact units, and returns the error of the gradients.
+    """
 
     def __init__(self, units: int, error: Callable[[frozenset[int]], float]) -> None:
         self.units = units
@@ -43,7 +47,7 @@ class CulpritSearch:
         return found
 
     def _compute_threshold(self, exact: frozenset[int]) -> float:
-        """Return the squared error that makes a unit a culprit while `exact` units are exact."""
+        """Return the squared error that makes a unit a culprit if the units `exact` are exact."""
         others = self.units - len(exact) - 1
         return max(CULPRIT_SHARE, CULPRIT_TIMES / (CULPRIT_TIMES + others)) * self.error(exact) ** 2
 
@@ -67,6 +71,9 @@ class CulpritSearch:
                 heapq.heappush(ranges, (-caused(*half), *half))
 
     def _compute_decrease(self, before: frozenset[int], after: frozenset[int]) -> float:
-        """Return how much the squared error falls; 0 if both errors are infinite."""
+        """Return how much the squared error falls from exact units `before` to exact units `after`.
+
+        The result is 0 if both errors are infinite.
+        """
         a, b = self.error(before), self.error(after)
         return 0.0 if a == b else a**2 - b**2

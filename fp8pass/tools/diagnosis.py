@@ -30,7 +30,7 @@ LAYER_KINDS = (Kind.GEMM, Kind.CONVOLUTION, Kind.ATTENTION)
 # The table marks measured errors that exceed the predicted error by this factor.
 FAR_ABOVE = 3.0
 
-# BF16 rounding and correlations cause errors up to this size.
+# BF16 rounding and correlations between errors cause relative errors up to this size.
 NEGLIGIBLE_ERROR = 0.01
 
 
@@ -42,8 +42,8 @@ class LayerError:
         module: path of the module in the model.
         entry: the layer's path in the compiled part, as an entry for the option `skip`. Layers of
             identical parts have the same entry.
-        gradient: the tensor that the gradient belongs to: `weight`, `input`, or `attention q`, `k`,
-            `v`.
+        gradient: the tensor that the gradient belongs to: `weight`, `input`, `attention q`,
+            `attention k`, `attention v`, or `attention operand` for another operand of attention.
         shape: shape of the gradient, as text.
         mean_absolute: mean absolute error.
         relative: ‖wrong - exact‖₂ / ‖exact‖₂.
@@ -255,7 +255,7 @@ class LocalErrorInterpreter(fx.Interpreter):
 
 
 def _measure_difference(value: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Return the mean absolute and the relative L2 error (absolute if `exact` is zero)."""
+    """Return the mean absolute error, and the relative L2 error (absolute if `exact` is zero)."""
     wrong, right = value.double(), exact.double()
     norm = float(right.norm())
     error = float((wrong - right).norm())

@@ -129,9 +129,9 @@ def _measure_in_eager(
 
 @contextmanager
 def _record_linears(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Record each `nn.Linear` that runs: yield its path by the ids of its parameters.
+    """Record each `nn.Linear` that runs. Yield a mapping of the ids of its parameters to its path.
 
-    With FSDP2, these are gathered parameters. Layers that compute their weight are left out.
+    With FSDP2, these are the gathered parameters. Layers that compute their weight are left out.
     """
     found: dict[int, str] = {}
     paths: dict[nn.Module, str] = {

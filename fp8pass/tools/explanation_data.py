@@ -36,7 +36,7 @@ class ExplanationData(Result):
         graphs: the compiled graphs, in order.
         owners: path of each parameter's module, by the parameter's id.
         linears: path of each linear layer that a forward runs, by the ids of its parameters.
-        convolutions: number of convolution modules, none of which runs in FP8.
+        convolutions: number of convolution modules. Convolutions never run in FP8.
         convolution_share: share of the model's parameters that belong to convolutions.
     """
 
@@ -123,10 +123,10 @@ class ExplanationData(Result):
 
 
 def describe_operands(compiled: CompiledGraph) -> list[SavedTensor]:
-    """Return a graph's saved tensors, with the format FP8 for saved operands of FP8 GEMMs.
+    """Return a graph's saved tensors. Saved operands of FP8 GEMMs have an FP8 format in the result.
 
-    The plan lists them as `exact`, because the graph saves FP8 data unchanged. Here `bytes_exact`
-    is the size before quantization.
+    The plan lists these operands as `exact`, because the graph saves their FP8 data unchanged. In
+    the result, their `bytes_exact` is the size before quantization.
     """
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     return [_describe_operand(s, nodes[s.name]) for s in compiled.plan.saved]

@@ -14,12 +14,12 @@ class FoldedRow(NamedTuple):
 
     module: str  # pattern of the modules' paths, such as `layers.*.mlp`
     count: int  # type: ignore[assignment]  # hides tuple.count
-    item: Any  # of the first module
+    item: Any  # the item of the first module
     source: str = ""  # line of the model's code; '' if unknown
 
 
 def format_paths(paths: Iterable[str]) -> str:
-    """Write `layers.*` for paths that differ only in a number."""
+    """List paths as text. Paths that differ only in a number become a pattern like `layers.*`."""
     rows = fold_rows((path, (), path) for path in paths)
     return ", ".join(row.module or "the top level" for row in rows)
 
@@ -54,9 +54,9 @@ def fold_linears(linears: Iterable[Linear]) -> list[FoldedRow]:
 def fold_saved(
     saved: Iterable[SavedTensor], sources: Mapping[str, str] | None = None
 ) -> list[FoldedRow]:
-    """Fold equal saved tensors without scalars, the largest first.
+    """Leave out scalars, fold equal saved tensors, and sort the rows, the largest first.
 
-    Tensors with different lines in `sources` (by name) are not folded.
+    `sources` maps names of tensors to lines of code. Tensors with different lines are not folded.
     """
     lines = sources or {}
 

@@ -29,10 +29,10 @@ class Result(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-ready data."""
+        """Return the whole result as JSON-ready data."""
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return everything as JSON text. If `path` is given, also write the text to this file.
+        """Return the result as JSON text. If `path` is given, also write the text to this file.
 
         NaN and infinities, which JSON does not have, become null.
         """
@@ -44,11 +44,11 @@ class Result(ABC):
 
     @abstractmethod
     def _parts(self) -> Iterable[Any]:
-        """Yield tables and sentences."""
+        """Yield the tables and sentences that `print` shows."""
 
     @abstractmethod
     def _summary(self) -> str:
-        """Return one line."""
+        """Return the result in one line, for `repr`."""
 
     def __str__(self) -> str:
         return render_text(self._parts())
@@ -71,7 +71,7 @@ def render_text(parts: Iterable[Any]) -> str:
 
 
 def make_table(title: str, first: str, *numbers: str) -> Table:
-    """Make a table whose first column takes the remaining width."""
+    """Make a table with these headings. The first column takes the width that the numbers leave."""
     made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     made.add_column(first, overflow="fold")
     for column in numbers:

@@ -1,8 +1,8 @@
 """Use the error rules to predict the error of every gradient in a planned backward.
 
 Predicted errors are local: the error that one non-linear region, GEMM or attention adds to exact
-gradients. Rounding is idealized (`samples.rounding`): even tiny values have the relative error of
-the normal range.
+gradients. Rounding is idealized (`samples.rounding`): values below the normal range of a format get
+the relative error of the normal range, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ fp8 = torch.ops.fp8pass
 
 # Errors of GEMMs are estimated on at most this many rows and columns.
 SAMPLED_ROWS = 512
-# Fast accumulation is slow to emulate.
+# Fast accumulation is emulated on at most this many rows and columns, because emulation is slow.
 LARGEST_EMULATED = 32
 
 
@@ -46,14 +46,14 @@ class Predictor:
 
     rules: Rules
     decisions: Mapping[fx.Node, Decision]
-    values: Mapping[fx.Node, Any]  # exact, on a batch
+    values: Mapping[fx.Node, Any]  # exact values of a batch, by node
     # Error of each forward value that the backward reads.
     forward: dict[fx.Node, float] = field(default_factory=dict)
     # Error of each gradient, by the node's name before any pass; None if no rule could be derived.
     backward: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, g: fx.Graph) -> None:
-        """Visit nodes in graph order. A region follows its last input."""
+        """Predict all errors. Visit nodes in graph order, and each region after its last input."""
         members = {n for region in self.rules.regions for n in region.nodes}
         ready = self.rules.by_last_input()
         for node in g.nodes:
@@ -145,7 +145,10 @@ class Predictor:
         return matrix[: max(len(matrix) // experts, 1)].t()
 
     def _find_operand(self, node: fx.Node) -> tuple[Tensor, float]:
-        """Return an operand before quantization, with the contraction last, and its error."""
+        """Return an operand's matrix before quantization, and the operand's relative error.
+
+        The contracted dimension of the matrix is last.
+        """
         if graph.is_call(node, fp8.transpose.default):
             matrix, error = self._find_operand(node.args[0])  # type: ignore[arg-type]
             return matrix.t(), error
@@ -210,7 +213,7 @@ def _sample_rows(matrix: Tensor, most: int) -> Tensor:
 
 
 def estimate_accumulation_error(a: Tensor, b: Tensor) -> float:
-    """Estimate the error of fast accumulation on a few rows."""
+    """Estimate the error of fast accumulation in the GEMM a @ b.T, from a few rows of each."""
     operands = []
     for x in (a, b):
         some = _sample_rows(x, LARGEST_EMULATED).float()

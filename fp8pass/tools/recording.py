@@ -45,7 +45,7 @@ class Record:
     ctx: Context  # for the nodes of `planned`
     decisions: dict[fx.Node, Decision]  # about the nodes of `planned`
     module: str = ""  # path of the module that ran, to which paths in the graph are relative
-    inputs: dict[str, Any] = field(default_factory=dict)  # by placeholder
+    inputs: dict[str, Any] = field(default_factory=dict)  # by placeholder's name
 
     @property
     def complete(self) -> bool:
@@ -57,7 +57,7 @@ class Record:
         )
 
     def run(self, interpreter: fx.Interpreter) -> None:
-        """Run a graph with fixed random numbers. Inputs that it overwrites are copied first."""
+        """Run a graph on copies of inputs that it overwrites. All runs use equal random numbers."""
         written = {
             node.args[0].name
             for node in self.exact.graph.find_nodes(op="call_function", target=aten.copy_.default)
@@ -68,15 +68,15 @@ class Record:
             interpreter.run(*given)
 
     def exact_values(self) -> dict[str, Any]:
-        """Return all values before the passes, by name."""
+        """Run the graph from before the passes, and return the values of all nodes by name."""
         interpreter = fx.Interpreter(self.exact, garbage_collect_values=False)
         self.run(interpreter)
         return {node.name: value for node, value in interpreter.env.items()}
 
     def planned_values(self, exact: dict[str, Any]) -> dict[fx.Node, Any]:
-        """Return the exact values by node of `planned`.
+        """Return the exact values of the nodes of `planned`. `exact` has exact values by name.
 
-        Views and copies that passes added are computed from these values.
+        The values of views and copies that passes added are computed from these values.
         """
         values: dict[fx.Node, Any] = {}
         for node in self.planned.graph.nodes:
@@ -90,7 +90,7 @@ class Record:
 
 
 def arrange_as(node: fx.Node, value: Any) -> Any:
-    """Transpose and flatten the value of a GEMM like the node that replaced the GEMM."""
+    """Transpose and flatten the value of a GEMM to the layout of `node`, which replaced it."""
     if REPLACED_GEMM not in node.meta or not isinstance(value, Tensor):
         return value
     value = value.mT if IS_TRANSPOSED in node.meta else value
@@ -106,8 +106,8 @@ def _moves_data(node: fx.Node) -> bool:
 class Recorder:
     """Records the runs of one joint graph.
 
-    `passes` copy the graph. `compile` replaces Inductor, and records the inputs of each run, which
-    must be copied if their memory is freed after the run.
+    `passes` copy the graph. `compile` replaces Inductor, and records the inputs of each run. With
+    `copies`, it copies the inputs, because their memory is freed after the run.
     """
 
     def __init__(self, config: Config, records: list[Record], *, copies: bool) -> None:
@@ -121,7 +121,7 @@ class Recorder:
         """The passes of `config`, and passes that copy the graph."""
         return (
             ("before", JOINT_PASSES[0].__name__, self._copy_exact),
-            # Later passes merge the GEMMs of several layers.
+            # Copy the graph here, because later passes merge the GEMMs of several layers.
             ("after", materialize_plan.__name__, self._copy_rewritten),
             *self.config.passes,
             ("before", materialize_plan.__name__, self._copy_planned),
@@ -164,8 +164,9 @@ class Recorder:
     def _record_backward(self, inputs: dict[str, Any]) -> None:
         """Add the inputs of a backward to the record of its forward.
 
-        Backwards run in reverse order. The forward has read the same tensors and numbers. Later
-        forwards without a backward are unused, or `torch.utils.checkpoint` ran them again.
+        Backwards run in reverse order, so the forward is the last one that read the same tensors
+        and numbers. Later forwards have no backward: their results are unused, or
+        `torch.utils.checkpoint` ran them again.
         """
         while self._waiting:
             run = self._waiting.pop()

@@ -47,7 +47,7 @@ def check_configuration(tool: str, model: Any, config: Any) -> Config:
 def find_recipe(config: Config) -> tuple[str, dict[str, Any]]:
     """Return the recipe that differs from `config` in the fewest options, and these options.
 
-    The option `compiler` is ignored, and `coat` is preferred.
+    The option `compiler` is ignored. If several recipes differ equally, `coat` is preferred.
     """
     found = {}
     for name in ("coat", *RECIPES):
@@ -97,7 +97,7 @@ def why_not_callable(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def compute_loss(loss_fn: Callable[[Any, Any], Tensor], program: Any, batch: Any) -> Tensor:
-    """Return the loss.
+    """Call `loss_fn(program, batch)`, and return the loss.
 
     Raises:
         TypeError: `loss_fn` takes other arguments, or does not return a tensor of one element.
@@ -166,7 +166,7 @@ def find_compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def compile_as(model: nn.Module, backend: Callable[..., Any]) -> Iterator[Any]:
-    """Compile the parts that fp8pass compiles, or the whole model, with `backend`.
+    """Compile the parts that were compiled with fp8pass, or else the whole model, with `backend`.
 
     Caches of compiled code start empty, and gradients are enabled.
     """

@@ -14,8 +14,9 @@ from fp8pass.tools.running import find_leaves, is_sharded
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Return the bytes that one forward of `model`, compiled or not, saves for its backward.
 
-    Parameters, buffers and leaves do not count, and shared storages count once. Saved tensors are
-    freed immediately, so they may exceed the device's memory. The backward cannot run.
+    Parameters, buffers, and leaf tensors of the arguments that require a gradient do not count.
+    Shared storages count once. Each saved tensor is freed immediately, so that all of them together
+    may exceed the device's memory. The backward cannot run afterwards.
     """
     held = (*model.parameters(), *model.buffers(), *find_leaves((args, kwargs)))
     own = {compat.weak_storage(t) for t in held}

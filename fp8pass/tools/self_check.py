@@ -37,8 +37,8 @@ fp8 = torch.ops.fp8pass
 GROUP = 128
 ROWS = 1, 17, 130
 COLUMNS = 128, 640
-# Library GEMMs add products in another order than the reference. These are the largest differences,
-# as shares of the result and of the sum of the magnitudes of its terms.
+# Library GEMMs sum in another order than the reference. A result may differ by the first share of
+# its magnitude, plus the second share of the sum of the magnitudes of its terms.
 GEMM_ERROR, TERM_ERROR = 2.0**-7, 2.0**-10
 CAST_ERROR = 2.0**-7
 
@@ -62,12 +62,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of the device, and results of the reference."""
+    """Results of one check: computed by the device, and by the reference."""
 
     case: str
     got: list[Tensor]
     want: list[Tensor]
-    allowed: list[Tensor] | None = None  # largest differences; None if bits must be equal
+    allowed: list[Tensor] | None = None  # allowed differences; None if bits must be equal
 
 
 Check = Callable[[torch.device], Iterator[Comparison]]
@@ -119,7 +119,7 @@ def quantize(x: Tensor, text: str) -> tuple[Tensor, Tensor]:
 
 # --- kernels --------------------------------------------------------------------------------------
 
-# The steps are products and sums, which have the same bits on all devices.
+# Its steps are only multiplications and additions. Their results are bitwise equal on all devices.
 ROW_PROGRAM = Program(
     (Load("w", "column"), Load("x", "full"), Load("y", "full")),
     (
@@ -259,14 +259,14 @@ def _check_optimizer(device: torch.device) -> Iterator[Comparison]:
             weight.grad = _random(17, 130, seed=step + 1).float().to(place)
             optimizer.step()
         found.append(weight.detach())
-    # A moment near the middle of two FP8 numbers may be rounded up or down.
+    # A moment near the midpoint between two FP8 numbers may be rounded up or down.
     yield Comparison(
         "three steps of 17×130", found[:1], found[1:], [2.0**-8 * found[1].abs() + 1e-3]
     )
 
 
 def _check_generated(device: torch.device) -> Iterator[Comparison]:
-    """Check casts that Inductor generates, in groups and transposed."""
+    """Check the casts that Inductor generates: with group scales, and transposed."""
     texts = [f"{f.name} 1×{GROUP}" for f in SAVED_FORMATS]
 
     def cast(x: Tensor, factor: float) -> list[Tensor]:
@@ -285,8 +285,8 @@ def _check_generated(device: torch.device) -> Iterator[Comparison]:
 
     x = _random(48, 640).float()
     lowered, want = trace_and_lower(partial(cast, factor=1.0), x.to(device)), cast(x, 1.0)
-    # Generated divisions and powers are less precise, so values near the middle of two numbers may
-    # be rounded up or down.
+    # Generated divisions and powers are less precise, so values near the midpoint between two FP8
+    # numbers may be rounded up or down.
     ends = zip(cast(x, 1 - CAST_ERROR), cast(x, 1 + CAST_ERROR), want, strict=True)
     allowed = [torch.maximum((a - b).abs(), CAST_ERROR * c.abs()) for a, b, c in ends]
     yield Comparison("48×640", torch.compile(lowered)(x.to(device)), want, allowed)
@@ -360,7 +360,7 @@ def _check_experts(device: torch.device) -> Iterator[Comparison]:
 
 def _why_no_rows(device: torch.device) -> str | None:
     lacking = hardware.why_no_fp8_gemm(device) or hardware.why_no_row_scales(device)
-    return lacking and f"uses one scale per tensor: {lacking}"
+    return lacking and f"this GPU uses one scale per tensor: {lacking}"
 
 
 CHECKS: dict[str, tuple[Callable[[torch.device], str | None], Check]] = {

@@ -53,8 +53,8 @@ def sharpness(
             language model, or [batch, vocabulary]. The model returns them as a tensor, first in a
             tuple, or as `logits` of an object or mapping.
         loss_fn: `loss_fn(model, batch)` returns a scalar, the mean loss over the last tokens of all
-            sequences. The argument `model` is not the model itself: it returns only the logits of
-            the last token, [batch, 1, vocabulary] in FP64.
+            sequences. Its argument `model` is a stand-in that returns only the logits of the
+            last token, [batch, 1, vocabulary] in FP64.
         batch: passed to `loss_fn`. For one sequence the result is the paper's metric. For several
             sequences, one search covers all of them, and f is their mean loss.
         epsilon: ε, the half width of the box relative to |y| + 1.

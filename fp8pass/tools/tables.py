@@ -87,8 +87,10 @@ def _make_collectives_table(title: str, collectives: list[Collective]) -> Table:
 
 
 def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
-    """Show Case 1 (inputs of a region stored) and Case 2 (intermediate results, too) of the paper
-    AGoQ.
+    """Make the table of error rules: how much each region amplifies errors of stored values.
+
+    The columns are Case 1 (inputs of a region stored) and Case 2 (intermediate results, too) of the
+    paper AGoQ.
     """
     columns = "×", "inputs stored", "results, too"
     table = make_table(f"{title}: error rules", "module, operators, inputs", *columns)
@@ -101,7 +103,7 @@ def _make_rules_table(title: str, rules: list[RuleSummary]) -> Table:
 
 
 def _make_frontier_table(title: str, plan: Plan) -> Table:
-    """Saved bytes are rounded up, so that they are valid memory budgets."""
+    """Make the table of the frontier. Saved bytes are rounded up to be valid memory budgets."""
     points = sort_points({*plan.frontier, *([plan.point] if plan.point else [])})
     host = ["MiB on host"] if any(p.host_bytes for p in points) else []
     columns = "saved", "of unlimited", *host, "peak MiB", "added ms", "grad error"
@@ -213,11 +215,11 @@ def _describe_checkpointing(explanation: ExplanationData) -> str:
         without = sum(c.bytes_without or 0 for c in inside)
         least = sum(c.least_without or 0 for c in inside)
         text += (
-            f"\ntorch.utils.checkpoint makes the backward recompute {products} matrix products and "
-            "the operators between them, so fp8pass saves nothing there in low-bit formats. These "
-            f"graphs save {format_mib(saved)} MiB. Without checkpointing they would save "
-            f"{format_mib(without)} MiB, and a memory_budget can reduce this to "
-            f"{bytes_text(least, up=True)}."
+            f"\ntorch.utils.checkpoint makes the backward recompute {products} GEMMs and "
+            "attention operators, and all operators between them, so fp8pass saves none of their "
+            f"results in low-bit formats. These graphs save {format_mib(saved)} MiB. Without "
+            f"checkpointing, the graphs would save {format_mib(without)} MiB, and a memory_budget "
+            f"can reduce this to {bytes_text(least, up=True)}."
         )
     if around:
         text += (
@@ -248,7 +250,7 @@ def _describe_offload(plans: Sequence[Plan]) -> str:
         f"\nSaved in host memory: {format_mib(sum(o.bytes for o in found))} MiB. Copies take "
         f"{link:.3g} ms per step at {found[0].bandwidth / 1e9:.3g} GB/s; {wait:.3g} ms of them are "
         "exposed. Copies in flight take at most "
-        f"{format_mib(max(o.in_flight_bytes for o in found))} MiB of the GPU."
+        f"{format_mib(max(o.in_flight_bytes for o in found))} MiB of GPU memory."
     )
 
 

@@ -186,7 +186,7 @@ def test_a_saved_tensor_is_found(config):
     assert names(found) == [("saved", "1.up")]
     assert found.culprits[0].module == "1.up"
     assert not found.spread
-    assert "increase the argument most" in str(found)
+    assert "pass a larger number as most=" in str(found)
     # The suggested options remove the error.
     fixed = fp8pass.bisect(model, loss, X, config=replace(config, **found.suggested), most=1)
     assert fixed.error == found.remaining < 0.8 * found.error
@@ -308,7 +308,7 @@ def test_the_printed_report(tmp_path, capfd):
     *_, last = str(found).strip().splitlines()
     assert repr(found).startswith("<fp8pass.Bisection: gradient error ")
     assert "\n" not in repr(found)
-    assert last == "To make the culprits exact, add these options: {'skip': ('1.up',)}"
+    assert last == "To run the culprits in high precision, add these options: {'skip': ('1.up',)}"
     data = json.loads(found.to_json(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text()) == data
     (culprit,) = data["culprits"]

@@ -88,7 +88,7 @@ def test_explain_reports_bytes_without_checkpointing(caplog):
     checkpointing = graph.plan.checkpointing
     assert checkpointing.products == 4
     assert checkpointing.bytes_without == want.saved_bytes > got.saved_bytes
-    assert "makes the backward recompute 4 matrix products" in str(got)
+    assert "makes the backward recompute 4 GEMMs and attention operators" in str(got)
     least = checkpointing.least_without
     assert least < 0.5 * want.saved_bytes
     budget = Config(memory_budget=least)  # the budget can be met
