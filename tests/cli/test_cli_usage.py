@@ -96,7 +96,7 @@ def test_warnings_come_without_lines_of_source(run):
         (["factories:broken"], "running the model without fp8pass failed: RuntimeError: it broke."),
         (
             ["factories:model", "--input", "3x5"],
-            "The inputs were float32 3x5; pass others with --input",
+            "The inputs were float32 3x5; pass other inputs with --input",
         ),
     ],
     ids=lambda words: words[0] if isinstance(words, list) else "",

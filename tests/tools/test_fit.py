@@ -87,7 +87,7 @@ def test_nothing_fits(fitted):
     assert not fitted.fits
     least = min(c.gpu_bytes for c, _ in fitted.tried) / MIB
     with pytest.raises(
-        ConfigError, match=rf"smallest way to train takes {least:.0f} MiB .* too much for the GPU"
+        ConfigError, match=rf"least GPU memory takes {least:.0f} MiB .* too much for the GPU"
     ):
         _ = fitted.lines
     assert fitted.why_not in " ".join(str(fitted).split())

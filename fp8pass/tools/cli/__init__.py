@@ -4,7 +4,7 @@ commands.py      the commands explain, fit, diagnose, bisect and demo
 env.py           the command env: facts for a bug report
 target.py        the argument TARGET: a model and its inputs
 huggingface.py   a model and inputs from a Hugging Face config.json
-model_run.py     runs the model without fp8pass, to see its own errors first; the model's loss
+model_run.py     runs a model without fp8pass, to see its own errors first; computes its loss
 parsing.py       arguments, tasks and errors of all commands
 """
 

@@ -62,9 +62,9 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
 def _add_fit_options(parser: argparse.ArgumentParser) -> None:
     _add_options(parser, plot="memory over a step", runs=False)
     add = parser.add_argument
-    gpu = "the GPU by name, memory or both: RTX4090, 16GiB, H200,16GiB (default: this machine's)"
+    gpu = "the GPU by name, memory or both: RTX4090, 16GiB, H200,16GiB (default: the local GPU)"
     add("--gpu", help=gpu)
-    add("--host", help="host memory: 64GiB (default: what is available here)")
+    add("--host", help="host memory: 64GiB (default: the available memory of this machine)")
     sums = "micro-batches whose gradients are summed before an update (default: 1)"
     add("--accumulate", type=int, default=1, metavar="N", help=sums)
     blocks = (
@@ -154,7 +154,7 @@ def _run_demo(options: argparse.Namespace) -> None:
 COMMANDS = (
     Command(
         "explain",
-        "show formats and memory of a model with fp8pass, and the reasons",
+        "show the formats that fp8pass chooses for a model, the reasons, and the memory",
         "Show which linear layers run in FP8, the formats of saved tensors, and why. Runs one\n"
         "forward of the model and trains nothing.\n\n" + target.TARGET_HELP,
         (
@@ -188,8 +188,8 @@ COMMANDS = (
         "diagnose",
         "measure the gradient error that each layer of a model adds",
         "Measure the gradient error that each layer adds on one batch, and compare it with the\n"
-        "error that the rules predict. Much larger errors are marked, with the option that avoids\n"
-        "them.\n\n" + target.TARGET_HELP,
+        "error that the rules predict. Errors far above the prediction are marked, with the\n"
+        "option that avoids them.\n\n" + target.TARGET_HELP,
         (
             "fp8pass diagnose models:build",
             "fp8pass diagnose llama/config.json --recipe agoq --plot errors.png",
@@ -201,8 +201,9 @@ COMMANDS = (
     Command(
         "bisect",
         "find the layers and saved tensors that cause a large gradient error",
-        "Find the linear layers and saved tensors that cause a large gradient error, by\n"
-        "running one step of the model with groups of them exact.\n\n" + target.TARGET_HELP,
+        "Find the linear layers and saved tensors that cause a large gradient error.\n"
+        "Runs one step of the model several times, each time with other layers and tensors in\n"
+        "high precision.\n\n" + target.TARGET_HELP,
         (
             "fp8pass bisect models:build",
             "fp8pass bisect model.py:build --recipe agoq --device cuda --json",

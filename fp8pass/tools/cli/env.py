@@ -26,7 +26,7 @@ LARGEST_ERROR = 0.1
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    # Importing Inductor sets some of the variables.
+    # Read the variables first, because importing Inductor sets some of them.
     variables = {
         name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)
     }
@@ -101,7 +101,7 @@ def _find_version(package: str) -> str:
 
 
 def _list_paths(device: torch.device) -> dict[str, str]:
-    """Return `yes` or the reason for each code path, and the outcome of one FP8 product."""
+    """Return `yes`, or why not, for each FP8 code path, and the outcome of one FP8 GEMM."""
     from fp8pass import hardware
 
     no_casts = "no: uses integer arithmetic, which is slower"
@@ -196,8 +196,8 @@ def _check_gpus() -> None:
 COMMAND = Command(
     "env",
     "print versions, devices and their capabilities, for bug reports",
-    "Print the facts for a bug report: versions, devices, the FP8 paths that each device supports\n"
-    "or the reason against, the result of one FP8 product on each device, environment variables.\n"
+    "Print the facts for a bug report: versions, devices, the FP8 code paths that each device\n"
+    "supports or why not, the result of one FP8 GEMM on each device, and environment variables.\n"
     "With --check, run every kernel and FP8 GEMM on each GPU instead, in about a minute.",
     ("fp8pass env", "fp8pass env --json", "fp8pass env --check"),
     add_options,

@@ -42,7 +42,7 @@ def build(config: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """
     make = _find_class(config)
     before = torch.get_default_dtype()
-    # A cast would also convert buffers that the model deliberately creates in FP32.
+    # A cast of the built model would also convert buffers that it deliberately creates in FP32.
     torch.set_default_dtype(dtype or _find_dtype(config) or torch.float32)
     try:
         with torch.device(device):
@@ -129,7 +129,7 @@ def _make_labels(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _find_dtype(config: Any) -> torch.dtype | None:
-    """Read `dtype` in transformers 5, `torch_dtype` in 4."""
+    """Return the config's dtype: `dtype` in transformers 5, `torch_dtype` in transformers 4."""
     named = config.to_dict()
     name = named.get("dtype") or named.get("torch_dtype")
     return getattr(torch, name) if name else None

@@ -23,7 +23,7 @@ def run_alone(found: Target, run: Callable[[], Any] | None = None) -> None:
 
     shapes = [*map(_describe, found.args)]
     shapes += [f"{name}={_describe(x)}" for name, x in found.kwargs.items()]
-    fix = f"The inputs were {', '.join(shapes) or 'none'}; pass others with --input."
+    fix = f"The inputs were {', '.join(shapes) or 'none'}; pass other inputs with --input."
     with (
         task("running the model without fp8pass", fix),
         torch.compiler.set_stance("force_eager"),

@@ -66,7 +66,7 @@ def check_name(what: str, text: str, choices: Iterable[str]) -> str:
 
 
 def check_device(text: str) -> str:
-    """Check the name of a device, which need not exist on this machine."""
+    """Check the form of a device's name. The device need not exist on this machine."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         message = f"{unknown('device', text, ('cpu', 'cuda'))} device is one of cpu, cuda, cuda:N."
         raise argparse.ArgumentTypeError(message)
@@ -116,7 +116,7 @@ def check_plot(options: argparse.Namespace) -> None:
 
 @contextmanager
 def task(doing: str, fix: str) -> Iterator[None]:
-    """Show the task `doing` on stderr if it is a terminal. Append `fix` to messages of its errors.
+    """Show the task `doing` on stderr if it is a terminal. Append `fix` to the task's errors.
 
     The task's stdout goes to stderr, because stdout is for the command's result.
     """

@@ -1,4 +1,4 @@
-"""Build the model that the argument TARGET names, and the arguments to call the model with."""
+"""Build the model given by TARGET, and the inputs to call it with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TARGET_HELP = """\
 TARGET is one of
   package.module:build    a function without arguments, importable from here
-  path/to/file.py:build   the same in a file
+  path/to/file.py:build   such a function in a file
   config.json             of a Hugging Face model, or its folder; random weights, no download
 build returns a model, or a tuple of a model, its inputs and a loss_fn. Inputs are a tuple of
 arguments, a dict of keyword arguments, or both in this order. loss_fn(model, batch) returns the
@@ -50,7 +50,7 @@ _INPUT = re.compile(
 
 @dataclass(frozen=True)
 class Target:
-    """A model, the arguments to call it with, and its loss function."""
+    """A model, the inputs to call it with, and its loss function."""
 
     model: Any
     args: tuple[Any, ...] = ()
@@ -63,7 +63,7 @@ class Target:
 
     @property
     def module(self) -> Any:
-        """The model inside `torch.compile`."""
+        """The original model, without the wrapper of `torch.compile`."""
         from fp8pass import compat
 
         return compat.original_of(self.model)
@@ -155,7 +155,7 @@ class Input:
     below: int  # exclusive upper bound of integers
 
     def tensor(self, device: torch.device, default_dtype: torch.dtype) -> torch.Tensor:
-        """Draw normal floats, or uniform integers or booleans."""
+        """Return a random tensor: normal floats, or uniform integers or booleans."""
         import torch
 
         dtype = getattr(torch, self.dtype) if self.dtype else default_dtype
@@ -220,7 +220,7 @@ def load(options: argparse.Namespace) -> Target:
 
 
 def build(text: str) -> Any:
-    """Call the function that `text` names, or return the `nn.Module`."""
+    """Import the object at `text`, such as `models:build`. Call it if it is not an `nn.Module`."""
     from torch import nn
 
     from fp8pass.tools.running import why_not_callable

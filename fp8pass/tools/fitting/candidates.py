@@ -1,7 +1,7 @@
-"""List the ways to train, each with its memory and its step time, the fastest first.
+"""List the training setups, each with its memory and its step time, the fastest first.
 
-Candidates combine configurations of the backend with choices of the data in host memory. Candidates
-with 4-bit saved values come last, because they are less accurate.
+Candidates combine backend configurations with choices of which data to keep in host memory.
+Candidates with 4-bit saved values come last, because they are less accurate.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fp8pass.tools.fitting.traced import TracedLayers, TracedStep
 MIB = 1 << 20
 # GPU memory of CUDA, its libraries and kernels.
 CONTEXT_BYTES = 600 * MIB
-# Share of the memory that PyTorch's allocator reserves but does not use, measured with expandable
-# segments.
+# Memory that PyTorch's allocator reserves but does not use, as a share of the allocated memory,
+# measured with expandable segments.
 UNUSED_SHARE = 0.02
 # Host memory of Python, PyTorch and the driver.
 PROCESS_BYTES = 4 << 30
 # Unused share of pinned memory, which is allocated in blocks of 2^n bytes.
 HOST_SHARE = 0.05
-# CPU time to launch one update during the backward: 12 ms for the 291 parameters of Llama-2-7B on
-# an H200 (benchmarks/results/model.json).
+# CPU time to launch the update of one parameter during the backward: 12 ms for the 291 parameters
+# of Llama-2-7B on an H200 (benchmarks/results/model.json).
 ATTACHED_SECONDS = 40e-6
 
 # Memory budgets, as shares of the bytes that are saved without a budget.
@@ -46,7 +46,7 @@ STATE_PLACES: tuple[tuple[bool, tuple[str, ...]], ...] = (
     (True, ("states", "gradients")),
     (True, ("states", "gradients", "weights")),
 )
-# Step times whose ratio is smaller count as equal. Such candidates stay in the order of
+# Step times with a smaller ratio count as equal. Candidates with equal times stay in the order of
 # `STATE_PLACES`.
 SAME_TIME = 1.01
 
@@ -98,7 +98,7 @@ def estimate_step(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train, with its memory and time."""
+    """A training setup, with its memory and time."""
 
     setup: Setup
     # Bytes at the peak, by kind: `weights`, `states`, `sums`, `staging`, `saved`, `activations`,
@@ -138,14 +138,14 @@ class Candidate:
 
 @dataclass
 class Candidates:
-    """The ways to train one model."""
+    """The training setups for one model."""
 
     traced: TracedStep | TracedLayers
     parameters: Parameters
     config: Config  # the configuration that the search varies
     accumulate: int  # number of micro-batches of a step
     gpu: Gpu
-    impossible: dict[Config, str] = field(default_factory=dict)  # why planning failed
+    impossible: dict[Config, str] = field(default_factory=dict)  # why planning failed for it
     _too_small: set[Config] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class Candidates:
             yield from self._evaluate(self._list_configs(in_4_bits))
 
     def _list_configs(self, base: Config) -> list[Config]:
-        """List configurations by expected step time."""
+        """List the configurations to try, in the order of their expected step times."""
         found = [base]
         heads = [head for plan in self.traced.plans(base) for head in plan.heads]
         if base.head_chunks is None and any(head.chunks == 1 and head.can_chunk for head in heads):
@@ -174,7 +174,7 @@ class Candidates:
         """Yield candidates, the fastest first.
 
         Planning is slow, so a configuration is planned only if it may be faster than the fastest
-        timed setup.
+        setup that was timed and not yet yielded.
         """
         timed: list[tuple[int, Setup, Seconds]] = []
         begun = -math.inf  # no later configuration is expected to have a smaller sort key
@@ -209,7 +209,7 @@ class Candidates:
         return list(zip(keys, setups, times, strict=True))
 
     def _may_help(self, config: Config) -> bool:
-        """Whether planning may succeed and return another plan than before."""
+        """Whether planning `config` may give a plan that no earlier configuration gave."""
         unlimited = replace(config, memory_budget=None)
         if unlimited in self._too_small:
             return False

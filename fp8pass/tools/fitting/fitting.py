@@ -46,7 +46,7 @@ def fit(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> Fit:
-    """Find the fastest way to train that fits a GPU and its host, without allocating memory.
+    """Find the fastest training setup that fits a GPU and its host, without allocating memory.
 
     Traces one forward and backward on fake tensors, and plans the traced graphs for several
     configurations. This machine need not have the GPU. Parameters and inputs may be on any device,
@@ -130,7 +130,9 @@ def _describe_inputs(*values: Any) -> str:
 
 
 def _search(candidates: Candidates, found: Fit) -> None:
-    """Try candidates until one fits. If the host is too small for any process, try only one."""
+    """Try candidates until one fits. If the host is too small for any process, try only one
+    candidate.
+    """
     for candidate in candidates.all():
         why_not = candidate.why_not(found.gpu.memory, found.host)
         found.tried.append((candidate, why_not))
@@ -151,7 +153,7 @@ def _add_notes(candidates: Candidates, found: Fit) -> None:
             f"Copies to and from the host, at {found.gpu.link / 1e9:.0f} GB/s each way, take "
             f"{seconds.link:.3g} s per step; the GPU waits {seconds.waiting:.3g} s for them "
             f"(compute: {seconds.total - seconds.waiting:.3g} s). Accumulate more micro-batches, "
-            "or use larger ones."
+            "or use larger micro-batches."
         )
     plans = candidates.traced.plans(setup.config)
     found.notes += dict.fromkeys(_describe_heads(plans, found))
@@ -188,7 +190,7 @@ def _describe_heads(plans: Sequence[Plan], found: Fit) -> Iterator[str]:
 
 
 def _match_paths(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the matching paths. A module list stands for its members."""
+    """Return the paths of modules that match a pattern. A module list stands for its members."""
     modules = dict(module.named_modules())
     found: dict[str, None] = {}
     for pattern in patterns:

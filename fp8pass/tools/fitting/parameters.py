@@ -28,7 +28,7 @@ class Standing:
     weights: float = 0.0  # weights and buffers; the FP8 data of an offloaded weight is on the GPU
     states: float = 0.0
     sums: float = 0.0  # sums of gradients over micro-batches
-    staging: float = 0.0  # buffers of offloaded values
+    staging: float = 0.0  # GPU buffers through which offloaded data is copied
 
 
 class Parameters:

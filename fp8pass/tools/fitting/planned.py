@@ -198,7 +198,7 @@ def _count_flops(node: fx.Node) -> Work:
 
 
 def _find_reads(node: fx.Node) -> set[fx.Node]:
-    """Return the buffers that a kernel reads, also through fused operators."""
+    """Return the buffers that the kernel of a node reads, also through fused operators."""
 
     def is_stored(operand: fx.Node) -> bool:
         return operand.op == "placeholder" or has_buffer(operand)

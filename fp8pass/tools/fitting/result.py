@@ -1,4 +1,4 @@
-"""`Fit`: the memory that training needs on a GPU and its host, and the fastest way to train."""
+"""`Fit`: the memory that training needs on a GPU and its host, and the fastest setup."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Fit(Result):
         parameters: number of the model's parameters.
         dtype: dtype of most parameters.
         inputs: shape of the first input of a micro-batch, as text.
-        tried: the ways to train that were evaluated, the fastest first. Each has the reason why it
-            does not fit, or '' if it fits.
-        best: the fastest way to train that fits; None if nothing fits.
+        tried: the training setups that were evaluated, the fastest first. Each is paired with the
+            reason why it does not fit, or '' if it fits.
+        best: the fastest setup that fits; None if no setup fits.
         notes: further remarks, as sentences.
         moments: bytes alive at each moment of a forward and backward, for the candidate `shown`.
     """
@@ -69,20 +69,20 @@ class Fit(Result):
 
     @property
     def fits(self) -> bool:
-        """Whether a way to train fits."""
+        """Whether a setup fits."""
         return self.best is not None
 
     @property
     def shown(self) -> Candidate:
-        """The best way to train; if nothing fits, the candidate that needs the least GPU memory."""
+        """The best setup; if no setup fits, the candidate that needs the least GPU memory."""
         return self.best or min((c for c, _ in self.tried), key=lambda c: c.gpu_bytes)
 
     @property
     def lines(self) -> str:
-        """The best way to train, as Python code to paste.
+        """The best setup, as Python code to paste.
 
         Raises:
-            ConfigError: nothing fits; the message is `why_not`.
+            ConfigError: no setup fits; the message is `why_not`.
         """
         if self.best is None:
             raise ConfigError(self.why_not)
@@ -90,7 +90,7 @@ class Fit(Result):
 
     @property
     def why_not(self) -> str:
-        """Why nothing fits, with the least memory that training needs; '' if something fits."""
+        """Why no setup fits, with the memory of the smallest setup; '' if a setup fits."""
         if self.fits:
             return ""
         if self.host < PROCESS_BYTES:
@@ -102,8 +102,8 @@ class Fit(Result):
         why = least.why_not(self.gpu.memory, self.host)
         return (
             f"{self.model} does not fit a GPU of {gpu} and a host of {bytes_text(self.host)}. The "
-            f"smallest way to train takes {bytes_text(least.gpu_bytes)} of the GPU and "
-            f"{bytes_text(least.host_bytes)} of the host ({least.setup}): {why}. "
+            f"setup with the least GPU memory takes {bytes_text(least.gpu_bytes)} on the GPU and "
+            f"{bytes_text(least.host_bytes)} on the host ({least.setup}): {why}. "
             f"{self._advise(least)}"
         )
 
@@ -157,7 +157,7 @@ class Fit(Result):
         heights = {
             kind: [getattr(m, kind, standing[kind]) / GIB for m in self.moments]
             for kind in MEMORY_KINDS
-        }  # kinds that a moment does not have are alive during the whole step
+        }  # bytes of kinds that are not fields of a moment are alive all the time
         shown = {kind: values for kind, values in heights.items() if max(values, default=0) > 0}
         colors = [MEMORY_KINDS[kind][1] for kind in shown]
         axes.stackplot(
@@ -173,7 +173,7 @@ class Fit(Result):
     def _parts(self) -> Iterator[Any]:
         shown = self.shown
         yield self._planned_text
-        yield f"{shown.setup}. At the peak, in the {shown.peak}:"
+        yield f"{shown.setup}. Memory at the peak, in the {shown.peak}:"
         yield self._make_memory_table()
         yield self._make_candidates_table()
         yield from self.notes
@@ -213,15 +213,16 @@ class Fit(Result):
         return table
 
     def _make_candidates_table(self) -> Table:
-        """Make the table of ways to train, the fastest first.
+        """Make the table of training setups, the fastest first.
 
-        If `step_in_backward` or `offload` differs from `shown`, each pair of them has one row.
+        All setups with the `step_in_backward` and `offload` of `shown` have a row. For each other
+        pair of these options, only the setup with the least GPU memory has a row.
         """
         least: dict[object, Candidate] = {}
         for candidate, _ in self.tried:
             place = _find_place(candidate)
             least[place] = min(least.get(place, candidate), candidate, key=lambda c: c.gpu_bytes)
-        table = Table(title="ways to train, the fastest first", title_justify="left")
+        table = Table(title="training setups, the fastest first", title_justify="left")
         table.add_column("")
         of = f" ({REFERENCE})" if self.gpu.rates == "assumed" else ""
         for column in ("GPU", "host", f"s per step{of}", "s waiting"):

@@ -1,4 +1,4 @@
-"""A way to train: options of the backend and of the optimizer, as Python code to paste."""
+"""A training setup: options of the backend and of the optimizer, as Python code to paste."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fp8pass.tools.running import find_recipe
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to train."""
+    """A training setup: a configuration of the backend, and options of the optimizer."""
 
     config: Config = field(default_factory=Config)
-    # Update each parameter during the backward.
+    # Whether the optimizer updates each parameter during the backward.
     step_in_backward: bool = False
     # The data in host memory: some of `states`, `gradients` and `weights`.
     offload: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Setup:
 
 
 def _format_value(value: object) -> str:
-    """Write an option as Python code, with the names of functions."""
+    """Write the value of an option as Python code. Functions are written by their names."""
     if isinstance(value, Simulation):
         return f"fp8pass.{value!r}"
     if isinstance(value, tuple):

@@ -1,7 +1,8 @@
 """Record one step of a model on fake tensors: storages, and runs of compiled graphs.
 
 A stand-in replaces each compiled graph: it allocates results but computes nothing. The record lists
-its runs, so `traced.py` can insert the plan of any configuration without tracing the model again.
+the runs of each graph, so `traced.py` can insert the plan of any configuration without tracing the
+model again.
 Operators outside of compiled graphs are recorded one by one.
 """
 
@@ -64,7 +65,7 @@ class RegionForward:
     """A region runs forward."""
 
     region: CompiledRegion
-    # Storages; None if a storage existed before the step.
+    # Numbers of storages. None for a storage from before the step, or a value that is not a tensor.
     inputs: list[int | None]
     outputs: list[int | None] = field(default_factory=list)
 
@@ -152,7 +153,7 @@ def record_step(
                 )
             recorder.events.append(BackwardBegins())
             loss.backward()
-            events = list(recorder.events)  # without storages that are freed later
+            events = list(recorder.events)  # a copy: storages freed later still append
     return RecordedStep(events, recorder.regions)
 
 
@@ -162,7 +163,8 @@ def use_fake_tensors(module: nn.Module, values: Any) -> Iterator[Any]:
 
     The CPU represents the GPU: `torch.autocast("cuda")` also applies to the CPU tensors.
     """
-    # Modules may override setattr, and PyTorch's version runs hooks.
+    # Replace tensors in these dictionaries, because modules may override setattr, and PyTorch's
+    # setattr runs hooks.
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     mode = compat.use_fake_tensors()
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that ids stay unique
@@ -237,7 +239,7 @@ class _Recorder(compat.OperatorObserver):
 
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
-        """Start an empty record, to which parameters and buffers do not belong."""
+        """Start an empty record, and record until exit. Parameters and buffers are not recorded."""
         self.events, self._storages = [], compat.WeakIdKeyDictionary()
         for x in (*module.parameters(), *module.buffers()):
             self._storages[x.untyped_storage()] = None
@@ -278,7 +280,7 @@ class _Recorder(compat.OperatorObserver):
         return found
 
     def run_at(self, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a module. Regions that `compile` captures meanwhile get its path."""
+        """Run the module at `path`. Regions that `compile` captures meanwhile get the path."""
         self.path = path
         return run(*args, **kwargs)
 
@@ -301,7 +303,7 @@ def _estimate_work(operator: Any, arguments: Any, result: Any, new: Sequence[Ten
 
 
 class _StandIn(torch.autograd.Function):
-    """Allocates results and gradients, but computes nothing."""
+    """Stands in for a compiled graph: allocates results and gradients, but computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, recorder: _Recorder, region: CompiledRegion, *inputs: Any) -> Any:

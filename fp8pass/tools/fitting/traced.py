@@ -48,8 +48,9 @@ FEW, MORE = 3, 4
 # With at least this number of layers, two short models are faster to trace than the whole model.
 WORTHWHILE = 8
 
-# A place is the index of a layer, or "before" or "after" all layers. Each pair matches a place with
-# `FEW` layers to a place with `MORE` layers. The backward runs the layers in reverse.
+# A place is the index of a layer, or "before" or "after" all layers. Each pair matches a place
+# in the model with `FEW` layers to a place in the model with `MORE` layers. The backward runs the
+# layers in reverse.
 Place = int | str
 PAIRS: tuple[tuple[Place, Place], ...] = ((0, 0), (1, 1), (1, 2), (2, 3))
 FORWARD_PAIRS = (("before", "before"), *PAIRS, ("after", "after"))
@@ -60,9 +61,10 @@ Slot = tuple[bool, Place]  # whether the moment is in the backward, and its plac
 def trace(
     module: nn.Module, paths: Sequence[str], values: Any, loss_of: LossFunction
 ) -> TracedStep | TracedLayers:
-    """Trace a step of a model, or of two shorter models if one graph has many equal layers.
+    """Trace a step of a model, or of two shorter models if the model is one graph with many layers.
 
-    `paths` are compiled one by one; if empty, the model as a whole.
+    The modules at `paths` are compiled one by one. If `paths` is empty, the model is compiled as a
+    whole.
     """
     if not paths and (layers := find_layers(module)):
         try:
@@ -141,9 +143,9 @@ class _Replay:
         self.plans, self.held = plans, held
         self.moments: list[Moment] = []
         self._alive: dict[str, float] = dict.fromkeys(REGION_KINDS, 0.0)
-        self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes
+        self._storages: dict[int, tuple[str, int]] = {}  # kind and bytes of live storages
         self._held: Counter[int] = Counter()  # for each storage: how many backwards will read it
-        self._freed: set[int] = set()  # the model freed them before these backwards
+        self._freed: set[int] = set()  # storages that the model freed before these backwards
         self._backward = False
         self._waiting: deque[tuple[int, int]] = deque()  # gradients and their bytes
         self._gradients = {e.storage for e in step.events if isinstance(e, Gradient)}
@@ -164,7 +166,7 @@ class _Replay:
                     self._note(Moment())
 
     def _note(self, moment: Moment) -> None:
-        """Add the bytes that are alive outside of the region."""
+        """Append a moment, with the bytes added that are alive outside of its region."""
         alive = {name: self._alive[name] + getattr(moment, name) for name in REGION_KINDS}
         self.moments.append(Moment(moment.module, self._backward, **alive))
 
@@ -183,7 +185,7 @@ class _Replay:
             self._alive[name] -= bytes_
 
     def _consume(self, gradient: int) -> None:
-        """Queue a gradient for the optimizer, and free the oldest above the limit."""
+        """Queue a gradient for the optimizer, and free the oldest gradients above the limit."""
         waiting = self._waiting
         waiting.append((gradient, self._storages[gradient][1]))
         least = 1 if self.held else 0
@@ -260,7 +262,8 @@ class TracedLayers:
 
     Raises:
         NotAlike: the two steps do not match.
-        ConfigError: a memory budget cannot be met (all methods), in bytes of the short models.
+        ConfigError: a memory budget cannot be met (all methods). The message gives
+            bytes of a short model.
     """
 
     def __init__(self, layers: Layers, few: TracedStep, more: TracedStep) -> None:
@@ -272,7 +275,10 @@ class TracedLayers:
         self.moments(Config(), math.inf)
 
     def _scale_budget(self, config: Config, depth: int) -> Config:
-        """Reduce the saved bytes of each layer by the same amount in a model of `depth` layers."""
+        """Return `config` with the memory budget for a model of `depth` layers.
+
+        This budget reduces the saved bytes of each layer as much as in the model with all layers.
+        """
         if config.memory_budget is None:
             return config
         unlimited = replace(config, memory_budget=None)
