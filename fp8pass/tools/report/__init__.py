@@ -5,7 +5,7 @@ repeated_layers.py repeated layers drawn once
 timeline.py        saved bytes at each operator of a step
 diffs.py           the changes of each pass by module
 comparison.py      two explanations compared by module
-page.py            the data of the template, from all of these modules
+page.py            computes the template's data with all of these modules
 template.html.j2, page.css, picture.js, page.js, vendor/    the page itself
 """
 

@@ -37,7 +37,7 @@ def diff_modules(record: PassRecord) -> list[ModuleDiff]:
 
 
 def split_code(code: str) -> dict[str, list[str]]:
-    """Map modules to lines; '' for lines without a module."""
+    """Map each module to its lines of code. The key '' has the lines without a module."""
     modules: dict[str, list[str]] = {}
     lines = modules.setdefault("", [])
     for line in code.splitlines():

@@ -54,7 +54,9 @@ def render(
     diagnosis: Diagnosis | None = None,
     other: ExplanationData | None = None,
 ) -> str:
-    """Return the page's HTML with all styles, scripts and data. `other` is compared to it.
+    """Return the page's HTML with all styles, scripts and data.
+
+    If `other` is given, the page compares `explanation` with `other`.
 
     Raises:
         ValueError: `other` explains another model.
@@ -182,7 +184,7 @@ def format_size(count: float) -> str:
 
 
 def format_budget(count: int) -> str:
-    """Round up to a value of `memory_budget`, e.g. `1.012GiB`."""
+    """Format bytes, rounded up, as a value of `memory_budget`, e.g. `1.012GiB`."""
     size, unit = pick_unit(count, {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1})
     return f"{math.ceil(1000 * size) / 1000:.10g}{unit}"
 

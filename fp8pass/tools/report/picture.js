@@ -1,5 +1,6 @@
-// The layout of a graph. Places are arranged in a line, in the order of the forward. Each place has a box on
-// the forward's side and a box on the backward's side. Saved tensors run in the band between the two sides.
+// The layout of a graph. A place is a part of the picture that can be unfolded, such as a module. Places are
+// arranged in a line, in the order of the forward. Each place has a box on the forward's side and a box on the
+// backward's side. Saved tensors run in the band between the two sides.
 //
 //     all layers  →  a layer  →  a module  →  its operators      a place, unfolded step by step
 //

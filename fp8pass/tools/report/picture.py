@@ -83,7 +83,7 @@ class DrawnLayer:
 
 @dataclass
 class Picture:
-    """`columns` has the path of each column's module."""
+    """A drawing of a graph. `columns` has the path of each column's module."""
 
     columns: list[str]
     operators: list[DrawnOperator]
@@ -124,7 +124,7 @@ class _Columns:
             self._by_origin.update(dict.fromkeys((node.name, path, *steps), column))
 
     def find(self, node: fx.Node) -> int:
-        """Match the name, autograd step or module of a forward node."""
+        """Return the column of a forward node with the same name, autograd step or module."""
         path, sequence = graph.module_path(node), node.meta.get("seq_nr")
         carried = node.meta.get(COPIED_VALUE)
         for origin in (node.name, carried, (path, sequence), path or None, ("", sequence)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from fp8pass.tools.report.picture import DrawnLayer, DrawnOperator, Edge, Picture
 
-# E.g. `model.layers.3` of `model.layers.3.mlp`.
+# The path of the outermost layer with a number, e.g. `model.layers.3` in `model.layers.3.mlp`.
 _NUMBERED = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 # Details that may differ between equal layers.
@@ -30,7 +30,7 @@ class Span:
 
     @property
     def pattern(self) -> str:
-        """E.g. `layers.*`."""
+        """The path with `*` for the layer's number, e.g. `layers.*`."""
         return re.sub(r"\d+$", "*", self.path)
 
     def signature(self) -> tuple[object, ...]:
@@ -45,7 +45,7 @@ class Span:
 
 
 def find_layer(module: str) -> str:
-    """Return e.g. `model.layers.3`, or ''."""
+    """Return the path of the numbered layer with a module, e.g. `model.layers.3`, or ''."""
     match = _NUMBERED.match(module)
     return match[0] if match else ""
 
@@ -76,7 +76,7 @@ def fold(picture: Picture) -> Picture:
 
 
 def find_spans(picture: Picture) -> list[Span]:
-    """Return the numbered layers, with all columns from the first to the last."""
+    """Return the numbered layers, each with all columns from its first to its last."""
     columns: dict[str, list[int]] = {}
     for column, module in enumerate(picture.columns):
         if path := find_layer(module):

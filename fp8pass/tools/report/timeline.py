@@ -19,7 +19,8 @@ Change = tuple[fx.Node, int]  # an operator, and the saved bytes that it adds
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    # Number of the operator in the step. Numbers of stock PyTorch are scaled to the same length.
+    # Number of the operator in the step. In the timeline of stock PyTorch, numbers are scaled so
+    # that the step is as long as with fp8pass.
     position: float
     operator: str  # module and name
     backward: bool
