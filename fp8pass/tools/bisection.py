@@ -181,7 +181,7 @@ def bisect(
         loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`. Gradients of tensors in the batch are compared, too, if the
             tensors require a gradient.
-        config: the configuration to examine, instead of the model's own or the default recipe.
+        config: the configuration to examine. Default: the model's own, or else the default recipe.
         most: the largest number of culprits to look for.
 
     Returns:

@@ -39,7 +39,8 @@ def calibrate(
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
-        config: the configuration to compile with, instead of the model's own or the default recipe.
+        config: the configuration to compile with. Default: the model's own, or else the default
+            recipe.
 
     Returns:
         (name, mean, standard deviation) of each value, as JSON-ready data.

@@ -158,7 +158,7 @@ def diagnose(
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         loss_fn: `loss_fn(model, batch)` returns the loss, for example `lambda m, b: m(**b).loss`.
         batch: passed to `loss_fn`.
-        config: the configuration to diagnose, instead of the model's own or the default recipe.
+        config: the configuration to diagnose. Default: the model's own, or else the default recipe.
 
     Returns:
         A Diagnosis: `print` it, or use `.layers`, `.suspicious`, `.plot()`, `.to_json()`.

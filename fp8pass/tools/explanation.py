@@ -194,7 +194,7 @@ def explain(
     Args:
         model: a module. If it is compiled with `backend="fp8pass"`, its options are used.
         *args: arguments of the model.
-        config: the configuration to explain, instead of the model's own or the default recipe.
+        config: the configuration to explain. Default: the model's own, or else the default recipe.
         frontier: also compute the plans of other memory budgets. This solves about ten more
             mixed-integer programs for each graph.
         rules: also show how much each non-linear region amplifies errors of stored values, as a

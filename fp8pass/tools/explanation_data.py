@@ -68,7 +68,7 @@ class ExplanationData(Result):
     def outside_bytes(self) -> int:
         """Measured bytes minus the bytes that the plans of all compiled graphs save.
 
-        If the difference is positive, these bytes are saved outside of graphs. The difference is
+        A positive difference is the number of bytes saved outside of graphs. The difference is
         negative if several graphs save the same tensors, because the measurement counts such
         tensors only once.
         """

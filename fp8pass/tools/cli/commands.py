@@ -54,7 +54,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=target.option,
         metavar="KEY=VALUE",
-        help="compare with another recipe or other options in the report; repeatable: "
+        help="in the report, compare with another recipe or with other options; repeatable: "
         "recipe=agoq, memory_budget=0.6",
     )
 

@@ -61,14 +61,15 @@ def fit(
     Args:
         model: the module to train, in the dtype to train it in.
         *args: arguments of the model for one micro-batch.
-        gpu: a name, a size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; or bytes. Default:
-            the GPU of this machine. If `gpu` is only a size, the rates of this machine's GPU are
-            used. If there is no GPU, or its rates are unknown, the times are estimates for an H200,
-            and the result has a note about this.
+        gpu: a name, a memory size, or both: `"RTX 4090"`, `"16GiB"`, `"H200, 16GiB"`; or a number
+            of bytes. Default: the GPU of this machine. If `gpu` is only a size, the rates of this
+            machine's GPU are used. If there is no GPU, or its rates are unknown, the times are
+            estimates for an H200, and the result has a note about this.
         host: host memory for offloaded data and the process itself, as a size or bytes. Default:
             the available memory of this machine.
-        config: the configuration that the search varies, instead of the model's own or the default
-            recipe. If it sets `memory_budget` or `head_chunks`, the search does not vary these.
+        config: the configuration that the search varies. Default: the model's own, or else the
+            default recipe. If it sets `memory_budget` or `head_chunks`, the search does not vary
+            these options.
         accumulate: number of micro-batches whose gradients are summed before an update.
         blocks: paths of modules that are compiled one by one, as shell-style patterns. A list of
             modules stands for its members. Default: the model is compiled as a whole.

@@ -22,7 +22,7 @@ MEMORY_KINDS = {
     "sums": ("accumulated gradients", "#bab0ac"),
     "staging": ("GPU buffers for offload", "#79706e"),
     "saved": ("saved by compiled graphs", "#f58518"),
-    "activations": ("saved by PyTorch, and results", "#ffbf79"),
+    "activations": ("saved outside of graphs, and results of graphs", "#ffbf79"),
     "gradients": ("gradients", "#54a24b"),
     "workspace": ("workspace of operators", "#e45756"),
 }

@@ -75,8 +75,8 @@ def trace(
             return TracedLayers(layers, *steps)
         except Exception:  # the model may need all of its layers
             log.info(
-                "fit traces all %d layers of %s, which takes longer: the model does not run with "
-                "fewer layers, or runs differently.",
+                "fit traces all %d layers of %s, which takes longer: with fewer layers, the model "
+                "fails, or its steps do not match.",
                 *(layers.count, layers.path),
                 exc_info=True,
             )

@@ -45,7 +45,7 @@ class Span:
 
 
 def find_layer(module: str) -> str:
-    """Return the path of the numbered layer with a module, e.g. `model.layers.3`, or ''."""
+    """Return the path of the numbered layer that a module is in, e.g. `model.layers.3`, or ''."""
     match = _NUMBERED.match(module)
     return match[0] if match else ""
 
