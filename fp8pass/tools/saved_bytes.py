@@ -14,9 +14,9 @@ from fp8pass.tools.running import find_leaves, is_sharded
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Return the bytes that one forward of `model`, compiled or not, saves for its backward.
 
-    Parameters, buffers, and leaf tensors of the arguments that require a gradient do not count.
-    Shared storages count once. Each saved tensor is freed immediately, so that all of them together
-    may exceed the device's memory. The backward cannot run afterwards.
+    Parameters, buffers, and arguments that are leaf tensors with `requires_grad` do not count.
+    Shared storages count once. Each saved tensor is freed immediately, so their sum may exceed the
+    device's memory. The backward cannot run afterwards.
     """
     held = (*model.parameters(), *model.buffers(), *find_leaves((args, kwargs)))
     own = {compat.weak_storage(t) for t in held}

@@ -119,7 +119,7 @@ def quantize(x: Tensor, text: str) -> tuple[Tensor, Tensor]:
 
 # --- kernels --------------------------------------------------------------------------------------
 
-# Its steps are only multiplications and additions. Their results are bitwise equal on all devices.
+# The elementwise steps only add and multiply, so that results are bitwise equal on all devices.
 ROW_PROGRAM = Program(
     (Load("w", "column"), Load("x", "full"), Load("y", "full")),
     (

@@ -145,7 +145,7 @@ class Candidates:
     config: Config  # the configuration that the search varies
     accumulate: int  # number of micro-batches of a step
     gpu: Gpu
-    impossible: dict[Config, str] = field(default_factory=dict)  # why planning failed for it
+    impossible: dict[Config, str] = field(default_factory=dict)  # why it cannot be planned
     _too_small: set[Config] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -206,7 +206,7 @@ class Fit(Result):
             if kind in ALWAYS or here or there:
                 table.add_row(name, _format_size(here), _format_size(there))
         table.add_row(
-            f"CUDA, Python, unused (process {bytes_text(PROCESS_BYTES)})",
+            f"unused memory, CUDA context, Python process ({bytes_text(PROCESS_BYTES)})",
             _format_size(shown.gpu_bytes - shown.allocated),
             _format_size(shown.host_bytes - sum(shown.host.values())),
         )

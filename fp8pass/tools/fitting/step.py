@@ -153,7 +153,7 @@ def record_step(
                 )
             recorder.events.append(BackwardBegins())
             loss.backward()
-            events = list(recorder.events)  # a copy: storages freed later still append
+            events = list(recorder.events)  # a copy, because later frees append events
     return RecordedStep(events, recorder.regions)
 
 

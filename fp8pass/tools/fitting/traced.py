@@ -61,7 +61,7 @@ Slot = tuple[bool, Place]  # whether the moment is in the backward, and its plac
 def trace(
     module: nn.Module, paths: Sequence[str], values: Any, loss_of: LossFunction
 ) -> TracedStep | TracedLayers:
-    """Trace a step of a model, or of two shorter models if the model is one graph with many layers.
+    """Trace a step of a model, or of two shorter models if its only graph has many equal layers.
 
     The modules at `paths` are compiled one by one. If `paths` is empty, the model is compiled as a
     whole.
