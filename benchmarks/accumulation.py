@@ -1,4 +1,4 @@
-"""Measure fast and precise accumulation in FP8 GEMMs: time by role, and error of the products.
+"""Measure fast and precise accumulation in FP8 GEMMs: time by role, and relative error.
 
     python benchmarks/accumulation.py                    needs an NVIDIA GPU with FP8 tensor cores
     python benchmarks/accumulation.py --cases gpt2       one model; results in the file are kept
@@ -8,9 +8,10 @@ forward and experts have row scales; dgrad and wgrad have one scale for each ope
 layers that share an input are one GEMM, as after `merge_dgrads`. Each GEMM is timed with fast and
 with precise accumulation, in turn.
 
-The relative error of a product is measured against FP64 on a sample of rows and columns. Operands
-have a mean of half their standard deviation, because activations and gradients are correlated.
-Truncation removes more from sums of correlated terms than rounding does from independent terms.
+The relative error of a GEMM is measured against FP64 on a sample of rows and columns. Operands have
+a mean of half their standard deviation, because real activations and gradients are correlated. In
+sums of correlated terms, the error of truncation is larger than the error of rounding in sums of
+independent terms.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ROUNDS = 3
 
 
 class Product(NamedTuple):
-    """A GEMM [M, K] × [N, K]ᵀ, or one such GEMM for each expert; experts divide the tokens."""
+    """A GEMM [M, K] × [N, K]ᵀ, or one for each expert; all experts have equally many tokens."""
 
     role: str
     m: int
@@ -46,18 +47,18 @@ class Product(NamedTuple):
 
     @property
     def per_expert(self) -> int:
-        """The tokens of an expert."""
+        """The number of tokens of each expert."""
         return (self.k if self.role == "wgrad" else self.m) // self.experts
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """Return random FP8 matrices [M, K] and [N, K], or [experts · N, K] with a weight each."""
+        """Return random FP8 matrices [M, K] and [N, K]. Experts' weights are [experts · N, K]."""
         weights = 1 if self.role == "wgrad" else max(self.experts, 1)
         shapes = (self.m, self.k), (weights * self.n, self.k)
         a, b = (torch.randn(shape, device="cuda") + MEAN for shape in shapes)
         return a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
 
     def multiply(self, a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-        """Compute the product in BF16, with scales of 1."""
+        """Run the FP8 GEMM of the operands, with scales of 1 and a BF16 result."""
         role, m, n, k, experts = self
         how: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
         ones = partial(torch.ones, device="cuda")
@@ -72,7 +73,7 @@ class Product(NamedTuple):
         return torch._scaled_grouped_mm(a, right, *scales, ends, **how)
 
     def error(self, a: Tensor, b: Tensor, *, fast: bool) -> float:
-        """Return the relative error on a sample of rows and columns (of the first expert)."""
+        """Return the result's relative error in some rows and columns (of the first expert)."""
         found = self.multiply(a, b, fast=fast)
         found = (found[0] if found.ndim == 3 else found)[:SAMPLE, :SAMPLE].double()
         length = self.per_expert if self.experts and self.role == "wgrad" else self.k
@@ -80,7 +81,7 @@ class Product(NamedTuple):
         return ((found - exact).norm() / exact.norm()).item()
 
     def milliseconds(self, a: Tensor, b: Tensor, *, fast: bool) -> float:
-        """Measure the milliseconds of one product."""
+        """Measure the milliseconds of one GEMM."""
 
         def several() -> None:
             for _ in range(CALLS):
@@ -96,9 +97,9 @@ class Case:
     Attributes:
         name: name of the model.
         tokens: number of tokens, the rows of every layer's input.
-        groups: groups of layers that share an input. A layer is (inputs, outputs).
-        layers: how often the groups are repeated.
-        experts: number of experts in each layer, with a weight each; 0 without experts.
+        groups: groups of layers that share an input. A layer is (input features, output features).
+        layers: number of layers of the model; each has these groups.
+        experts: number of experts in each layer, each with its own weights; 0 without experts.
     """
 
     name: str

@@ -37,7 +37,7 @@ def measure_each(
         record: the record that `resume` returns; results are added to it.
         path: the file to write the record to.
         variants: names of variants of the script.
-        command: the script and its options; `--child` is added.
+        command: the script and its options; `--child VARIANT` is appended.
     """
     done = {r["variant"] for r in record["results"] if not r["error"]}
     for variant in variants:

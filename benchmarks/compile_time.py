@@ -93,7 +93,7 @@ def measure(
     timeout: float | None = None,
     **variables: str,
 ) -> dict[str, Any]:
-    """Run `child` in a process that uses `cache`, with some more environment variables.
+    """Run `child` in a new process with the cache folder `cache` and more environment variables.
 
     Raises `subprocess.TimeoutExpired` after `timeout` seconds.
     """
@@ -126,7 +126,7 @@ def cold_and_warm(layers: int, hidden: int) -> list[dict[str, Any]]:
 def by_depth(
     depths: Sequence[int], variants: Sequence[str], limit: float, jobs: int
 ) -> list[dict[str, Any]]:
-    """Measure variants cold for each number of layers, as far as `limit` seconds allow."""
+    """Measure variants cold for each number of layers, within `limit` seconds in all."""
     end = time.perf_counter() + limit
     cases = [(layers, variant) for layers in sorted(depths) for variant in variants]
 

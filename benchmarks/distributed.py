@@ -72,23 +72,24 @@ BATCH = 4
 SIZES = {"1B": MODELS["1B"], "7B": replace(MODELS["7B"], layers=8)}
 EXPERT_LAYERS = 4
 EXPERT_CASES = {case.hidden: case for case in EXPERTS[1:]}  # Qwen3-MoE's sizes
-# Turns of a variant, and steps of a turn. The first step is not timed, because the CPU's caches
-# hold code of other variants. In the second step only the launches of the CPU are timed.
+# Number of turns of each variant, and of steps in each turn. The first step of a turn is not timed,
+# because the CPU's caches hold code of other variants. In the second step only the launches of the
+# CPU are timed.
 TURNS, STEPS = 6, 8
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train.
+    """How a variant compiles, distributes and optimizes its model.
 
     Attributes:
         way: `fsdp`, `sequence` or `experts`.
         compiler: `bf16`, `torchao` or `fp8pass`.
         gather: whether torchao gathers weights in FP8.
         compress: arguments of `fp8pass.distributed.compress`; None does not call it.
-        optimizer: `fused` for PyTorch's AdamW, or `fp8pass` for fp8pass's.
+        optimizer: `fused` for PyTorch's AdamW, or `fp8pass` for fp8pass's AdamW.
         without: a pass to disable.
-        scatters: the option `scatter_format`.
+        scatters: fp8pass's option `scatter_format`.
         keeps: whether gathered weights stay in memory from the forward to the backward.
         graphs: whether layers are replayed as CUDA graphs.
     """
@@ -203,7 +204,7 @@ def sequence_parallel_stack(size: Size, variant: Variant, device: torch.device) 
 
 
 def expert_parallel_stack(case: Case, variant: Variant, device: torch.device) -> Any:
-    """Return decoder layers. Each rank has a part of the experts."""
+    """Return compiled decoder layers. Each rank has a part of the experts of each layer."""
     heads = case.hidden // 128 or 2
     sizes = case.hidden, heads, case.ffn, case.experts, case.top
     stack: Any = Stack(0, *sizes[:3])
@@ -211,7 +212,7 @@ def expert_parallel_stack(case: Case, variant: Variant, device: torch.device) ->
     stack.to(device, torch.bfloat16)
     with torch.no_grad():
         init_weights(stack)
-    torch._dynamo.config.capture_scalar_outputs = True  # the numbers of tokens
+    torch._dynamo.config.capture_scalar_outputs = True  # sizes of the exchanges are tensor values
     compile_in_place(stack.layers, variant)
     return stack
 
@@ -242,7 +243,7 @@ class Run:
         self.peak_bytes = None if peak is None or self.variant.graphs else peak - others
 
     def take_turn(self) -> None:
-        """Run the steps of one turn."""
+        """Run the steps of one turn of this variant."""
         step_seconds(self.step, 1, self.device)
         begin = time.perf_counter()
         self.step()
@@ -250,7 +251,7 @@ class Run:
         self.seconds += step_seconds(self.step, STEPS - 2, self.device)
 
     def result(self) -> dict[str, Any]:
-        """Return the measurements."""
+        """Return the measurements of all turns."""
         sent = {
             f"{kind}_wire": traffic.ratio if traffic and traffic.bytes else None
             for kind in ("gradients", "weights")

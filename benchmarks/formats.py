@@ -3,8 +3,8 @@
     python benchmarks/formats.py            any device
 
 Formats are simulated in fp32, because fp8pass does not implement all of them. They are floats with
-x exponent and y mantissa bits (ExMy), without codes for Inf and NaN; E4M3, with its code for NaN;
-and integers. A group of `G` elements shares one scale: in fp32, in bf16 (truncated), or in E8M0 (a
+x exponent and y mantissa bits (ExMy), without Inf and NaN; E4M3, with its bit pattern for NaN; and
+integers. A group of `G` elements shares one scale: in fp32, in bf16 (truncated), or in E8M0 (a
 power of two, rounded up). Each error is the root mean square of the rounding error divided by the
 root mean square of the values. The values are random numbers, and activations of the demo model
 after some training.
@@ -41,7 +41,7 @@ class Element:
     Attributes:
         name: name in the record.
         exponent, mantissa: numbers of bits.
-        reserved: how many of the largest codes are not numbers.
+        reserved: how many of the largest bit patterns do not represent numbers.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Element:
 
     @property
     def bits(self) -> int:
-        """Return the number of bits: sign, exponent and mantissa."""
+        """Return the number of bits of an element: sign, exponent and mantissa."""
         return 1 + self.exponent + self.mantissa
 
     @property
@@ -61,7 +61,7 @@ class Element:
 
     @property
     def max(self) -> float:
-        """Return the largest value: the largest code that is not reserved."""
+        """Return the largest value: that of the largest bit pattern that is not reserved."""
         binades = max(0, (1 << self.exponent) - 2)
         ones = (2 if self.exponent else 1) - (1 + self.reserved) * 2.0**-self.mantissa
         return ones * 2.0 ** (self.min_exponent + binades)

@@ -7,8 +7,8 @@ The script profiles forward and backward of decoder layers: recipes coat and blo
 of `codegen/`, coat with only Inductor's generated code, and torchao. It measures calls and
 milliseconds of each kernel per step. The bandwidth of a memory-bound kernel is compared with the
 bandwidth of a large copy in the same run. A kernel's bytes are the bytes of its arguments; in-place
-arguments count twice. GEMMs are compared with the FP8 rate of one large product. The floor
-is the time of GEMMs and attention, plus the time of all other bytes at copy bandwidth. Better or
+arguments count twice. GEMMs are compared with the FP8 rate of one large GEMM. The floor is
+the time of GEMMs and attention, plus the time of all other bytes at copy bandwidth. Better or
 fewer kernels could save the rest of the step.
 """
 
@@ -82,10 +82,10 @@ class Breakdown:
 
 
 def busiest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Return the median milliseconds of a call. A copy keeps the GPU busy during the launch.
+    """Return the median GPU milliseconds of `run`. A copy keeps the GPU busy during its launch.
 
-    An earlier call cannot replace the copy: the GPU runs short kernels faster than the CPU launches
-    them.
+    An earlier call of `run` cannot replace the copy: the GPU runs short kernels faster than the CPU
+    launches them.
     """
     source, target = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
     times = []
@@ -102,7 +102,7 @@ def busiest_ms(run: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def measure_limits() -> Limits:
-    """Measure the rates of a copy of 1 GiB and of an FP8 product of 16384 × 8192 × 8192."""
+    """Measure the rates of a copy of 1 GiB and of an FP8 GEMM of 16384 × 8192 × 8192."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_ms = busiest_ms(lambda: target.copy_(source))
@@ -119,7 +119,7 @@ def measure_limits() -> Limits:
 
 @contextmanager
 def count_bytes() -> Iterator[dict[str, list[int]]]:
-    """Yield a dict that collects the argument bytes of each launch, by generated kernel's name."""
+    """Yield a dict that collects the argument bytes of each launch, by name of the kernel."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     counted: dict[str, list[int]] = defaultdict(list)
@@ -188,7 +188,7 @@ def profile(case: Case, compile_model: Variant, rounds: int) -> Breakdown:
 
 
 def start_profiler() -> None:
-    """Start GPU tracing, because its start would delay the first profile of the process."""
+    """Start GPU tracing early: the start would delay the first profile of the process."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
         torch.ones(1, device="cuda")
         torch.cuda.synchronize()

@@ -147,7 +147,7 @@ def with_fp8pass(**options: Any) -> Variant:
 
 
 def variants(extra: bool) -> dict[str, Variant]:
-    """Return all variants; the first is the reference."""
+    """Return all variants; the first variant is the reference for errors."""
     table: dict[str, Variant] = {
         "bf16 eager": lambda m: m,
         "bf16 compile": lambda m: torch.compile(m),  # type: ignore[dict-item, return-value]
@@ -211,7 +211,7 @@ def median_times(subjects: dict[str, Subject], rounds: int) -> dict[str, Times]:
 
 
 def _turn(subject: Subject, steps: int) -> Times:
-    """Return the times of a number of steps without pauses, as in training."""
+    """Return the times of `steps` steps of a subject, run without pauses, as in training."""
     subject.clear()
     if subject.inputs[0].device.type != "cuda":
         start = time.perf_counter()
@@ -314,7 +314,7 @@ def main() -> None:
     }
     results: list[Result] = []
     for case in cases:
-        waits = case is CASES[0]  # only here does the GPU wait for the CPU, so CUDA graphs matter
+        waits = case is CASES[0]  # in other cases the GPU does not wait for the CPU
         run = {n: make for n, make in chosen.items() if waits or not n.endswith(GRAPHED)}
         results += run_case(case, run, device, args.rounds)
         gc.collect()

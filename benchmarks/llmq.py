@@ -1,6 +1,6 @@
 """Train Qwen2.5 and Llama 3 at the sizes of published measurements on one H100.
 
-    python benchmarks/llmq.py                            all that is not in the results yet
+    python benchmarks/llmq.py                            all runs that are not in the results yet
     python benchmarks/llmq.py --models Qwen2.5-7B --variants "fp8pass coat"
     python benchmarks/llmq.py --tiny --out x.json        small models, on the CPU too
 
@@ -12,7 +12,7 @@ of micro-batches and one optimizer step; tokens per second refer to a step.
 
 Qwen2.5 has sequences of 1,024 tokens and 524,288 tokens a step, as in LLMQ's measurements
 (https://github.com/IST-DASLab/llmq, `benchmarks/H100x1.md`). Llama 3 has sequences of 8,192 tokens
-and 16 micro-batches, as in Megatron-Bridge 25.11's.
+and 16 micro-batches, as in the measurement of Megatron-Bridge 25.11.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torch import Tensor
 from fp8pass.demo.train import Meter, free_memory
 
 WARM_UP, TIMED, UPDATES = 3, 8, 3
-# Without this mask, transformers waits for the GPU in each forward, to find packed sequences. Its
-# Llama accepts no such mask.
+# Without this mask, transformers waits for the GPU in each forward, to find packed sequences. The
+# Llama of transformers does not accept such a mask.
 NO_MASK = {"full_attention": None}
 
 

@@ -1,6 +1,6 @@
 """Train LoRA on all linear layers: speed and memory of a 7B Llama, and losses of a small one.
 
-    python benchmarks/lora.py speed                        all that is not in the results yet
+    python benchmarks/lora.py speed                        all runs that are not in the results yet
     python benchmarks/lora.py speed --variants "fp8pass, frozen in codes"
     python benchmarks/lora.py losses                       a small model, 1,500 steps
     python benchmarks/lora.py experts                      a mixture of experts of 30B
@@ -15,12 +15,12 @@ runs in a separate process. Measured: tokens per second, by the median of the st
 few; the memory peak of these steps, which is unknown with CUDA graphs; bytes of all weights; the
 last loss.
 
-`experts` does the same with adapters of the attention and of the stacked experts of a
+`experts` measures the same numbers with adapters of the attention and of the stacked experts of a
 Qwen3-30B-A3B. In BF16 the model needs more memory than a GPU of 80 GB has, so 8 of its 48 layers
 are compared.
 
 `losses` trains the model of 51M parameters of `quality.py convergence` on the source of Python's
-standard library, in BF16. Every variant then adapts the model to PyTorch's source, under autocast.
+standard library, in BF16. Every variant then trains adapters on PyTorch's source, under autocast.
 The result is the loss on every tenth file, which is held out.
 """
 
@@ -64,7 +64,7 @@ LEARNING_RATE = 1e-4
 HEAD_CHUNKS = 4
 LLAMA = replace(MODELS["7B"], batch=1, seq=4096)
 BASELINE, FP8, FROZEN = "BF16", "fp8pass", "fp8pass, frozen in codes"
-# Budgets as shares of the layers' saved bytes; the rest is recomputed.
+# Memory budgets, as shares of the bytes that a layer saves; all other values are recomputed.
 BUDGETS = (0.8, 0.6)
 VARIANTS: dict[str, dict[str, Any]] = {
     BASELINE: {},
@@ -92,7 +92,7 @@ class LoRA(nn.Module):
 
 
 def add_lora(model: nn.Module, layers: nn.Module) -> list[nn.Parameter]:
-    """Freeze a model, add adapters to linear layers of `layers`, and return adapters' weights."""
+    """Freeze a model, add adapters to the linear layers in `layers`, return their weights."""
     model.requires_grad_(False)
     for parent in list(layers.modules()):
         for name, child in list(parent.named_children()):
@@ -178,7 +178,7 @@ TINY_MOE = QWEN3_MOE | {
     "num_experts_per_tok": 2,
 }
 FEW_LAYERS, ALL_LAYERS = 8, 48
-# Layers of each variant.
+# Number of layers in each variant.
 EXPERT_VARIANTS = {
     f"{BASELINE}, {FEW_LAYERS} layers": FEW_LAYERS,
     f"{FROZEN}, {FEW_LAYERS} layers": FEW_LAYERS,
@@ -231,9 +231,9 @@ def new_moe(layers: int, shape: dict[str, Any], device: torch.device, *, quantiz
                 layer.mlp.experts = ExpertLoRA(layer.mlp.experts)
             nn.init.normal_(
                 layer.mlp.gate.weight, std=0.02
-            )  # else all tokens have the same experts
+            )  # else all tokens go to the same experts
             model.model.layers.append(fp8pass.quantize_frozen(layer) if quantize else layer)
-    config.num_hidden_layers = layers  # the model runs as many layers
+    config.num_hidden_layers = layers  # the model runs this number of layers
     torch.set_default_dtype(torch.float32)
     return model
 

@@ -1,6 +1,6 @@
 """Compare training speed and peak memory of whole Hugging Face Llamas.
 
-    python benchmarks/model.py                          all that is not in the results yet
+    python benchmarks/model.py                          all runs that are not in the results yet
     python benchmarks/model.py --models 7B --variants "fp8pass coat + AdamW"
     python benchmarks/model.py --tiny --out x.json      small models, on the CPU too
 

@@ -211,7 +211,7 @@ class ParallelExperts(nn.Module):
 
 
 class ExpertLayer(DecoderLayer):
-    """A decoder layer with experts on several ranks instead of one network."""
+    """A decoder layer with experts on several ranks instead of a single SwiGLU network."""
 
     def __init__(self, hidden: int, heads: int, ffn: int, count: int, top: int) -> None:
         super().__init__(hidden, heads, ffn)

@@ -60,7 +60,7 @@ class MoELayer(nn.Module):
     errors.
 
     Attributes:
-        multiply: computes the GEMM of experts.
+        multiply: function that computes the grouped GEMM of the experts.
         multiple: the number of tokens of an expert is padded to a multiple of this.
     """
 

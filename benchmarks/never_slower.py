@@ -7,9 +7,9 @@
     python benchmarks/never_slower.py --tiny --out x.json small models, on the CPU too
     python benchmarks/never_slower.py --at-once 5         compile five workloads at the same time
 
-A step is a forward and a backward. Each GPU of the machine measures other workloads. The variants
-of a workload share their weights, and alternate in a different order each round (`layer.py`). A
-part stays in fp8pass if some workload is at least 1% faster with the part.
+A step is a forward and a backward. Each GPU of the machine measures different workloads. The
+variants of a workload share their weights, and alternate in a different order each round
+(`layer.py`). A part stays in fp8pass if some workload is at least 1% faster with the part.
 
 Measured for each variant: median milliseconds of a step; milliseconds in which the CPU launches it;
 milliseconds in which a kernel runs (profiler); launched kernels; bytes held between forward and
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# Caches are off, because they would return code of another variant.
+# Compile caches are off, because they would return the code of another variant.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
@@ -54,7 +54,7 @@ STOCK, TORCHAO, DEFAULT = "bf16 compile", "torchao tensorwise", "fp8pass coat"
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to compile.
+    """How a variant compiles its model.
 
     Attributes:
         config: options of fp8pass; None is stock `torch.compile`.
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="workloads that share a GPU")
     parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
-    parser.add_argument("--out", type=Path, help="results to add to")
+    parser.add_argument("--out", type=Path, help="record to add results to")
     args = parser.parse_args()
     experiment = EXPERIMENTS[args.experiment]
     path = args.out or Path(__file__).parent / f"results/{args.experiment}.json"

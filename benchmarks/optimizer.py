@@ -102,7 +102,7 @@ def trained_states(size_name: str, steps: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def round_trip(x: Tensor, number: int, name: str, rounding: str, *, signed: bool) -> Tensor:
-    """Return a moment of the numbered parameter after rounding it to the format `name`."""
+    """Return a moment of parameter `number`, after rounding it to the format `name` and back."""
     format = moment_format(name, signed=signed)
     rows = to_rows(x, GROUP_SIZE, torch.float32)
     bits = bits_of(rows, number, "exp_avg" if signed else "exp_avg_sq")
@@ -130,7 +130,7 @@ def error(states: list[tuple[Tensor, Tensor]], first: str, second: str, rounding
 
 
 def measure_errors(size: str, steps: int) -> dict[str, Any]:
-    """Measure the error of every pair of formats and rounding. Add COAT's errors to nearest."""
+    """Measure the error of every pair of formats and rounding. Add COAT's, for nearest rounding."""
     states = trained_states(size, steps)
     results: list[dict[str, Any]] = [
         {
@@ -161,7 +161,7 @@ def expansion_gain(results: list[dict[str, Any]], rounding: str) -> float:
 
 
 def rank_correlation(results: list[dict[str, Any]]) -> float:
-    """Return Spearman's rank correlation between COAT's errors and measured errors to nearest."""
+    """Return Spearman's rank correlation of COAT's and the measured errors, rounding to nearest."""
     both = [(r["mse"], r["coat"]) for r in results if r["coat"] is not None]
     ranks = torch.tensor(both, dtype=torch.float64).argsort(0).argsort(0).double()
     return float(torch.corrcoef(ranks.T)[0, 1])
@@ -190,9 +190,9 @@ def measure_sums() -> dict[str, Any]:
 def sum_errors(
     name: str, gradients: str, device: torch.device
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield each count, the relative error of the sum, and its projection on the exact sum.
+    """Yield each number of gradients, the relative error of their sum, and the sum's projection.
 
-    The length of the projection is relative to the exact sum, so 1 means unbiased.
+    The projection on the exact sum is relative to the length of the exact sum: 1 means unbiased.
     """
     generator = torch.Generator(device).manual_seed(0)
     draw = partial(torch.randn, ELEMENTS // GROUP_SIZE, GROUP_SIZE, device=device)
@@ -249,7 +249,7 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class Result:
-    """A step of one optimizer. `first_s` includes compilation; `limit_ms` is explained above."""
+    """A step of one optimizer. `first_s` includes compilation; the module defines `limit_ms`."""
 
     shape: str
     optimizer: str
@@ -430,7 +430,7 @@ def main() -> None:
         data = {**environment(), **measure_errors(args.size, args.steps)}
         print_rows("MSE of m/√v in 10⁻⁵ (COAT's)", optimizer_errors_table(data))
         for rounding, gain in data["expansion_gain"].items():
-            print(f"expansion of E4M3, {rounding}: {gain:.2f}× less (COAT, to nearest: 1.63×)")
+            print(f"error without / with expansion, {rounding}: {gain:.2f} (COAT, nearest: 1.63)")
         print(f"rank correlation with COAT's tables: {data['rank_correlation']:.3f}")
     elif args.command == "sums":
         data = {**environment(), **measure_sums()}

@@ -24,7 +24,7 @@ SMOOTHING = 5
 
 
 def convergence(data: dict[str, Any]) -> Figure:
-    """Plot the mean training loss of each variant over seeds, and its difference to BF16."""
+    """Plot the mean training loss of each variant over seeds, and its difference from BF16."""
     figure, (curves, difference) = pyplot.subplots(
         2, sharex=True, height_ratios=(3, 2), figsize=(8, 7), layout="constrained"
     )

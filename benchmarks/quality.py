@@ -1,4 +1,4 @@
-"""Compare the losses of a model of Python sources with BF16, in paired seeds, on all GPUs.
+"""Compare losses with BF16 by seed, for models trained on Python source code, on all GPUs.
 
     python benchmarks/quality.py                       every recipe, results/quality.json
     python benchmarks/quality.py accumulation          fast and precise accumulation by role
@@ -8,7 +8,7 @@
     python benchmarks/quality.py muon                  Muon with momentum in FP32 and in 8 bits
     python benchmarks/quality.py large                 352M parameters, 300M tokens, on four GPUs
     python benchmarks/quality.py convergence           a Llama of 51M, on the standard library
-    python benchmarks/quality.py experts               a mixture of experts of 97M, likewise
+    python benchmarks/quality.py experts               a mixture of experts of 97M, on the same
     python benchmarks/quality.py --variants coat --seeds 0 1 2 3
     python benchmarks/quality.py --tiny --out x.json   a minute on a CPU
 
@@ -73,7 +73,7 @@ from fp8pass.optim import split_parameters
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is trained.
+    """How a variant trains its model.
 
     Attributes:
         options: options of fp8pass; None does not use fp8pass.
@@ -128,7 +128,7 @@ ACCUMULATION = {
 FAST_UP_TO_8192 = "coat, fast up to 8192"
 SIMULATED = {name.upper(): Variant({"simulate": name}) for name in ("e8m5", "e8m4", "e8m3")}
 FOUR_RANKS = "BF16, 4 ranks"
-# The first one is the baseline.
+# The first variant is the baseline.
 MUON = {
     "BF16, torch Muon": Variant(muon="torch"),
     **{
@@ -245,7 +245,7 @@ WINDOW = 50
 HELD_OUT_BATCHES = 20
 FIRST_STEPS = 5
 START_DATA = 1_000_000  # added to the seed, so that batches before the start are different
-PROGRESS = 1000  # steps
+PROGRESS = 1000  # steps between lines of progress
 Batch = tuple[Tensor, Tensor]
 
 
@@ -310,7 +310,7 @@ class Trainer:
         self.variant, self.of, self.model = variant, of, model
         self.device = next(model.parameters()).device
         self.data = corpus(of.files, self.device)
-        # FSDP2 gathers weights at new addresses, and each would need a graph of its own.
+        # FSDP2 gathers weights to new addresses, and CUDA graphs would be captured again for each.
         self.replayed = of.graphs and self.device.type == "cuda" and variant.ranks == 1
         graphs = {"triton.cudagraphs": True} if self.replayed else {}
         if variant.torchao:
@@ -500,7 +500,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--start", type=int, help="steps in BF16 before variants start")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no later run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no new runs after this")
     args = parser.parse_args()
     of = EXPERIMENTS[args.experiment]
     size = TINY if args.tiny else of.size
@@ -517,7 +517,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run all jobs without a result."""
+    """Run all jobs that have no result yet."""
     args = parse_arguments()
     until = time.time() + args.seconds
     gpus = torch.cuda.device_count()

@@ -52,7 +52,7 @@ def record_parser(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--again", action="store_true", help="discard the results in the file")
     parser.add_argument("--tiny", action="store_true", help="small models, on the CPU too")
-    parser.add_argument("--out", type=Path, help="results to add to")
+    parser.add_argument("--out", type=Path, help="record to add results to")
     return parser
 
 
@@ -69,7 +69,7 @@ def resume(path: Path, settings: dict[str, Any], *, again: bool = False) -> dict
         if found[key] != record[key]:
             sys.exit(
                 f"{path} was measured with other {key}: {found[key]}. "
-                "Give another --out, or start anew with --again."
+                "Pass another --out, or discard its results with --again."
             )
     return record | {key: found[key] for key in ("note", "results") if key in found}
 

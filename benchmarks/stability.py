@@ -13,9 +13,9 @@ same weights and sees the same batches. `bf16` is stock torch.compile, which com
 A run's final loss is the mean of its last 20 steps. The run *holds* if this loss is at most a tenth
 of a nat above the lowest bf16 loss with the same seed. The run *diverges* if a mean loss of 20
 steps is half a nat above the lowest earlier mean, or not finite. Sharpness (`fp8pass.sharpness`) is
-measured ten times in a run on held-out sequences: in the corner of the box, and for the first seed
-also with the search. Each GPU has one process, which compiles the model once for each format; each
-run only sets the weights. Each run is written to the results as soon as it ends.
+measured ten times in a run on held-out sequences: in the corner of the box of changed logits, and
+for the first seed also with the search. Each GPU has one process, which compiles the model once for
+each format; each run only sets the weights. Each run is written to the results as soon as it ends.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ TINY = Size(64, 3, 2, 2, 128, seq=32, batch=4, steps=40, peak_lr=RATES[0])
 WARM_UP = 0.1  # share of the steps
 WINDOW = 20
 HOLDS = 0.1  # nats: a run holds if its loss is at most this much above the lowest bf16 loss
-MEASURED = 10  # measurements of sharpness in a run
-SEQUENCES = 8  # sequences for sharpness
+MEASURED = 10  # number of measurements of sharpness in a run
+SEQUENCES = 8  # number of held-out sequences for sharpness
 
 
 class Model(Decoder):
@@ -89,7 +89,7 @@ class Result:
     """One run; see the module's docstring. None stands for a value that is not finite.
 
     Attributes:
-        losses: means of `WINDOW` steps, up to the first that is not finite.
+        losses: mean losses of `WINDOW` steps each, up to the first mean that is not finite.
         diverged_at: the last step of the first window that has diverged; None without divergence.
         sharpness: for each measurement the step, the value in the corner, and the value of the
             search, which only the first seed has.
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="*", type=float, default=list(RATES))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help=f"instead of {MODEL.steps}")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no later run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no new runs after this")
     args = parser.parse_args()
     path = args.out or Path(__file__).parent / "results/stability.json"
     until = time.time() + args.seconds

@@ -116,7 +116,7 @@ def measure(
     torch._dynamo.reset()
     torch.manual_seed(0)
     base, batch = WORKLOADS[name].place(device, tiny)
-    compiled: dict[str, Subject] = {}  # a capture does not change stock `torch.compile`'s code
+    compiled: dict[str, Subject] = {}  # stock has equal code with and without capture
     subjects, results = {}, {}
     for variant in variants:
         code = STOCK if variant.startswith(STOCK) else variant

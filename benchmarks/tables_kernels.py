@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 SHOWN_KERNELS = 8
-# Cases that are in the record but not in the table, so that the table stays short.
+# Cases of the record that the table leaves out, to stay short.
 HIDDEN_CASES = ("h2048", "h4096x4")
 
 
 def kernels_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return the time of a step by kind of kernel, the largest kernels, and the floor."""
+    """Return the time of a step by kind of kernel, its largest kernels, and its lower bound."""
     bandwidth, fp8 = data["limits"]["copy_bandwidth"], data["limits"]["fp8_flops"]
     rows = [
         ["", "calls", "ms", "MiB", "of the limit"],
         ["a large copy", "", "", "", f"{bandwidth / 1e12:.2f} TB/s"],
-        ["a large FP8 product", "", "", "", f"{fp8 / 1e12:.0f} TFLOP/s"],
+        ["a large FP8 GEMM", "", "", "", f"{fp8 / 1e12:.0f} TFLOP/s"],
     ]
     steps = {r["case"]: r["step_ms"] for r in data["results"]}
     for r in data["results"]:
@@ -67,7 +67,7 @@ def accumulation_table(data: dict[str, Any]) -> list[list[str]]:
     """Return the time of FP8 GEMMs with fast accumulation, and of other choices relative to it."""
     roles = "forward", "dgrad", "wgrad"
     choices = *(f"{role} precise" for role in roles), "all precise", "default"
-    rows = [["", "all fast, ms", *choices, "error all fast", "default"]]
+    rows = [["", "all fast, ms", *choices, "error: all fast", "default"]]
     for case in dict.fromkeys(r["case"] for r in data["results"]):
         results = [r for r in data["results"] if r["case"] == case]
         fast = sum(r["count"] * r["fast_ms"] for r in results)
@@ -83,12 +83,12 @@ def accumulation_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def _added_ms(results: list[dict[str, Any]]) -> float:
-    """Return the milliseconds that precise accumulation adds."""
+    """Return the milliseconds that precise accumulation adds to these GEMMs, per step."""
     return sum(r["count"] * (r["precise_ms"] - r["fast_ms"]) for r in results)
 
 
 def _contraction(result: dict[str, Any]) -> float:
-    """Return the length of a contraction; for an expert wgrad, the tokens of an average expert."""
+    """Return the length of a contraction; for wgrad of experts, the mean number of tokens."""
     is_outer = result["experts"] and result["role"] == "wgrad"
     return result["size"][2] / (result["experts"] if is_outer else 1)
 
@@ -99,7 +99,7 @@ ROUNDED = {"stochastic": "stochastically", "nearest": "to nearest"}
 def optimizer_errors_table(data: dict[str, Any]) -> list[list[str]]:
     """Return errors of the update by the formats of both moments, in 10⁻⁵ (COAT's in brackets)."""
     seconds = list(dict.fromkeys(r["second"] for r in data["results"]))
-    rows = [["first moment, then second", "rounded", *seconds]]
+    rows = [["first moment ↓, second moment →", "rounded", *seconds]]
     for first, rounding in dict.fromkeys((r["first"], r["rounding"]) for r in data["results"]):
         alike = (r for r in data["results"] if (r["first"], r["rounding"]) == (first, rounding))
         found = {r["second"]: r for r in alike}

@@ -10,9 +10,9 @@ from fp8pass.graph.pointwise import POINTWISE
 BASELINE = "torchao tensorwise"
 # Suffix of variants that replay CUDA graphs. Their memory cannot be measured.
 GRAPHED = ", CUDA graphs"
-# Suffix of variants with the whole step in one CUDA graph.
+# Suffix of variants that run the whole training step as one CUDA graph (`capture_step`).
 CAPTURED = ", captured"
-# Variant with stock `torch.compile`, instead of a recipe.
+# The variant with stock `torch.compile` instead of a recipe of fp8pass.
 BF16 = "bf16"
 # The variant of `never_slower.py` that has all parts of fp8pass.
 ALL_PARTS = "all parts"
@@ -49,7 +49,7 @@ def _compare(r: dict[str, Any], base: dict[str, Any]) -> list[str]:
 def moe_table(data: dict[str, Any]) -> list[list[str]]:
     """Return time, memory and errors of experts, relative to `torch.compile` in BF16.
 
-    If it was not measured, they are relative to the first variant.
+    For a case without a BF16 result, they are relative to the first variant.
     """
     header = ["", "ms", "× bf16", "CPU ms", "activations MiB", "of bf16", "x-grad err"]
     rows = [[*header, "w-grad err", "FLOPs in FP8"]]
@@ -64,8 +64,8 @@ def moe_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def ablation_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return the times of models if parts of fp8pass are disabled."""
-    rows = [["", "ms", "CPU ms", "over all parts"]]
+    """Return the times of models with all parts of fp8pass, and with some disabled."""
+    rows = [["", "ms", "CPU ms", "vs all parts"]]
     for case in dict.fromkeys(r["case"] for r in data["results"]):
         found = {r["variant"]: r for r in data["results"] if r["case"] == case}
         rounds = next(iter(found.values()))["rounds"]
@@ -119,8 +119,8 @@ def steps_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def zoo_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return layers in FP8, saved bytes and correctness, for one model per architecture."""
-    rows = [["", "FP8", "asked to stay", "kept, of stock", "right", "why others stay in 16 bits"]]
+    """Return the number of FP8 layers, saved bytes and correctness of each architecture's model."""
+    rows = [["", "FP8", "16 bits by default", "saved bytes, of stock", "right", "why not in FP8"]]
     ran = [r for r in data["results"] if not r["error"]]
     fp8, asked, layers = (sum(r[key] for r in ran) for key in ("fp8", "asked_for", "layers"))
     right = f"{sum(not r['complaints'] for r in ran)} of {len(data['results'])}"

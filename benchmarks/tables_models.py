@@ -1,4 +1,4 @@
-"""Tables of whole models: speed and memory, on one GPU and several, measured and predicted."""
+"""Tables of whole models: speed, memory and compile time, on one GPU and on several GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tables_layers import BASELINE
 
 def compile_time_table(data: dict[str, Any]) -> list[list[str]]:
     """Return the seconds to the end of the first step: cold, and warm in a second process."""
-    rows = [["four layers, hidden 4096", "cold s", "warm s", "of which passes, cold"]]
+    rows = [["four layers, hidden 4096", "cold s", "warm s", "of which fp8pass's passes, cold"]]
     for variant in dict.fromkeys(r["variant"] for r in data["results"]):
         found = {r["cache"]: r for r in data["results"] if r["variant"] == variant}
         cold, warm = found["cold"], found["warm"]
@@ -22,7 +22,7 @@ def depths_table(data: dict[str, Any]) -> list[list[str]]:
     """Return CPU seconds of compilation by depth: in total, per layer, and for the passes."""
     variants = list(dict.fromkeys(r["variant"] for r in data["results"]))
     header = [f"{variant}, CPU s (a layer)" for variant in variants]
-    rows = [["layers, hidden 256", *header, "of which passes, ms a layer"]]
+    rows = [["layers, hidden 256", *header, "of which fp8pass's passes, CPU ms a layer"]]
     for layers in dict.fromkeys(r["layers"] for r in data["results"]):
         found = {r["variant"]: r for r in data["results"] if r["layers"] == layers}
         cells = [
@@ -132,7 +132,7 @@ def llmq_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def lora_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return speed and memory of training adapters, relative to BF16."""
+    """Return speed and memory of training LoRA adapters, relative to BF16."""
     steps = data["settings"]["warm_up"] + data["settings"]["timed"]
     header = ["", "tokens/s", "× BF16", "peak GiB", "× BF16", "weights GiB"]
     rows = [[*header, f"loss after {steps} steps"]]
@@ -148,7 +148,7 @@ def lora_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def lora_experts_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return speed and memory of training adapters of experts."""
+    """Return speed and memory of training LoRA adapters of stacked experts."""
     rows = [["", "tokens/s", "peak GiB", "weights GiB", "loss"]]
     for r in data["results"]:
         if r["error"]:
@@ -161,7 +161,7 @@ def lora_experts_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def formats_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return errors of all formats in groups of 128, E2M1 of 4.25 bits, and E4M3 in all groups."""
+    """Return errors: all formats in groups of 128, E2M1 with 4.25 bits, E4M3 in all group sizes."""
     names = list(data["results"][0]["errors"])
     rows = [["format", "scales", "G", "bits", *names]]
     for r in data["results"]:

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 
 
 def lora_losses_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return losses of adapters. Speed is left out, because it means little for a small model."""
+    """Return losses of LoRA runs, without speeds, which mean little for a small model."""
     return [row[:4] for row in convergence_table(data)]
 
 
@@ -52,7 +52,7 @@ def _pair(run: dict[str, Any]) -> tuple[int, str]:
 
 
 def quality_rates_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return mean losses and diverged runs by learning rate, and the highest stable rate."""
+    """Return mean losses and diverged runs by learning rate, and the highest rate without any."""
     results = data["results"]
     rates = sorted({r["rate"] for r in results})
     rows = [["variant", *(f"{rate:g}" for rate in rates), "highest stable"]]
@@ -91,11 +91,11 @@ VOCABULARY = 256
 
 
 def stability_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return a row per format: losses and runs that hold at each learning rate, and sharpness."""
+    """Return losses and numbers of runs that hold, by format and learning rate, and sharpness."""
     results = data["results"]
     rates = sorted({r["rate"] for r in results})
-    header = ["", *(f"{rate:g}" for rate in rates), "highest that holds", "sensitivity"]
-    rows = [[*header, "sharpness where it holds", "before divergence", "at it", "ms a step"]]
+    header = ["", *(f"{rate:g}" for rate in rates), "highest rate that holds", "sensitivity"]
+    rows = [[*header, "sharpness if it holds", "before divergence", "at divergence", "ms a step"]]
     bf16 = [r for r in results if r["variant"] == "bf16"]
     lowest: dict[int, float] = {}
     for r in bf16:
@@ -103,7 +103,7 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
     limit = {seed: loss + data["settings"]["holds"] for seed, loss in lowest.items()}
     variants = list(dict.fromkeys(r["variant"] for r in results))
     pairs = [{(r["rate"], r["seed"]) for r in results if r["variant"] == v} for v in variants]
-    of_all = set.intersection(*pairs)  # sensitivities of all variants cover the same runs
+    of_all = set.intersection(*pairs)  # for equal runs in all sensitivities
     for variant in variants:
         mine = [r for r in results if r["variant"] == variant and r["seed"] in limit]
         cells, highest = [], ""
@@ -131,7 +131,7 @@ def stability_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def stability_ranks(data: dict[str, Any]) -> list[list[str]]:
-    """Return the rank correlation between sharpness in the corner and sharpness by the search."""
+    """Return the rank correlation of sharpness in the box's corner with sharpness by the search."""
     pairs = [
         (corner, searched)
         for r in data["results"]

@@ -35,7 +35,7 @@ class Workload:
             set.
         autocast: whether weights are in FP32 under BF16 autocast; otherwise weights are in BF16.
         blocks: path of the layers that are compiled one by one; '' compiles the whole model.
-        inner: whether the inputs get a gradient, as those of a layer within a model.
+        inner: whether the inputs get gradients, like the inputs of a layer within a model.
     """
 
     make: Callable[[torch.device, bool], Made]
@@ -201,7 +201,7 @@ class Recommender(nn.Module):
 
 
 def random_tokens(vocabulary: int, batch: int, seq: int, *names: str) -> Batch:
-    """Return [batch, seq] random tokens under each name."""
+    """Return a dict with random tokens [batch, seq] for each of the names."""
     return {name: torch.randint(vocabulary, (batch, seq)) for name in names}
 
 

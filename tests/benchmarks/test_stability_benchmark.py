@@ -66,7 +66,7 @@ def test_the_table_of_stability_is_right(load):
     column = header.index("sensitivity")
     assert bf16.pop(column) == "0.200"  # 0 and 0.4 above the best
     assert e8m3.pop(column) == "1.873"  # 0.2, and log 256 - 2
-    assert header[1:4] == ["0.01", "0.1", "highest that holds"]
+    assert header[1:4] == ["0.01", "0.1", "highest rate that holds"]
     assert bf16[:4] == ["bf16", "2.000 (1 of 1)", "2.400 (1 of 1)", "0.1"]
     held = "0.01", ""
     ends = "0.2%", "1.5%", "2.00"
