@@ -59,7 +59,8 @@ class Entry:
     in_inference: bool = False
     adds_guards: bool = False  # whether the pass may add guards on dynamic shapes
     required: bool = False  # whether graphs cannot be compiled without the pass
-    # Whether the pass rewrites Inductor's own kernels. Graphs with PyTorch's plan are left alone.
+    # Whether the pass replaces kernels that stock Inductor would generate. It skips graphs that use
+    # PyTorch's own partition (`Context.stock`).
     rewrites_stock: bool = False
 
 
@@ -72,7 +73,7 @@ _JOINT = (
     # _grouped_mm, bmm of a parameter -> quantize + scaled_grouped_mm
     Entry(quantize_experts, in_inference=True),
     # With Config.simulate, this pass replaces the two passes above:
-    # mm, addmm of a parameter -> the same GEMM, with mask_format of its operands and result
+    # mm, addmm of a parameter -> the same GEMM, with operands and result rounded by mask_format
     Entry(simulate_format, in_inference=True),
     # all_gather + quantize -> quantize + all_gather
     Entry(gather_quantized, in_inference=True),
@@ -127,7 +128,7 @@ JOINT_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _JOINT)
 
 INFERENCE_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _JOINT if entry.in_inference)
 
-# Forward, backward and inference graphs, right before Inductor compiles them.
+# Passes over forward, backward and inference graphs, right before Inductor compiles them.
 LOWERING_PASSES: tuple[Pass, ...] = tuple(entry.run for entry in _LOWERING)
 
 ALL_PASSES: tuple[Pass, ...] = (*JOINT_PASSES, *LOWERING_PASSES)

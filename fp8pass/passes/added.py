@@ -42,7 +42,8 @@ def cache_keys(added: Sequence[AddedPass]) -> tuple[tuple[str, str, str], ...]:
 @cache
 def cache_key(function: Pass) -> str:
     """Return the name of a function with a hash of the file that defines it."""
-    # Closures and functions from notebooks get a new key in each process, so they are never cached.
+    # Closures and functions from notebooks get a new key in each process, so later processes
+    # do not reuse graphs that were compiled with them.
     plain = inspect.isfunction(function) and function.__closure__ is None
     file = inspect.getsourcefile(function) if plain else None
     code = Path(file).read_bytes() if file and os.path.isfile(file) else uuid.uuid4().bytes

@@ -35,7 +35,7 @@ class Context:
     spare_seconds: float = 0.0
     # Why faster kernels would not make a step faster, or ''.
     launch_limit: str = ""
-    # PyTorch's partition of the graph, if its plan is taken; set by `plan_saved_values`.
+    # PyTorch's partition of the graph, if the graph uses it; set by `plan_saved_values`.
     stock: StockPartition | None = None
     # How the backward gets each forward value: saved, in which format, or recomputed; set by
     # `plan_saved_values`.

@@ -7,7 +7,7 @@ and GEMMs share casts. The best choice is a minimum cut (project selection), whi
     source --gain--> GEMM --∞--> cast --cost--> sink
 
 Cutting the first arc leaves a GEMM in BF16, and cutting the last arc casts a tensor. If costs and
-gains are equal, the GEMM stays in BF16, because it would round its operands without saving time.
+gains are equal, the GEMM stays in BF16, because FP8 would round its operands without saving time.
 
 GEMMs of the forward are chosen first, and the choice ignores the backward. So evaluation gives the
 same results as the forward of training. Then dgrad and wgrad are chosen. Casts that the forward
@@ -46,11 +46,11 @@ from fp8pass.hardware import Gpu
 
 fp8 = torch.ops.fp8pass
 
-# The time that an FP8 GEMM takes for a tile in addition to the contraction, as a length of the
-# contraction. The first number is for cuBLASLt, the second one for PyTorch's grouped GEMM.
+# The overhead of an FP8 GEMM for each tile, as the length of a contraction that takes the same
+# time. The first number is for cuBLASLt, the second one for PyTorch's grouped GEMM.
 OVERHEAD, GROUPED_OVERHEAD = 128, 700
 PICOSECONDS = 1e12
-# The forward is chosen first.
+# The GEMMs of the forward are chosen first.
 STAGES: tuple[tuple[str, ...], ...] = (GEMMS[:1], GEMMS[1:])
 
 
@@ -103,8 +103,8 @@ class Choice:
             return ""
         if self.limit:
             return self.limit
-        # The forward was chosen alone, so a cast that is missing in forward and backward counts
-        # twice.
+        # The GEMMs of the forward were chosen separately, so a cast that is missing in forward and
+        # backward counts twice.
         missing = {
             (role in STAGES[0], key): seconds
             for role, gemm in rest
@@ -123,14 +123,15 @@ def choose_gemms(
     """Choose the GEMMs of `layers` that run in FP8.
 
     All GEMMs run in FP8 with `fp8_gemms="all"`, on a CPU, and on GPUs with unknown rates. The
-    choice ignores hints of symbolic sizes: the cache key does not contain them, and the first batch
-    of another size may be a small one.
+    choice ignores hints of symbolic sizes. The cache key does not contain the hints, and the batch
+    that determines a hint may be unusually small.
 
     Args:
         g: the graph of the layers, whose GEMMs are tagged with their roles.
         layers: layers that can run in FP8.
-        casts_of: returns the casts that a GEMM needs, by keys. Equal keys are the same cast.
-        config: the user's choices.
+        casts_of: returns the casts that a GEMM needs, by key. Casts with equal keys are the same
+            cast.
+        config: the options of the user.
     """
     gemms = [(gemm, layer) for layer in layers for _, gemm in layer.gemms()]
     everything = config.fp8_gemms == "all" or not config.quantizes_linears
@@ -178,7 +179,7 @@ def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node], received: set[fx.Node]) 
 
     This is true if an operand is stored in FP8, and so is already rounded, like a frozen weight or
     a weight that FSDP2 gathers in FP8. It is also true if a collective gathers an operand, or
-    exchanges its rows: all ranks must send the same data, even if their sizes differ.
+    exchanges its rows: all ranks must send the same dtype, even if the sizes differ between ranks.
     """
     operands = gemm_operands(gemm)
     sources = {graph.skip_views_and_casts(x) for x in operands}
@@ -189,7 +190,7 @@ def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node], received: set[fx.Node]) 
 
 
 def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu, config: Config) -> float:
-    """Return the seconds that FP8 saves in a GEMM, without casts; infinite in FP32.
+    """Return the seconds that FP8 saves in a GEMM, not counting casts; infinite if it is in FP32.
 
     In FP32, the alternative to FP8 is not BF16, but a much slower format.
     """

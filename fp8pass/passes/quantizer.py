@@ -50,9 +50,9 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
-    """Return why a linear layer, or a layer of experts, is neither quantized nor masked.
+    """Return why a layer (linear or experts) is neither quantized nor rounded to another format.
 
-    With the option `simulate`, output heads and routers are masked.
+    With the option `simulate`, output heads and routers are rounded, too.
     """
     pattern = matching_pattern(layer.module, config.skip_patterns)
     is_simulated = config.simulate is not None
@@ -103,7 +103,7 @@ def count_layers_before(g: fx.Graph) -> dict[fx.Node, int]:
 def accumulates_fast(gemm: fx.Node, layer: Layer, config: Config) -> bool:
     """Whether a GEMM of `layer` uses fast accumulation when it runs in FP8.
 
-    GEMMs of blocks do not, because they add the product of each block in FP32.
+    GEMMs of block-scaled operands do not, because they add the product of each block in FP32.
     """
     role, length = gemm.meta[ROLE], tensor(gemm_operands(gemm)[0]).shape[-1]
     configured = parse(config.quantizations[role, OPERANDS[role][0]])
@@ -145,7 +145,7 @@ class Quantizer(ABC):
         """Replace one GEMM of `layer`."""
 
     def choose(self, reasons: Sequence[tuple[Layer, Reason]], ctx: Context) -> Choice:
-        """Tag the GEMMs of layers, and choose the GEMMs that run in FP8.
+        """Tag the GEMMs of layers with their roles, and choose the GEMMs that run in FP8.
 
         `reasons` has the reason why each layer stays in high precision, if any.
         """
@@ -172,10 +172,10 @@ class Quantizer(ABC):
     def casts_of_operand(
         self, matrix: fx.Node, quantization: Quantization, *, contract_rows: bool
     ) -> Casts:
-        """Return the work of `quantize`, by keys. Equal keys are the same cast.
+        """Return the casts of `quantize`, by key. Casts with equal keys are the same cast.
 
-        Only bytes that a GEMM in BF16 would not need count. The kernel that computes a tensor can
-        also compute its amax, and the scales and data of its rows. In the backward, a GEMM in BF16
+        Bytes that a GEMM in BF16 would also move are not counted. The kernel that computes a tensor
+        can also compute its amax, its row scales and its FP8 data. In the backward, a GEMM in BF16
         must dequantize or recompute a tensor, too, unless the tensor is saved exactly.
         """
         base, is_flipped = graph.skip_transposes(matrix)
@@ -234,7 +234,7 @@ class Quantizer(ABC):
             data = self._quantized.get((*identity_of(base), groups))
             found = (*data, groups) if data else None
         is_finer = found and found[2] in (Quantization(quantization.format, ROW), groups)
-        if found and is_finer and quantization.block == TENSOR:  # the largest scale
+        if found and is_finer and quantization.block == TENSOR:  # the largest of the finer scales
             scale = self.emit(fp8.amax.default, found[1], "tensor")
         else:
             scale = self.emit(fp8.scale.default, self.amax(base, quantization.block), text)
@@ -283,7 +283,7 @@ def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
 
 
 def stored_blocks(gemm: fx.Node) -> list[Quantization | None]:
-    """Return the quantization of each operand if it is stored in blocks that the GEMM can read."""
+    """Return, for each operand stored in blocks that the GEMM can read, its quantization."""
     result: list[Quantization | None] = []
     for operand, contracts_rows in zip(gemm_operands(gemm), (False, True), strict=True):
         base, is_flipped = graph.skip_transposes(operand)
@@ -295,11 +295,11 @@ def stored_blocks(gemm: fx.Node) -> list[Quantization | None]:
 
 
 def _find_quantized(matrix: fx.Node) -> tuple[fx.Node, fx.Node, Quantization] | None:
-    """Return data, scales and quantization if a dequantization computed a matrix, else None.
+    """Return the data, scales and quantization that a matrix is dequantized from, or None.
 
-    GEMMs can read these data. Quantizing the matrix again would give the same data, or the same
-    values with half the scale, because BF16 represents dequantized values exactly. With scales that
-    are not powers of two, as in checkpoints, requantizing would round the values once more.
+    GEMMs can read the data directly. Quantizing the matrix again would give the same data, or the
+    same values with half the scale, because BF16 represents dequantized values exactly. With scales
+    that are not powers of two, as in checkpoints, requantizing would round the values once more.
     """
     shape, base = tensor(matrix).shape, graph.skip_reshapes(matrix)
     while base.target in graph.CASTS:

@@ -110,8 +110,9 @@ def run_passes(
 def warn_about_checkpointing() -> None:
     log.warning(
         "torch.utils.checkpoint is on (gradient_checkpointing of Trainers), so fp8pass saves no "
-        "tensors of the checkpointed regions in low-bit formats. To save memory in less time, turn "
-        "checkpointing off and set memory_budget: fp8pass.explain(model, ...) compares the memory."
+        "tensors of the checkpointed regions in low-bit formats. To save memory at a lower cost in "
+        "time, turn checkpointing off and set memory_budget: fp8pass.explain(model, ...) compares "
+        "the memory."
     )
 
 

@@ -220,8 +220,8 @@ def test_training_with_scatters_in_8_bits(two, way, options):
     ("shape", "reason"),
     [
         ([4, 33], ""),
-        ([2, 33], "the number of elements of a part is zero or odd"),
-        ([0, 128], "the number of elements of a part is zero or odd"),
+        ([2, 33], "the number of elements per rank is zero or odd"),
+        ([0, 128], "the number of elements per rank is zero or odd"),
         ([4, 0], "its rows cannot be split into groups"),
     ],
     ids=str,

@@ -1,1 +1,1 @@
-"""Passes over joint graphs, which contain forward and backward. `JOINT_PASSES` is their order."""
+"""Passes over joint graphs, which contain forward and backward, in the order `JOINT_PASSES`."""

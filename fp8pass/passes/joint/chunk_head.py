@@ -62,7 +62,7 @@ def chunk_head(gm: fx.GraphModule, ctx: Context) -> None:
 def _chunk_first(
     gm: fx.GraphModule, heads: Sequence[fx.Node], head_chunks: int | None
 ) -> dict[fx.Node, Head]:
-    """Rewrite the first head if that saves enough memory, with heads that share masks with it."""
+    """Rewrite the first head, and heads that share masks with it, if that saves enough memory."""
     head = heads[0]
     rows, hidden = tensor(head.args[-2]).shape  # type: ignore[arg-type]
     if compat.has_unbacked(rows):
@@ -104,7 +104,7 @@ def choose_chunks(rows: int, hidden: int) -> int:
 
 
 def find_part(head: fx.Node) -> list[fx.Node]:
-    """Return, in order, nodes as large as the logits, their users, and the nodes between them.
+    """Return, in graph order, nodes as large as the logits, their users, and the nodes between.
 
     Raises:
         ReturnsLogits: the graph returns logits.

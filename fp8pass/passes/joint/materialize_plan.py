@@ -119,7 +119,7 @@ class Carrier:
         return self._in_shape_of(node, back) if by_rows else back
 
     def _save_exactly(self, node: fx.Node, x: fx.Node, decision: Decision) -> fx.Node:
-        """Save `x`, which has the elements of `node`, for `node`."""
+        """Save `x` as the exact value of `node`. `x` has the same elements, maybe reshaped."""
         # A saved view would keep the memory of its base alive, so a copy is saved. Attention masks
         # stay views, because attention needs the aligned rows of the mask's base. Inputs that the
         # graph overwrites are copied before the write.
@@ -266,7 +266,7 @@ class Carrier:
 
 
 def _is_image(node: fx.Node) -> bool:
-    """Whether a convolution or a pooling is next to `node`, apart from pointwise operators."""
+    """Whether only pointwise operators are between `node` and a convolution or a pooling."""
 
     def neighbors(n: fx.Node) -> list[fx.Node]:
         return [*n.all_input_nodes, *n.users] if n is node or kind(n) is Kind.POINTWISE else []

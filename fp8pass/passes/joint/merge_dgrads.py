@@ -11,7 +11,7 @@ gradients, because gradients have a wide range. The error of requantization is s
 largest entries. Operands in blocks keep their data and scales, because their scales may vary along
 the contraction.
 
-The pass runs after `materialize_plan`, because `diagnose` needs single layers.
+The pass runs after `materialize_plan`, because `diagnose` needs a separate dgrad for each layer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LONGEST_CONTRACTION = 16384
 
 @dataclass(frozen=True)
 class Term:
-    """A GEMM whose result is a term of a sum."""
+    """A GEMM and the place of its result in a sum."""
 
     gemm: fx.Node
     place: sums.Term  # the term's place in the sum
@@ -87,7 +87,7 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
         for group in _group_terms(terms):
             modules = tuple(graph.module_path(term.gemm) for term in group)
             ctx.plan.merged.append(modules)
-            fast = False  # GEMMs of blocks never accumulate fast
+            fast = False  # GEMMs of block-scaled operands never accumulate fast
             if not group[0].is_in_blocks:
                 fast = ctx.config.accumulates_fast("dgrad", sum(term.length for term in group))
                 if not fast:
@@ -98,7 +98,9 @@ def merge_dgrads(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _find_term(gemm: fx.Node) -> Term | None:
-    """Return an FP8 dgrad GEMM whose result is only added, and whose weight has no other user.
+    """Return an FP8 dgrad GEMM with its place in a sum, or None if it cannot be merged.
+
+    Nothing except the sum may use its result, and nothing except the GEMM may use its weight.
 
     Gathered weights are excluded, because the scale of a requantized weight depends on the
     gradients of one rank.

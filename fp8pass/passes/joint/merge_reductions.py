@@ -1,12 +1,12 @@
-"""Reduce a sum over ranks once, instead of reducing each term.
+"""Reduce the sum of several tensors over ranks once, instead of reducing each summand.
 
     before   y = add(reduce_scatter(a, "sum"), reduce_scatter(b, "sum"))
     after    y = reduce_scatter(add(a, b), "sum")
 
 With tensor parallelism, several linear layers read the same tensor. If each layer has its own entry
-in the plan of `parallelize_module`, DTensor reduces the gradient from each layer. With this pass, a
-decoder layer has four reduce-scatters instead of seven. All-reduces are merged in the same way.
-Then `merge_dgrads` can compute `add(a, b)` in one GEMM.
+in the plan of `parallelize_module`, DTensor reduces the gradient of each layer separately. With
+this pass, a decoder layer has four reduce-scatters instead of seven. All-reduces are merged in the
+same way. Then `merge_dgrads` can compute `add(a, b)` in one GEMM.
 
 Recipe `exact` skips the pass, which changes the order of sums. FP16 sums are not merged, because
 `add(a, b)` may overflow where the sum over ranks does not. Means are not merged: they are gradients
@@ -36,7 +36,7 @@ from fp8pass.passes.context import Context
 
 @dataclass(frozen=True)
 class Reduction:
-    """A sum over ranks that is a term of another sum."""
+    """An all-reduce or reduce-scatter; its result is a summand of another sum."""
 
     node: fx.Node  # the collective
     term: Term

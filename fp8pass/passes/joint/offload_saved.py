@@ -8,11 +8,11 @@
              h' = settled(h, q)       y = dequantize([q'], s)            saves h'
 
 `settled` waits for a copy, at the place where a roofline expects the copy to be done. A copy back
-begins as late as possible. The result of a GEMM `g` is an operand, so that compilers do not move
-the copy before the GEMM.
+begins as late as possible. The result of a GEMM `g` is an operand of `from_host`, so that compilers
+do not move the copy before the GEMM.
 
 Copies in flight take GPU memory, too. Their bytes are limited to the bytes that the link carries in
-`IN_FLIGHT_SECONDS`, or to the two largest copies.
+`IN_FLIGHT_SECONDS`, or to the bytes of the two largest copies if that is more.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _warn_about_exposed_copies(offload: Offload) -> None:
 
 
 def _move_to_host(saved: SavedTensor, names: dict[str, str]) -> SavedTensor:
-    """Return a value's entry with the tensors `names` (device name -> host name) in host memory."""
+    """Return a plan entry with the tensors `names` (device name -> host name) in host memory."""
     moved = sum(t.bytes for t in saved.tensors if t.name in names)
     tensors = tuple(
         replace(t, name=names[t.name], on_host=True) if t.name in names else t
@@ -106,12 +106,14 @@ class _Copy:
     bytes: int
     seconds: float
     first: fx.Node  # the first node of the backward that uses the tensor
-    # `to_host`, later `settled`; None before `emit_sends`.
+    # The node of the copy in host memory: `to_host`, later `settled`; None before `emit_sends`.
     on_host: fx.Node | None = None
-    # When the tensor is computed, and when its copy to the host ends, in seconds of the forward.
+    # When the tensor is computed, and when its copy to the host ends: seconds since the forward
+    # began.
     made: float = 0.0
     sent: float = 0.0
-    # When the copy back begins, and when the tensor is first used, in seconds of the backward.
+    # When the copy back begins, and when the tensor is first used: seconds since the backward
+    # began.
     fetched: float = 0.0
     used: float = 0.0
 
@@ -164,7 +166,7 @@ class _Schedule:
         return [u for u in node.users if u in self._in_backward]
 
     def emit_sends(self) -> None:
-        """Emit copies to the host, and waits for them. Wait earlier if copies exceed the limit."""
+        """Emit copies to the host, and waits for them. Wait earlier if they exceed the limit."""
         times = running_times(self.graph, self.forward)
         copies = {copy.node: copy for copy in self.copies}
         pending: deque[_Copy] = deque()
@@ -204,7 +206,7 @@ class _Schedule:
         for copy in reversed(copies):
             copy.used = times[copy.first][0]
             latest = copy.fetched = min(copy.used, latest) - MARGIN * copy.seconds
-        places: dict[fx.Node, fx.Node] = {}  # GEMM -> node before which its copies begin
+        places: dict[fx.Node, fx.Node] = {}  # GEMM -> node before which copies after it are emitted
         for i, copy in enumerate(copies):
             in_flight = self._copies_in_flight(copies[:i], copy)
             done = self.order[copies[i - len(in_flight)].first] if len(in_flight) <= i else -1

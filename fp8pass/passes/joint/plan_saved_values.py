@@ -11,13 +11,13 @@ The first cut covers exact needs, in exact bytes. The second cut covers all need
 first cut cost nothing, other values the bytes of the cheapest format that the error rules allow.
 One cut with three states (exact, low-bit, absent) would have costs that are not submodular.
 
-Time has a price, too (`compact_saves`). The pass takes the lowest of several prices at which the
-saves take no more time than FP8 GEMMs save. Small tensors are then saved exactly, because the time
-of a kernel that quantizes them costs more than the saved bytes.
+Time has a price, too (`compact_saves`). The pass takes the lowest of several prices at which
+low-bit formats and recomputation add no more time than FP8 GEMMs save. Small tensors are then saved
+exactly, because the time of a kernel that quantizes them costs more than the saved bytes.
 
-Several first cuts may have the same cost, so `cuts.py` tries several and takes the cheapest plan.
-Results of GEMMs and attention are never recomputed here, so they split the graph into regions that
-are cut separately (with networkx).
+The first cut may have several solutions of equal cost. `cuts.py` tries several of these solutions
+and takes the cheapest plan. Results of GEMMs and attention are never recomputed here, so they split
+the graph into regions that are cut separately (with networkx).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from fp8pass.activation_memory.planner import Planner
 
 
-# Prices of time: the bytes that must be saved for each byte that the GPU's memory could move in the
-# same time. With the first price, one more kernel launch must save 1 MB on an H200. Dequantizing an
-# operand of a GEMM saves a third of the moved bytes.
+# Prices of added time: the bytes that must be saved for each byte that the GPU's memory could move
+# in the added time. With the first price, one more kernel launch must save 1 MB on an H200. An FP8
+# operand that is dequantized for a GEMM saves a third of the bytes that its dequantization moves.
 PRICES = (0.025, 0.25, 0.7, 1.2)
 
 # A budget that is a share, e.g. 0.5, does not apply to graphs that save fewer bytes than this, such
@@ -93,11 +93,11 @@ def plan_saved_values(gm: fx.GraphModule, ctx: Context) -> None:
 def _within_spare_time(
     gm: fx.GraphModule, ctx: Context, needs: Needs, choices: FormatChoices
 ) -> Decisions:
-    """Return the smallest plan that takes no longer than FP8 GEMMs save.
+    """Return the smallest plan that adds no more time than FP8 GEMMs save.
 
-    The time is compared with the plan with the highest price of time, which stands for a step
-    without fp8pass. If the CPU limits the step, the plan is the plan of stock `torch.compile`,
-    because low-bit formats and recomputation add launches.
+    Added time is relative to the plan of the highest price, which approximates a step without
+    fp8pass. If the CPU limits the step, return the plan of stock `torch.compile`, because low-bit
+    formats and recomputation add launches.
     """
     values = (graph.value(n) for n in needs.values if n in needs.all)
     devices = (val.device for val in values if val is not None)
@@ -126,9 +126,9 @@ def _within_spare_time(
 def _within_budget(
     ctx: Context, cuts: Decisions, choices: FormatChoices, planner: Callable[[], Planner]
 ) -> Decisions:
-    """Return the plan for the budget.
+    """Return the plan for the memory budget.
 
-    If `cuts` saves less, formats with more bits fill the rest.
+    If the plan `cuts` saves fewer bytes than the budget, formats with more bits fill the rest.
     """
     most, is_share = saved_bytes(cuts, ctx.facts), isinstance(ctx.config.memory_budget, float)
     if most < NEGLIGIBLE_BYTES and is_share:

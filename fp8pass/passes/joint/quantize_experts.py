@@ -100,8 +100,8 @@ def quantize_experts(gm: fx.GraphModule, ctx: Context) -> None:
 def why_not(layer: Layer, config: Config, received: Set[fx.Node]) -> Reason:
     """Return why experts cannot or should not run in FP8; an empty reason if they run in FP8.
 
-    A rank that has received no tokens also quantizes them, because all ranks must send the same
-    data.
+    If ranks exchange the tokens, experts run in FP8 even on a rank that receives no tokens, because
+    all ranks must send the same dtype.
     """
     if (reason := why_not_at_all(layer, config)).text:
         return reason
@@ -178,8 +178,9 @@ class ExpertRewriter(Quantizer):
     def casts_of(self, gemm: fx.Node, layer: Layer) -> Casts:
         """Return the casts that a GEMM needs in FP8.
 
-        Each operand of wgrad is transposed in a kernel of its own, as is each orientation of a
-        weight. Rows are quantized by the kernel that computes the tokens before they are gathered.
+        A separate kernel transposes each operand of wgrad, and a separate kernel quantizes each
+        orientation of a weight. The kernel that computes tokens also quantizes their rows, before
+        the tokens are gathered.
         """
         casts: dict[Hashable, Cast] = {}
         for x in gemm_operands(gemm):
@@ -208,13 +209,13 @@ class ExpertRewriter(Quantizer):
         replace_gemm(gemm, product, result)
 
     def _multiply_groups(self, x: fx.Node, weights: fx.Node, offsets: fx.Node) -> fx.Node:
-        """Emit forward or dgrad: tokens times the weights [E, K, N] of their experts."""
+        """Emit a forward or dgrad GEMM: tokens times the weights [E, K, N] of their experts."""
         left = self._quantize_by_row(self._make_row_major(x))
         right = self._quantize_by_row(self._stack_weights(weights))
         return self._multiply(fp8.scaled_grouped_mm.default, *left, *right, offsets)
 
     def _multiply_batch(self) -> tuple[fx.Node, fx.Node]:
-        """Emit a batched forward or dgrad; return the FP8 GEMM, and the result in `gemm`'s shape.
+        """Emit a batched forward or dgrad GEMM; return the GEMM, and its result in `gemm`'s shape.
 
         If the weights are the first factor, the tokens are columns. They are then transposed to
         rows, and the result is transposed back. The result is copied to row-major memory, unless
@@ -295,7 +296,7 @@ class ExpertRewriter(Quantizer):
         return self._once(("group", x, offsets), quantize_groups)
 
     def _amax_rows(self, tokens: fx.Node) -> fx.Node:
-        """Return the amax of each token, from the matrix that tokens are gathered from, if any."""
+        """Return the amax of each token. For gathered tokens, gather the amaxes of source rows."""
         gather = self._find_gather(tokens)
         if gather is None:
             return self.amax(tokens, ROW)
@@ -404,7 +405,7 @@ class ExpertRewriter(Quantizer):
         return found
 
     def remove_unused_rows(self) -> None:
-        """Remove stacked rows without users. Their GEMM reads an equal view that was quantized."""
+        """Remove stacked rows without users: their GEMM reads an equal matrix, quantized before."""
         for (kind, *_), node in self._emitted.items():
             if kind == "rows" and not node.users:
                 node.graph.erase_node(node)

@@ -110,7 +110,7 @@ def why_not(layer: Layer, config: Config) -> Reason:
     is_product = gemm.target in (aten.mm.default, aten.addmm.default) and not gemm.kwargs
     if not (is_product or _is_batch_of_one(gemm)):
         name = graph.operator_name(gemm)
-        return Reason(f"the operator {name} computes it: only products of two matrices run in FP8")
+        return Reason(f"the operator {name} computes it: only GEMMs of two matrices run in FP8")
     is_biased = gemm.target is aten.addmm.default
     if is_biased and tensor(gemm.args[0]).ndim != 1:  # type: ignore[arg-type]
         return Reason("its bias is not a vector")
@@ -119,7 +119,8 @@ def why_not(layer: Layer, config: Config) -> Reason:
         return Reason(why, routine=small or is_narrow(*weight))
     if is_biased and not _has_columns_for_tensor_cores(gemm):
         return Reason(
-            "its bias has one element for each token, and their number is not a multiple of 16"
+            "its bias has an element for each token, but the number of tokens is not a multiple of "
+            "16"
         )
     if any(compat.statically_known_true(size == 0) for size in weight):
         return Reason("empty weight", routine=True)
@@ -213,20 +214,20 @@ class LinearRewriter(Quantizer):
         replace_gemm(gemm, product, result)
 
     def why_unfit(self, gemm: fx.Node, layer: Layer) -> str:
-        """Return why a GEMM cannot have the scales of the configuration, or ''."""
+        """Return why a GEMM cannot have the configured scales, or ''."""
         self.gemm, self.layer = gemm, layer
         reasons = (_why_unfit(how, gemm, i) for i, how in enumerate(self._configured()))
         return next((why for why in reasons if why), "")
 
     def _choose_quantizations(self) -> list[tuple[fx.Node, Quantization]]:
-        """Return both operands with their quantizations: the configured ones, or tensor scales."""
+        """Return both operands with their quantizations: those configured, else tensor scales."""
         chosen = self._configured()
         if self.why_unfit(self.gemm, self.layer):
             chosen = [Quantization(how.format, TENSOR) for how in chosen]
         return list(zip(gemm_operands(self.gemm), chosen, strict=True))
 
     def _configured(self) -> list[Quantization]:
-        """Return the configured quantizations, or blocks if the weight is stored in blocks."""
+        """Return the configured quantizations, or block quantizations if the weight has blocks."""
         role, operands = self.gemm.meta[ROLE], gemm_operands(self.gemm)
         chosen = [parse(self.config.quantizations[role, self.name_operand(x)]) for x in operands]
         stored = stored_blocks(self.gemm)

@@ -54,7 +54,7 @@ def why_not(scatter: fx.Node) -> str:
     if val.ndim < 2 or divisor_group(val.shape[-1], GROUP_SIZE) is None:
         return "its rows cannot be split into groups"
     if val.numel() == 0 or val.numel() // scatter.args[2] % 2:  # type: ignore[operator]
-        return "the number of elements of a part is zero or odd"  # scales have two bytes
+        return "the number of elements per rank is zero or odd"  # scales have two bytes
     if len(scatter.users) != 1 or next(iter(scatter.users)).target is not WAIT_TENSOR:
         return "several operators wait for it"
     return ""

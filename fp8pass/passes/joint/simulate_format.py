@@ -1,13 +1,13 @@
-"""Simulate GEMMs in another format: mask the operands and results of linear layers.
+"""Simulate GEMMs in another format: round the operands and results of linear layers to the format.
 
-See section 3.2 of the paper "FP8 and back". `q` rounds a tensor to the format without changing its
-dtype (`dialect/masking.py`). For `y = x Wᵀ`
+See section 3.2 of the paper "FP8 and back". `q` is `mask_format` (`dialect/masking.py`), which
+rounds a tensor to the format without changing its dtype. For `y = x Wᵀ`
 
     before   y  = mm(x, t(W))              after    y  = q(mm(q(x), t(q(W))))
              dx = mm(dY, W)                         dx = q(mm(q(dY), q(W)))
              dW = mm(t(dY), x)                      dW = q(mm(t(q(dY)), q(x)))
 
-A bias is added before the result is masked. Weights and activations are saved unmasked.
+A bias is added before the result is rounded. Weights and activations are saved unrounded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ fp8 = torch.ops.fp8pass
 
 
 def simulate_format(gm: fx.GraphModule, ctx: Context) -> None:
-    """Mask the GEMMs of linear layers with the format `simulate`; record all layers in the plan."""
+    """Round operands and results of linear layers; record all linear layers in the plan.
+
+    The option `simulate` has the format.
+    """
     simulation = ctx.config.simulation
     if simulation is None:
         return
@@ -59,7 +62,7 @@ def _mask_layers(part: GraphPart, ctx: Context, simulation: Simulation) -> None:
         entry = layer.entry(reason, part.times)
         ctx.plan.linears.append(replace(entry, simulated=tuple(roles)))
     masker = Masker(simulation)
-    for node in list(part.gm.graph.nodes):  # the first reader of an operand masks it for all GEMMs
+    for node in list(part.gm.graph.nodes):  # the first reader of an operand rounds it for all GEMMs
         if node in chosen:
             masker.mask_gemm(node)
 
@@ -85,7 +88,7 @@ class Masker:
         result.meta[REPLACED_GEMM] = gemm.name
         for user in users:
             user.replace_input_with(gemm, result)
-        if compat.must_save(gemm):  # the masked result has the tag instead
+        if compat.must_save(gemm):  # the rounded result has the tag instead
             del gemm.meta["recompute"]
 
     def _mask_operand(self, matrix: fx.Node, gemm: fx.Node) -> fx.Node:
@@ -104,6 +107,6 @@ class Masker:
         return emit_operand(aten.permute.default, masked, order, like=gemm)
 
     def _is_unmasked(self, node: fx.Node) -> bool:
-        """Whether masks would not change a tensor, like E8M7 in bfloat16."""
+        """Whether rounding to the format would not change a tensor, like E8M7 in bfloat16."""
         dtype = tensor(node).dtype
         return dtype not in MASKED_DTYPES or is_identity(self.format, dtype)

@@ -1,1 +1,1 @@
-"""Passes over forward and backward graphs, before Inductor. `LOWERING_PASSES` is their order."""
+"""Passes over forward and backward graphs before Inductor, in the order `LOWERING_PASSES`."""

@@ -3,7 +3,8 @@
     before   a = rows([x], program);  b = scaled_mm(a, ...);  c = rows([w], program)
     after    a, c = rows([x, w], [program, program]);  b = scaled_mm(a, ...)
 
-Only small kernels join an earlier launch, because their results then take memory for longer.
+Only small kernels join an earlier launch, because results that are computed early take memory for
+longer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from fp8pass.codegen.program.emit import emit_batch
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.passes.context import Context
 
-# Moving this many bytes takes as long as a launch.
+# Kernels that move more bytes do not join an earlier launch. Moving this many bytes takes as long
+# as a launch.
 MOST_MOVED = 64 * 2**20
 # The most bytes of results that one launch computes early.
 MOST_EARLY = 32 * 2**20

@@ -60,7 +60,7 @@ def _fuse(quantize: fx.Node) -> bool:
 
 
 def _suits_tiles(quantize: fx.Node) -> bool:
-    """Whether the tile kernel can store these data and transposed data, and read `x` once."""
+    """Whether the tile kernel can store the data and its transpose while it reads `x` once."""
     x: Any = quantize.args[0]
     is_turned = any(is_quantized_operand(user) and transposes(user) for user in x.users)
     return is_turned and not why_no_blocks(quantize)
@@ -80,7 +80,10 @@ class RowKernel:
 
 
 def _plan_kernel(quantize: fx.Node, *, compute: bool) -> RowKernel | None:
-    """Return a kernel that computes (or else loads) the value to quantize; None if impossible."""
+    """Return a kernel that computes the value to quantize, or loads it if `compute` is false.
+
+    Return None if the row kernel cannot do this.
+    """
     x, scale = quantize.all_input_nodes
     reader = Reader(quantize, by_row=True)
     is_grouped = quantization_of(quantize).is_in_groups

@@ -6,7 +6,7 @@
 
 `p` and `q` are amaxes of rows or tiles that a kernel has stored (first stages), or inputs of the
 graph. A second stage reads a few kilobytes, which takes less time than a launch. A layer has a
-dozen or more of them.
+dozen or more second stages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8pass.passes.context import Context
 
 fp8 = torch.ops.fp8pass
 
-# Inductor reduces more elements in two kernels.
+# Inductor splits a reduction of more elements into two kernels.
 LONGEST_UNSPLIT = 8192
 
 

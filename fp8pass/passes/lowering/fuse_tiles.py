@@ -32,7 +32,8 @@ A kernel computes the scales of blocks, too, because its tiles are as wide as bl
              c = transpose(quantize(d, s))
     after    b, a, c = tiles([s, d], program)
 
-If `s` is the largest of the scales `a`, two kernels read `d`.
+If `s` is the largest of the scales `a`, one kernel computes `a` and `b`, and a second one reads `d`
+again to compute `c`.
 
 If `joined` concatenates FP8 data, each kernel stores its columns of the result:
 
@@ -84,7 +85,7 @@ class TiledMatrix:
     store: Store  # the store of the matrix, with its layouts still empty
     # The nodes that the stored result replaces, by layout.
     replaced: dict[str, list[fx.Node]] = field(default_factory=dict)
-    # The node that the scales of blocks replace.
+    # The `scale` node that the kernel's block scales replace, if any.
     scale: fx.Node | None = None
     # The `amax` operators that will read the amaxes of tiles instead of the matrix.
     amaxes: list[fx.Node] = field(default_factory=list)
@@ -132,7 +133,7 @@ class Concatenation:
 
 
 def fuse_tiles(gm: fx.GraphModule, ctx: Context) -> None:
-    if not ctx.config.quantizes_linears:  # recipe `exact` has amaxes, but must not change
+    if not ctx.config.quantizes_linears:  # graphs of `exact` have amaxes, but must not change
         return
     for find_matrix in (_find_operand, _find_received, _find_measured):
         matrices = [m for n in gm.graph.nodes if (m := find_matrix(n)) is not None]
@@ -162,7 +163,7 @@ def _find_operand(quantize: fx.Node) -> TiledMatrix | None:
 
 
 def _find_blocks(quantize: fx.Node) -> TiledMatrix | None:
-    """Return an operand with a scale for each 1×128 or 128×128 elements."""
+    """Return an operand with a scale for each block of 1×128 or 128×128 elements."""
     if why_no_blocks(quantize):
         return None
     x, scale = quantize.all_input_nodes
@@ -193,7 +194,7 @@ def _find_readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _read(x: fx.Node, matrix: fx.Node) -> Reader:
-    """Return a reader of `x`, which loads `x` if its operands are too large.
+    """Return a reader of `x`. It loads `x` if the tensors that `x` is computed from are too large.
 
     Raises NotAMatrix if no kernel can read `x`.
     """
@@ -227,7 +228,7 @@ def _find_quantized(quantize: fx.Node) -> TiledMatrix | None:
 
 
 def _find_received(data: fx.Node) -> TiledMatrix | None:
-    """Return FP8 data from other ranks that must be transposed, and is in memory."""
+    """Return `data` if it comes from other ranks, is in memory, and must be transposed."""
     if not graph.is_call(data, fp8.as_codes.default) or not transposes(data):
         return None
     format = str(data.args[1])
@@ -307,7 +308,7 @@ def _rounding_of(reader: Reader, value: fx.Node) -> str:
 def _group_by_kernel(matrices: Iterable[TiledMatrix]) -> list[list[TiledMatrix]]:
     """Return the matrices of each kernel.
 
-    The first matrix reads all large tensors of its kernel.
+    The first matrix of a kernel reads all large tensors that the kernel reads.
     """
     groups: list[list[TiledMatrix]] = []
     groups_by_load: dict[fx.Node, list[list[TiledMatrix]]] = {}
@@ -344,7 +345,7 @@ def _depend_on_each_other(matrices: list[TiledMatrix]) -> bool:
 
 def _fuse(groups: list[list[TiledMatrix]], whole: Concatenation | None = None) -> None:
     matrices = [matrix for group in groups for matrix in group]
-    # An earlier call may have emitted a kernel that reads one matrix and computes another.
+    # A kernel of an earlier call may have made one of these matrices depend on a different one.
     if _depend_on_each_other(matrices):
         for matrix in matrices:
             _fuse([[matrix]])

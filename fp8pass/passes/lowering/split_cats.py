@@ -6,8 +6,8 @@
 Inductor's kernel for a concatenation computes the values of all parts for each element. On an H100,
 the gradient of a SwiGLU took 2.6 times as long as reading and writing its bytes.
 
-A concatenation stays if only generated code reads it, because Inductor then inlines it, or if its
-parts are views of one value, as in a shift.
+A concatenation stays if only generated code reads it, because Inductor inlines it into that code.
+It also stays if its parts are views of one value, as in a shift.
 """
 
 from __future__ import annotations

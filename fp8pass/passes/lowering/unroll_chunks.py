@@ -76,7 +76,7 @@ class Unroller:
         env = dict(self.once)
         for placeholder, rows in self.row_inputs:
             part = self._emit(aten.slice.Tensor, rows, 0, start, end, like=rows)
-            if done and tensor(part).ndim > 1 and tensor(part).shape[-1] > 1:  # not labels, losses
+            if done and tensor(part).ndim > 1 and tensor(part).shape[-1] > 1:  # no labels or losses
                 part = self._emit(after, part, done, like=rows)
             env[placeholder] = part
         for node in self.body.nodes:
