@@ -3,7 +3,8 @@
 cuBLASLt multiplies operands with blocks of 128. A Triton kernel does this for sizes that cuBLASLt
 does not support. GPUs with microscaling tensor cores (`hardware.why_emulated`) multiply operands
 with groups of 32. Other GPUs multiply dequantized operands, in BF16 for BF16 results, else in FP32.
-In BF16 such operands are exact, because scales are powers of two, except in FP8 checkpoints.
+BF16 represents dequantized operands exactly, because scales are powers of two. Only scales of FP8
+checkpoints may have other values.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from fp8pass.graph.nodes import aten
 
 Operand = tuple[Tensor, Tensor, Quantization]
 
-# cuBLASLt needs columns of 1×128 scales and rows of 128×128 scales in multiples of this number.
+# In cuBLASLt, the length of a column of 1×128 scales, or of a row of 128×128 scales, must be a
+# multiple of this number.
 ALIGNMENT = 4
-# cuBLASLt multiplies blocks since CUDA 12.9.
+# cuBLASLt multiplies block-scaled operands since CUDA 12.9.
 CUDA_VERSION = tuple(int(x) for x in (torch.version.cuda or "13.0").split(".")[:2])
 LIBRARY_VERSION = 12, 9
 # Microscaling tensor cores read the scales of 128 rows × 4 groups from 512 consecutive bytes.
@@ -77,13 +79,13 @@ def _is_native(a: Operand, b: Operand) -> bool:
 
 
 def _has_library(device: torch.device) -> bool:
-    """Whether cuBLASLt multiplies blocks: only on Hopper, since CUDA 12.9."""
+    """Whether cuBLASLt multiplies block-scaled operands: only on Hopper, since CUDA 12.9."""
     is_hopper = hardware.capability_of(device)[0] == hardware.GROUPED_CAPABILITY
     return is_hopper and CUDA_VERSION >= LIBRARY_VERSION
 
 
 def _lay_out(scale: Tensor, how: Quantization) -> Tensor:
-    """Store scales of rows column-major and scales of square blocks row-major."""
+    """Store 1×128 scales column-major and 128×128 scales row-major."""
     return buffer(scale, [1, 0] if how.block == TALL else [0, 1])
 
 

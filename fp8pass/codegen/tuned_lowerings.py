@@ -50,7 +50,7 @@ def _lowers(target: Callable[..., Any], **options: Any) -> Callable[[Callable], 
 
 
 def _pin_row_major(x: Tensor) -> Tensor:
-    """Pin the layout, because Inductor may choose another one."""
+    """Store `x` row-major, because Inductor may choose a different layout."""
     return buffer(x, [0, 1])
 
 
@@ -108,9 +108,9 @@ def _amax_in_two_stages(x: Tensor) -> Tensor:
 
 
 def _amax_of_groups(x: Tensor, group_size: int, parts: int) -> Tensor:
-    """Reduce elements that will share a byte first.
+    """Return the amax of each group. First reduce the elements that will share a byte.
 
-    Packing combines the same elements, so Inductor computes both in one loop.
+    Packing combines the same elements, so Inductor computes amaxes and packs in one loop.
     """
     magnitudes = (part.abs() for part in split_groups(x, group_size, parts))
     return reduce(torch.maximum, magnitudes).amax(-1).float()
@@ -127,7 +127,7 @@ def _scaled_mm(
     fast_accumulation: bool,
     *quantizations: str,
 ) -> Tensor:
-    """Inductor's autotuning runs `aten._scaled_mm` in cuBLASLt or Triton."""
+    """Call `aten._scaled_mm`, which Inductor's autotuning runs in cuBLASLt or Triton."""
     if not is_fp8(a.dtype) or a.device.type != "cuda":
         options = bias, out_dtype, fast_accumulation, *quantizations
         return ops.scaled_mm(a, a_scale, b, b_scale, *options)
@@ -143,8 +143,8 @@ def _scaled_mm(
     return product if bias is None or fuses_bias else product + bias
 
 
-# On a CPU, FP8 data become BF16, which is exact. These functions round twice, except for BF16
-# results on a GPU. The reference implementations round once.
+# On a CPU, the two functions below convert FP8 data to BF16, which is exact. They round results
+# twice, except for BF16 results on a GPU. The reference implementations round once.
 
 
 @_lowers(fp8.scaled_grouped_mm.default)
@@ -220,8 +220,9 @@ def _as_codes_arguments(node: fx.Node) -> tuple[Any, ...]:
 def _as_codes(data: Tensor, format: str, is_joined: bool, *group: Any) -> Tensor:
     """Gather FP8 data instead of bytes, so that Inductor recognizes gathered GEMM operands.
 
-    A gather along another dimension than the first ends in a concatenation, and an exchange of
-    tokens may append rows of zeros. Inductor would compute the concatenation once for each reader.
+    A gather along a dimension other than the first ends in a concatenation, and an exchange of
+    tokens may append rows of zeros. The concatenation is stored in a buffer, because Inductor would
+    compute it once for each reader.
     """
     if group:
         return WAIT_TENSOR(ALL_GATHER(data, *group))

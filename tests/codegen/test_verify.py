@@ -93,7 +93,7 @@ MALFORMED = {
     ),
     "a part of a row's number": (
         program(loads=(S, replace(R, columns=1, width=2), X)),
-        "load r (row): is a part, which only a matrix",
+        "load r (row): is a part of a matrix, but only unpacked matrices",
     ),
     "half a group": (
         program(loads=(S, R, Load("x", "groups", 32, "e4m3", columns=64, width=128, offset=16))),

@@ -22,9 +22,10 @@ from fp8pass.codegen.program.ir import Load, Program
 from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.graph.classify import Kind, kind
 
-# Prepares a program, given M, which may be symbolic, and N.
+# Prepares a program for a matrix [M, N], given M, which may be symbolic, and N.
 Prepare = Callable[[Program, Any, int], LaunchPart]
-# Whether a store, given by its number, may take the memory of a load, given N.
+# Given a program, N, a load and the index of a store: whether the result of the store may take the
+# memory of the load.
 MayOverwrite = Callable[[Program, int, Load, int], bool]
 
 KERNELS: dict[Any, Prepare] = {}
@@ -88,7 +89,7 @@ def _find_overwritten(node: fx.Node, may_overwrite: MayOverwrite) -> dict[int, i
 
 
 def _is_like(x: Tensor, other: Tensor) -> bool:
-    """Whether sizes and dtype are known to be equal."""
+    """Whether the sizes and dtypes of two tensors are known to be equal."""
     if x.ndim != other.ndim or x.dtype is not other.dtype:
         return False
     sizes = zip(x.shape, other.shape, strict=True)

@@ -1,7 +1,7 @@
 """Launch several programs as one Triton kernel, with concatenated grids.
 
 A launch takes 10 to 20 microseconds on the CPU. The GPU quantizes a weight of hidden size 2048 in
-5.
+5 microseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 from fp8pass import compat
 from fp8pass.codegen.kernels.device_functions import shared_source
 
-# Each program makes the compiled kernel larger, even if it equals another.
+# The most programs in one kernel. Each program makes the compiled kernel larger, even if the kernel
+# already contains an equal program.
 MOST_PARTS = 8
 
 _FUNCTION = """
@@ -135,7 +136,7 @@ def _load_kernel(calls: tuple[Call, ...], parameters: tuple[str, ...]) -> Any:
 
 
 def _name_kernel(calls: Sequence[Call]) -> str:
-    """Count the calls of each function, e.g. `norm_x3_and_silu`."""
+    """Return a name that counts the calls of each function, e.g. `norm_x3_and_silu`."""
     counts = Counter(call.function.name for call in calls)
     words = (name if count == 1 else f"{name}_x{count}" for name, count in counts.items())
     return "_and_".join(words)[:120]
@@ -160,7 +161,7 @@ def _write_kernel(name: str, calls: Sequence[Call], parameters: Sequence[str]) -
 
 
 def _write_condition(number: int, count: int) -> str:
-    """Test whether the program id lies in part `number` of `count`."""
+    """Return the source that tests whether the program id lies in part `number` of `count`."""
     if count == 1:
         return ""
     if number == count - 1:

@@ -13,9 +13,9 @@ from fp8pass.dialect.formats import FORMATS
 
 
 def locate_byte(column: str, size: int, width: int) -> str:
-    """Return the position of the byte of the element at `column`, with `width` bits, in a plane.
+    """Return the position of the byte that contains the element at `column`, as an expression.
 
-    `size` is the number of elements in a group.
+    The plane has `width` bits of each element. `size` is the number of elements in a group.
     """
     count = size * width // 8
     return f"{column} // {size} * {count} + {column} % {count}"
@@ -55,7 +55,7 @@ def encode_values(values: str, format: str) -> str:
 
 
 def split_planes(elements: str, format: str) -> Iterator[tuple[str, int]]:
-    """Yield the bits that each plane stores, and their number."""
+    """Yield, for each plane, an expression of the bits that it stores, and their number."""
     offset = 0
     for width in FORMATS[format].planes:
         field = f"({elements} >> {offset})" if offset else elements

@@ -18,9 +18,10 @@ from fp8pass.codegen.program.ir import IS_COLUMN, PARTIAL_SUMS, ROW_EXP_SUM, Loa
 from fp8pass.dialect.formats import FORMATS
 
 LONGEST_HELD = 16384
-# Rows above `LONGEST_HELD` are held up to this length, in chunks of `WIDE_CHUNK`, if a kernel reads
-# at most `WIDE_LOADS` tensors and no format is packed. Other long rows are read in a loop. On an
-# H200 the loop takes 18% longer for SwiGLUs of 18,944 features, and 35% longer for 28,672.
+# Registers hold rows of more than `LONGEST_HELD` elements, up to this length and in chunks of
+# `WIDE_CHUNK`, if a kernel reads at most `WIDE_LOADS` tensors and no format is packed. Other long
+# rows are read in a loop. On an H200 the loop takes 18% longer for SwiGLUs of 18,944 features, and
+# 35% longer for 28,672.
 LONGEST_WIDE = 28672
 WIDE_CHUNK = 8192
 WIDE_LOADS = 2
@@ -33,8 +34,8 @@ LONGEST_STAGED, SUMMED_STAGES = 2048, 3
 # latency of memory (`benchmarks/results/sweeps.json`).
 HELD = 44
 HELD_SUMMED = 32  # with one sum over rows
-# Smallest number of elements of the last chunk for each thread. The shortest possible last chunk
-# makes the forwards of SwiGLUs of 8,960 and 18,944 features 6% faster.
+# Smallest number of elements of the last chunk that each thread holds. The shortest possible last
+# chunk makes the forwards of SwiGLUs of 8,960 and 18,944 features 6% faster.
 FEWEST_HELD = 4
 # Elements of a chunk, if the row is read in a loop.
 ROW_CHUNK = 4096

@@ -80,8 +80,8 @@ _GROUPS = [
     "tl.store({scales} + row * ({N} // {size}) + group, {v}_scales.to({scale_type}){if_group})",
     "{v}_groups = {v}_groups * tl.div_rn(1.0, {v}_scales)[:, None]",
 ]
-# `ROW_EXP_SUM` in one pass over the row: each of `few` elements is a partial sum relative to the
-# largest element so far.
+# `ROW_EXP_SUM` in one pass over the row: every `few` elements of a chunk have one partial sum. It
+# is relative to the largest of these elements in the chunks so far.
 _EXP_SUM = [
     "{v}_few = tl.reshape({value}, ({chunk} // {few}, {few}))",
     "{v}_max = largest({largest}_chunk, tl.reduce({v}_few, 1, largest))",
@@ -90,7 +90,7 @@ _EXP_SUM = [
     "{v}_chunk += tl.sum(exp({v}_few - {v}_shift[:, None]), 1)",
     "{largest}_chunk = {v}_max",
 ]
-# The result of each reduction of all elements, given its partial results for a chunk.
+# The result of each reduction along a row, from its partial results for the elements of a chunk.
 _RESULTS = {
     "row_sum": "tl.sum({0}, 0)",
     "row_amax": "tl.reduce({0}, 0, largest)",
@@ -114,8 +114,8 @@ class Shape:
     """How a kernel processes a row."""
 
     columns: int
-    chunk: int  # number of elements
-    held: bool  # in registers; otherwise the kernel reads the row in a loop
+    chunk: int  # number of elements of a chunk
+    held: bool  # whether registers hold the row; otherwise the kernel reads the row in a loop
     last: int = 0  # number of elements of the last chunk, if it is shorter than the others
 
     @property
@@ -357,7 +357,7 @@ class RowWriter:
             self.lines.append(f"there_{i} = column_{i} < {self.shape.columns}")
 
     def _if_there(self, i: int, condition: str = "") -> str:
-        """Mask a load or store, unless the chunk is full."""
+        """Return the mask argument of a load or store; '' if the chunk is full."""
         return "" if self.shape.is_full(i) else f", {condition or f'there_{i}'}"
 
     def _only_there(self, value: str, i: int, otherwise: str = "0.0") -> str:
@@ -513,7 +513,7 @@ def _initial(reduction: Step) -> str:
 
 
 def _combine(reduction: Step, a: str, b: str) -> str:
-    """Combine two partial results."""
+    """Return an expression that combines two partial results of a reduction."""
     return f"{a} + {b}" if reduction.target == "row_sum" else f"largest({a}, {b})"
 
 

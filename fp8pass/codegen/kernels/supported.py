@@ -25,7 +25,8 @@ fp8 = torch.ops.fp8pass
 
 # The number formats of scales of groups that the row kernel can store.
 GROUP_SCALES = ("bf16", "fp32")
-# A kernel computes the matrix itself if the operands have at most this many times its bytes.
+# A kernel computes a matrix, instead of loading it, if the operands have at most this many times
+# the bytes of the matrix.
 LARGEST_INPUTS = 2.0
 
 
@@ -37,7 +38,7 @@ class UnsupportedProgram(ValueError):
 
 
 def check_stores(kernel: str, program: Program, formats: Mapping[str, Set[str]]) -> None:
-    """Raise UnsupportedProgram unless `formats` (by layout) has the formats of all stores."""
+    """Raise UnsupportedProgram unless `formats` (by layout) contains the format of each store."""
     for store in program.stores:
         for layout in store.layouts:
             if layout not in formats:
@@ -68,7 +69,7 @@ def why_no_rows(data: fx.Node) -> str | None:
 
 
 def _has_columns_for_rows(x: fx.Node) -> bool:
-    """Whether `x` is a copy of a batch of transposed matrices, which the kernel would repeat."""
+    """Whether `x` copies a batch of transposed matrices. The kernel would repeat this copy."""
     copy = skip_reshapes(x)
     return is_call(copy, aten.clone.default) and is_batched_transpose(copy.args[0])  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
 """The Triton source of tile kernels.
 
 Slice i of a tile has the rows i, i + n, i + 2n, ... A thread holds elements of n consecutive rows,
-one of each slice, and packs them into a word of the transposed result.
+one element from each slice, and packs them into a word of the transposed result.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class TileWriter:
         return write_expression(replace(step, args=args))
 
     def _code(self, store: Store, scales: list[str]) -> Iterator[str]:
-        """Divide a value by its scale in each slice. An empty scale means that this is done."""
+        """Divide a value by its scale in each slice. An empty scale marks a divided value."""
         for i, scale in enumerate(scales):
             # Padding must be zero, but the steps may compute nonzero values from zeros.
             value = f"{store.name}_{i}"
@@ -184,13 +184,13 @@ class TileWriter:
             yield f"{value}_coded = tl.where(there_{i}, {codes}, 0.0)"
 
     def _store_amax(self, store: Store, pointer: str) -> Iterator[str]:
-        """A program with this store has only slice 0."""
+        """Store the amax of a tile. A program with this store has only slice 0."""
         magnitude = f"tl.where(there_0, tl.abs({store.name}_0), 0.0)"
         amax = f"tl.reduce(tl.reduce({magnitude}, 1, largest), 0, largest)"
         yield f"tl.store({pointer} + index, {amax})"
 
     def _store_tile_sums(self, store: Store, pointer: str) -> Iterator[str]:
-        """A program with this store has only slice 0."""
+        """Store the column sums of a tile. A program with this store has only slice 0."""
         value = f"{store.name}_0"
         if store.dtype:
             value = f"{value}.to(tl.{store.dtype}).to(tl.float32)"

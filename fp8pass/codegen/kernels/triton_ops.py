@@ -39,7 +39,7 @@ def name_kernel(kind: str, program: Program) -> str:
 
 
 def divide_by_scale(value: str, scale: str) -> str:
-    """Return the quotient, which the caller casts to the format."""
+    """Return an expression of the quotient, which the caller casts to the FP8 format."""
     return f"({value} * tl.div_rn(1.0, {scale}))"
 
 

@@ -38,7 +38,10 @@ def emit_kernel(target: Any, drafts: Iterable[Draft], *, like: fx.Node) -> list[
 def emit_batch(
     target: Any, batch: Batch, inputs: Sequence[fx.Node], *, like: fx.Node
 ) -> list[fx.Node]:
-    """Raises MalformedProgram if a program is not well formed."""
+    """Insert an operator that runs `batch` before `like`, and return its results.
+
+    Raises MalformedProgram if a program is not well formed.
+    """
     for program, operands, _ in batch.split(inputs):
         verify(program, [tensor(x) for x in operands])
     with like.graph.inserting_before(like):
@@ -97,7 +100,7 @@ def _store_contiguous(node: fx.Node) -> fx.Node:
 
 
 def has_shape(node: fx.Node) -> bool:
-    """Whether `replace` can restore the shape: at most one size may be symbolic."""
+    """Whether `replace` can restore the shape of `node`: at most one size may be symbolic."""
     return sum(not isinstance(size, int) for size in tensor(node).shape) <= 1
 
 

@@ -21,9 +21,9 @@ from fp8pass.dialect.encoding import padded_size
 from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.quantization import Quantization, group
 
-# The first four are broadcast from shape [], [N], [M, 1] or [M, N]. `groups` consist of several
-# tensors: quantized data [M, N], or packed planes [M, N w / 8] with w bits of each element, and
-# then scales [M, N / G].
+# Operands of the first four kinds are broadcast from shape [], [N], [M, 1] or [M, N]. `groups`
+# consist of several tensors: quantized data [M, N], or packed planes [M, N w / 8] with w bits of
+# each element, and then scales [M, N / G].
 OPERAND_KINDS = ("scalar", "column", "row", "full", "groups")
 # Rows and columns of the elements that share a scale, by `Store.block`.
 SIDE = 128
@@ -39,7 +39,7 @@ PARTIAL_SUMS = 1024
 ROW_EXP_SUM = "row_exp_sum"
 # Reductions along rows, with results [M, 1].
 REDUCTION_STEPS = ("row_sum", "row_amax", "row_max", ROW_EXP_SUM)
-# Given a column number for each row: whether an element is in this column.
+# Given a column number for each row: whether an element of the row is in that column.
 IS_COLUMN = "is_column"
 
 
@@ -89,7 +89,7 @@ class Step:
 class Store:
     """Stores the value `name`, once in each of `layouts`.
 
-    `rows`     quantized data [M, N]; `scale` has one value, or one for each row
+    `rows`     quantized data [M, N]; `scale` has one value, or one value for each row
     `columns`  the transposed data [N, M'], where M' is M padded with zeros to a length that GEMMs
                support; `scale` is '' if the values are already divided by their scale
     `amax`     the largest magnitude of each tile (`AMAX_TILE`), fp32 [M / 64, N / 128]

@@ -1,7 +1,7 @@
 """Batches: independent programs that one operator runs.
 
-If programs store data in different columns of one matrix, this is the operator's first result. The
-remaining results follow in the order of the programs and their stores.
+If programs store data in different columns of one matrix, this matrix is the operator's first
+result. The remaining results follow in the order of the programs and their stores.
 """
 
 from __future__ import annotations

@@ -34,13 +34,14 @@ from fp8pass.graph.traffic import is_computed
 
 fp8 = torch.ops.fp8pass
 
-# Threads can then load 16 bytes at once in any dtype.
+# Kernels load a slice of columns if its offset and the width of the whole matrix are multiples of
+# this number. Threads can then load 16 bytes at once in any dtype.
 ALIGNED = 16
 
-# Kernels hold numbers of columns in FP32.
+# Kernels hold column numbers in FP32, which represents integers exactly up to this number.
 MOST_COLUMNS = 1 << 24
 
-# These do not change values.
+# Operators that do not change values, except that casts round.
 TRANSPARENT = RESHAPES | CASTS | {aten.expand.default, aten.clone.default}
 
 Snapshot = tuple[dict[fx.Node, Load], dict[fx.Node, list[Step]], dict[fx.Node, str], fx.Node | None]
@@ -55,13 +56,15 @@ class Reader:
     """
 
     matrix: fx.Node  # [M, N]
-    # The kernel processes whole rows, so it can reduce along rows and compute one residual sum.
+    # Whether the kernel processes whole rows, so that it can reduce along rows and compute one
+    # residual sum.
     by_row: bool = False
     loads: dict[fx.Node, Load] = field(default_factory=dict)
     steps: dict[fx.Node, list[Step]] = field(default_factory=dict)
     # A cast or view has the name of its operand.
     names: dict[fx.Node, str] = field(default_factory=dict)
-    # Other residual sums are loaded, so that kernels do not recompute the whole residual stream.
+    # The residual sum that the kernel computes, if any. Other residual sums are loaded, so that
+    # kernels do not recompute the whole residual stream.
     sum: fx.Node | None = None
 
     @property
@@ -71,7 +74,7 @@ class Reader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the loads, without the scales of groups."""
+        """Bytes of the large loads, without the scales of groups."""
         return sum(_bytes_of(n, self.loads[n]) for n in self.large_loads)
 
     def read(self, node: fx.Node) -> None:
@@ -265,7 +268,7 @@ class Reader:
         ]
 
     def _column_numbers(self, node: Any) -> str:
-        """Load a number of a column for each row."""
+        """Load a column number for each row, such as a label. Return the name of the load."""
         while node.target is aten.expand.default:
             node = node.args[0]
         val, columns = tensor(node), tensor(self.matrix).shape[-1]

@@ -25,7 +25,7 @@ from fp8pass.dialect.ops import dequantize, quantize, transpose
 from fp8pass.dialect.quantization import Quantization, group
 from fp8pass.dialect.scaling import operand_scale
 
-# `aten.where` rejects numbers.
+# `torch.where` replaces `aten.where.self`, which rejects Python numbers.
 _OPERATORS: dict[str, Callable[..., Tensor]] = {
     "row_sum": lambda x: x.sum(-1, keepdim=True),
     "row_amax": lambda x: x.abs().amax(-1, keepdim=True),

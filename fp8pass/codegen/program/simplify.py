@@ -47,7 +47,7 @@ def simplify(program: Program, columns: int) -> Program:
 
 
 def _shorten(step: Step, steps: dict[str, Step]) -> list[Step]:
-    """Replace y / (1 + exp(-x)) by y · sigmoid(x), and the denominator of a softmax."""
+    """Replace y / (1 + exp(-x)) by y · sigmoid(x), and a softmax's denominator by `ROW_EXP_SUM`."""
     if step.target == "aten.reciprocal.default" and (x := _match_logistic(step.args[0], steps)):
         return [Step(step.name, "aten.sigmoid.default", (x,))]
     if step.target == "aten.div.Tensor" and (x := _match_logistic(step.args[1], steps)):
@@ -61,7 +61,7 @@ def _shorten(step: Step, steps: dict[str, Step]) -> list[Step]:
 def _sum_one_hot(
     step: Step, steps: dict[str, Step], numbers: set[str], columns: int
 ) -> list[Step] | None:
-    """Return the sums of rows that have at most one element that is not zero.
+    """Return steps that replace a `row_sum` of rows with at most one nonzero element, or None.
 
     The element is the product of a constant and one of `numbers`, which do not vary along a row.
     """

@@ -51,7 +51,7 @@ _QUANTIZED = frozenset({"rows", "columns"})
 
 
 class MalformedProgram(AssertionError):
-    """The message names the load, step or store that violates a rule."""
+    """A program violates a rule. The message names the load, step or store."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. {BUG}")
@@ -60,13 +60,16 @@ class MalformedProgram(AssertionError):
 def verify(program: Program, inputs: Sequence[Tensor] | None = None) -> None:
     """Raise MalformedProgram unless a program is well formed.
 
-    - Every value is defined once, before its uses. - The program reads a matrix. Every operand is
-    one of `OPERAND_KINDS`. Parts lie within matrices. - Kernels support every step. Reductions have
-    one operand. - The program stores a value. Stores have known layouts, and the fields that these
-    require. - Values stored as `row`, and the scales of quantized matrices, do not vary along a
-    row. - A program that stores amaxes or sums of tiles stores nothing else. - A value that is
-    stored as `full` several times has the same dtype each time. - The sizes of `inputs`, if given:
-    group sizes divide rows, and parts fit into wider matrices.
+    - Every value is defined once, before its uses.
+    - The program reads a matrix. Every operand is one of `OPERAND_KINDS`. Parts lie within
+      matrices.
+    - Kernels support every step. Reductions have one operand.
+    - The program stores a value. Stores have known layouts, and the fields that these layouts
+      require.
+    - Values stored as `row`, and the scales of quantized matrices, do not vary along a row.
+    - A program that stores amaxes or sums of tiles does not store anything else.
+    - A value that is stored as `full` several times has the same dtype each time.
+    - If `inputs` are given: group sizes divide rows, and parts fit into wider matrices.
     """
     defined: set[str] = set()
     varying: set[str] = set()
@@ -121,7 +124,7 @@ def _verify_load(load: Load) -> None:
 
 def _verify_part(load: Load) -> None:
     is_matrix = load.operand in ("full", "groups") and not load.packed
-    _require(is_matrix, load, "is a part, which only a matrix that is not packed can be")
+    _require(is_matrix, load, "is a part of a matrix, but only unpacked matrices can have parts")
     inside = 0 <= load.offset <= load.offset + load.columns <= load.width and load.columns > 0
     _require(inside, load, f"lies outside of {load.width} columns")
     size = load.group_size or 1
