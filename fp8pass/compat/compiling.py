@@ -45,13 +45,15 @@ __all__ = [
     "uses_cuda_graphs",
 ]  # fmt: skip
 
-# Before 2.13, Dynamo does not check a parameter again while its dict is unchanged. If the user
-# unfroze a layer, Dynamo would not recompile the model, and the layer would not train.
+# Before PyTorch 2.13, Dynamo does not check a parameter again while the dict that contains it is
+# unchanged. If the user unfroze a layer, Dynamo would not recompile the model, and the layer would
+# not train.
 if torch.__version__ < "2.13":
     dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
 
-# Bytes. Larger buffers are freed after their last use, because Inductor would hold them for later
-# results. Half of the allocations of a small model are smaller.
+# The largest buffer, in bytes, that generated code reuses for later results. Larger buffers are
+# freed after their last use, because Inductor would hold their memory. Half of the allocations of a
+# small model are smaller.
 _LARGEST_REUSED = 1 << 20
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -85,7 +87,7 @@ def has_cpp_compiler() -> bool:
 
 
 def multiplies_bf16_on_cpu() -> bool:
-    """Whether PyTorch can use the CPU's instructions for BF16 matrix products."""
+    """Whether PyTorch can use the CPU's instructions for BF16 GEMMs."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -116,8 +118,8 @@ def box(function: Any) -> Any:
 def interpret(gm: fx.GraphModule, run: Callable[[list[Any]], Any] | None = None) -> Any:
     """Return a function for AOTAutograd that runs `gm` op by op, or calls `run` if it is given.
 
-    It replaces a result that is a view by a separate tensor, as generated code does. Otherwise
-    autograd would raise an error when a model writes in place to the view.
+    The function replaces a result that is a view by a separate tensor, as generated code does.
+    Otherwise autograd would raise an error when a model writes in place to the view.
     """
     match_generated_code(gm)
     run = run or make_boxed_func(gm.forward)
@@ -175,8 +177,8 @@ def _make_generator(seed: torch.Tensor) -> torch.Generator:
 def backend_of(model: Any) -> tuple[Any, dict[str, Any]]:
     """Return the backend and options of a compiled module, or (None, {}).
 
-    If a module that is compiled in place is compiled again by `torch.compile`, the inner backend
-    runs.
+    If a module is compiled in place and then again by `torch.compile`, the in-place backend runs,
+    so this backend is returned.
     """
     callback: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
     in_place = getattr(original_of(model), "_compiled_call_impl", None)
@@ -241,7 +243,7 @@ def run_uncompiled(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def copy_captured(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy a Dynamo graph and its inputs' sources. AOTAutograd recognizes parameters by them."""
+    """Copy a Dynamo graph and its inputs' sources, by which AOTAutograd recognizes parameters."""
     copies: dict[fx.Node, fx.Node] = {}
     g = fx.Graph()
     g.output(g.graph_copy(gm.graph, copies))
@@ -277,7 +279,7 @@ def uses_cuda_graphs(patches: Mapping[str, Any]) -> bool:
 
 
 def current_options(names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of Inductor's options."""
+    """Return the current values of the Inductor options `names`."""
     return {name: getattr(inductor_config, name) for name in names}
 
 
@@ -325,12 +327,12 @@ def forget_sizes() -> None:
 def fresh_compilation() -> Iterator[None]:
     """Ignore caches and recompile limits, and drop the compiled code on exit.
 
-    Dynamo limits the versions of a function, and never retries a function after its compilation
-    raised an exception. Each dropped version leaves an empty entry, which only
+    Dynamo limits the number of compiled versions of a function, and never retries a function after
+    its compilation raised an exception. Each dropped version leaves an empty entry, which only
     `accumulated_recompile_limit` counts.
     """
     unlimited = 1 << 20
-    # References, because ids of dead objects may be reused.
+    # Keep references to the guard managers, because ids of dead objects may be reused.
     before = [
         (code, [entry.guard_manager for entry in _live_entries(code)]) for code in _compiled_codes()
     ]
@@ -360,7 +362,7 @@ def _live_entries(code: CodeType) -> list[Any]:
 
 
 def _forget(code: CodeType, known: set[int]) -> None:
-    """Drop versions, except those whose guard manager has an id in `known`."""
+    """Drop compiled versions of a function, except those with a guard manager id in `known`."""
     if not known:
         reset_code(code)
         return

@@ -32,7 +32,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def find_replicas(module: Replicated) -> Any:
-    """Return the process group of a module that has not run yet."""
+    """Return the process group of the replicas of a module that has not run yet."""
     arguments = replicate.state(cast(Any, module))._init_kwargs
     mesh = arguments.get("device_mesh")
     return arguments.get("process_group") or (mesh.get_group(0) if mesh else dist.group.WORLD)
@@ -49,7 +49,7 @@ def fsdp_has_run(module: FSDPModule) -> bool:
 
 
 def get_shard(parameter: DTensor) -> Tensor:
-    """Return the tensor on which FSDP2 looks up its extensions. `to_local()` may return another."""
+    """Return the tensor on which FSDP2 looks up its extensions. `to_local()` may not return it."""
     return parameter._local_tensor
 
 
@@ -70,7 +70,10 @@ def find_factor(op: Any, ranks: int) -> float | None:
 
 
 def reduce_separately(model: nn.Module) -> AbstractContextManager[None]:
-    """Let FSDP2 reduce new gradients alone. On exit, accumulated gradients are as before."""
+    """Let FSDP2 reduce new gradients without adding the gradients that it has accumulated.
+
+    On exit, the accumulated gradients are restored.
+    """
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _list_groups(m)]
     parameters = [p for group in groups for p in group.fsdp_params]
     # A parameter has this attribute only after the first forward.
@@ -107,8 +110,8 @@ def _take_gradient(group: Any, parameter: Any, take: TakeGradient, number: int) 
         gathered.grad = take(number, gathered, group.reduce_grads)
 
 
-# Replaces the gradients of parameters with these numbers of elements by their sum over the ranks of
-# a group, times a factor.
+# Gets a buffer of gradients, the number of elements of each gradient, a process group and a factor.
+# Replaces the gradients by their sum over the ranks of the group, times the factor.
 AllReduce = Callable[[Tensor, tuple[int, ...], Any, float], None]
 
 
@@ -146,7 +149,7 @@ def _reduce_with(hook: SumOfReplicas, post_backward: Callable[..., None], *args:
 
 
 class SumOfReplicas:
-    """FSDP2's hook on reduce-scattered gradients, which adds them up over replicas."""
+    """A hook on FSDP2's reduce-scattered gradients, which sums the gradients over replicas."""
 
     def __init__(self, group: Any, all_reduce: AllReduce) -> None:
         self.group, self.all_reduce = group, all_reduce
@@ -158,11 +161,11 @@ class SumOfReplicas:
     def __call__(self, gradients: Tensor) -> None:
         assert isinstance(gradients, GradientBuffer)
         terms, earlier = gradients.plain(), self.group._partial_reduce_output
-        for x in (terms, earlier):  # FSDP2 allocated and frees them on another stream
+        for x in (terms, earlier):  # FSDP2 allocated and frees `x` on another stream
             if x is not None and x.is_cuda:
                 x.record_stream(torch.cuda.current_stream(x.device))
         if earlier is not None:  # the sums of backwards under `set_requires_all_reduce(False)`
-            if terms.dtype is torch.float16:  # FSDP2 has divided them by another factor
+            if terms.dtype is torch.float16:  # FSDP2 has divided `earlier` by another factor
                 raise RuntimeError(
                     "compress does not support set_requires_all_reduce(False) with gradients in "
                     "FP16. Use MixedPrecisionPolicy(reduce_dtype=torch.float32), or "
@@ -223,7 +226,7 @@ class GradientBuffer(Tensor):
 def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Allow in-place writes to gathered weights that autograd saved.
 
-    FSDP2 gathers the weights again for the backward.
+    The writes are safe, because FSDP2 gathers the weights again for the backward.
     """
     tracked = tuple(x for x in tensors if not x.is_inference())
     return torch.autograd._unsafe_preserve_version_counter(tracked) if tracked else nullcontext()
@@ -236,7 +239,7 @@ def same_placements(like: DTensor, local: Tensor) -> DTensor:
 
 @dataclass(frozen=True)
 class GatheredParameter:
-    # If several modules share the parameter, the first of them.
+    # The module that has the parameter, or the first module if several modules share it.
     module: nn.Module
     name: str
     dtype: torch.dtype  # of the gathered tensor

@@ -77,7 +77,7 @@ class RealPositions(_CompilableMode):
 def autocast_for_cpu() -> Iterator[None]:
     """Redirect this thread's `torch.autocast("cuda")` to the CPU, also in Dynamo's graphs.
 
-    PyTorch disables autocast on a machine without a GPU.
+    PyTorch disables `torch.autocast("cuda")` on a machine without a GPU.
     """
     thread = threading.get_ident()
     with _lock:

@@ -30,8 +30,9 @@ def rename_self(gm: fx.GraphModule) -> None:
 
 
 def compile_call() -> object:
-    """Return an object that identifies the current `torch.compile` call, the same for all its
-    graphs.
+    """Return an object that identifies the current `torch.compile` call.
+
+    All graphs of the call have the same object.
     """
     current = getattr(tls, "current_tx", None)
     return current.output.compiler_fn if current is not None else None

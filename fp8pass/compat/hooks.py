@@ -30,7 +30,7 @@ def disable_gradient_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def runs_gradient_hooks(leaf: torch.Tensor) -> bool:
-    """Whether a leaf has hooks on accumulated gradients, which are not disabled."""
+    """Whether a leaf has hooks on its accumulated gradient that are not disabled."""
     return bool(leaf._post_accumulate_grad_hooks)
 
 
@@ -40,7 +40,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def remove_forward_pre_hooks(module: nn.Module, package: str) -> None:
-    """Remove a module's hooks that are functions of `package`."""
+    """Remove a module's forward pre-hooks that are functions of `package`."""
     hooks = module._forward_pre_hooks
     for key in [k for k, hook in hooks.items() if hook.__module__.split(".")[0] == package]:
         del hooks[key]

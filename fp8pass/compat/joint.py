@@ -113,7 +113,7 @@ def copy_region(source: fx.Node, node: fx.Node) -> None:
 
 
 def input_index(node: fx.Node) -> int | None:
-    """Return the index of the Dynamo graph's input, if known."""
+    """Return the index of the Dynamo graph's input that `node` represents, or None if unknown."""
     desc = node.meta.get("desc")
     while isinstance(desc, SubclassGetAttrAOTInput):  # a DTensor's local tensor
         desc = desc.base

@@ -26,16 +26,15 @@ __all__ = [
     "lower_to_parts", "lower_to_triton",
 ]  # fmt: skip
 
-# Inductor's option to launch kernels that it did not generate as cheaply as its own.
+# Inductor's option to launch user-defined kernels at the low cost of generated kernels.
 STATIC_LAUNCHES = "static_launch_user_defined_triton_kernels"
 
 
 def launch_statically() -> None:
     """Turn `STATIC_LAUNCHES` on in the processes that compile kernels.
 
-    Inductor passes its other options to these processes, but not this one, which they read from
-    the environment when they start. Processes that run already are stopped; Inductor starts new
-    ones.
+    Inductor passes its other options to these processes. They read this option from the environment
+    when they start. So running processes are stopped, and Inductor starts new processes.
     """
     name = f"TORCHINDUCTOR_{STATIC_LAUNCHES.upper()}"
     if name not in os.environ:
@@ -72,8 +71,8 @@ def lower_to_triton(
 ) -> None:
     """Lower `op(inputs, programs)` on a GPU to the launches that `prepare` returns.
 
-    `overwritten` returns which results may overwrite inputs that nothing else reads: the number of
-    the input by the number of the result.
+    `overwritten` returns which results may overwrite inputs that nothing else reads: a map from the
+    index of a result to the index of an input.
     """
     fallback = fallback_handler(op, add_to_fallback_set=False)
 
@@ -101,8 +100,8 @@ def lower_to_triton(
 def _take_memory(x: Any) -> Any:
     """Return a tensor in the memory of `x`, which only the next kernel reads; None if impossible.
 
-    A graph input can be overwritten if it is saved for this backward alone. Inductor keeps graph
-    inputs to which kernels write until the graph returns, so the result is a new name.
+    A graph input can be overwritten if it is saved for this backward alone. If kernels write to a
+    graph input, Inductor keeps it until the graph returns. So the result has a new name.
     """
     source: Any = V.graph.graph_inputs.get(x.get_name())
     if source is None:
@@ -138,7 +137,7 @@ def _set_warps(kernel: Any, num_warps: int) -> Any:
 
 
 def _cache_kernel_analyses() -> AbstractContextManager[None]:
-    """Cache Inductor's slow analysis of the arguments that a kernel writes.
+    """Cache Inductor's slow analysis of the arguments to which a kernel writes.
 
     PyTorch 2.13 renamed the analysis, so both names are tried.
     """

@@ -12,8 +12,8 @@ __all__ = ["prepare_loads"]
 
 Convert = Callable[[], None]
 # Gets the flat state dict, whose entries it may replace, and the checkpoint's metadata before data
-# is read. Returns functions that convert entries. A common function of several entries is called
-# when all of them have been read.
+# is read. Returns functions that convert entries, by the names of the entries. A function that
+# several entries share is called when all of these entries have been read.
 Prepare = Callable[[dict[str, Any], Mapping[str, Any]], Mapping[str, Convert]]
 
 

@@ -40,7 +40,7 @@ scaled_mm = torch._scaled_mm
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
-# For a data-dependent size without an upper bound below `_LARGEST_BOUND`.
+# The hint for a data-dependent size without an upper bound below `_LARGEST_BOUND`.
 _UNBACKED_HINT = 4096
 _LARGEST_BOUND = 1 << 40
 
@@ -48,13 +48,13 @@ _LARGEST_BOUND = 1 << 40
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """Return a key that is equal for tensors with the same storage.
 
-    While it exists, new storages get other keys, even at the same address.
+    While the key exists, new storages get different keys, even at the same address.
     """
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Return a `cls` without memory, with the sizes, strides and device of `like`."""
+    """Return a `cls` tensor without memory, with the sizes, strides and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
     )

@@ -57,7 +57,7 @@ def find_schedule(model: nn.Module) -> Any:
 
 
 def count_schedules() -> int:
-    """Return how many schedules were created since the first call; -1 before they are imported."""
+    """Return how many schedules were created since the first call; -1 before their import."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is None:
         return -1
@@ -93,12 +93,12 @@ def in_shape_inference() -> bool:
     return False
 
 
-# In PyTorch 2.11 and in newer versions.
+# The functions that infer shapes, in PyTorch 2.11 and in newer versions.
 _SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference")
 
 
 def gradient_divisor(schedule: Any) -> int:
-    """Return the divisor of gradients after the last micro-batch."""
+    """Return the number by which the schedule divides gradients after the last micro-batch."""
     return schedule._n_microbatches if schedule.scale_grads else 1
 
 

@@ -13,7 +13,7 @@ from torch._inductor.virtualized import V
 
 __all__ = ["hold_dequantized_rows"]
 
-# Inductor's limit for rows without scales.
+# The longest rows that Inductor reads once if the kernel reads no scales of groups.
 _LONGEST = 1024
 
 

@@ -1,13 +1,14 @@
 """Decide whether a training step is as close to the exact step as rounding allows.
 
 The exact step runs in eager PyTorch and fp64. A tensor's error is relative to the norm of the exact
-tensor; for gradients, to at least a thousandth of the largest norm, because some gradients are only
-noise, e.g. of a bias before a normalization. The accepted error is
+tensor. For gradients, this norm counts as at least a thousandth of the largest gradient norm,
+because some gradients are only noise, e.g. of a bias before a normalization. The accepted error is
 
     2 · √(n² + s²) + 5 · p + r
 
     n: largest error of the model with simulated rounding (noise.py), over all seeds. Some seeds run
-       in the model's own dtype, because both roundings may interact.
+       in the model's own dtype, because simulated rounding may interact with rounding to this
+       dtype.
     s: for gradients, the larger of the rounding error of saved tensors (a plan may save gelu'(x)
        instead of x) and the largest error that the plan predicts for one saved value (x² and x³ may
        be recomputed from x).
@@ -15,9 +16,9 @@ noise, e.g. of a bias before a normalization. The accepted error is
     r: 1e-4, or one ulp of the dtype if that is more, because p may be zero by chance.
 
 A zero gradient has the error 1, and a gradient multiplied by k has the error |k - 1|. Such faults
-are found if the accepted error is at most `JUDGED`. If it is larger, an argmax flips, or a
-normalization divides by almost zero. The tensor then only has to be finite, nonzero and at most 10
-times too large.
+are found if the accepted error is at most `JUDGED`. The accepted error is larger if an argmax
+flips, or if a normalization divides by almost zero. The tensor then only has to be finite, nonzero
+and at most 10 times too large.
 
 Noise is random, so it is measured again with more seeds before a complaint.
 """
@@ -39,7 +40,7 @@ from fp8pass.testing.steps import TrainingStep, step
 
 JUDGED = 0.75
 FLOOR = 1e-4
-FEW_SEEDS = 3  # for a first judgement, which is final without complaints
+FEW_SEEDS = 3  # for a first judgement, which is final if there are no complaints
 PLAIN_SEEDS = 4  # one of every 4 seeds runs in the model's own dtype
 Batch = Sequence[Any]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -192,7 +193,8 @@ def error(x: Tensor, want: Tensor, least: float = 0.0) -> float:
 def _align(steps: Sequence[TrainingStep]) -> Iterator[tuple[str, list[Tensor | None]]]:
     """Yield the name of each output, gradient and buffer, and its tensors in all `steps`.
 
-    The second step must be the exact step. The first item is the concatenation of all gradients.
+    The second step must be the exact step. The first yielded item is the concatenation of all
+    gradients.
     """
     exact = steps[1]
     names = [name for name, want in exact.gradients.items() if want is not None]

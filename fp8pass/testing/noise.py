@@ -1,7 +1,8 @@
 """Simulate in eager PyTorch how rounding to FP8 and to low-bit formats changes gradients.
 
 Independently of the package, this module rounds the operands of each GEMM with a parameter, the
-gradient of its result, and all saved tensors. A random factor shifts the grid for each seed.
+gradient of its result, and all saved tensors. A random factor, drawn for each rounding from a
+seeded generator, scales the grid.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Formats:
     forward: str | None = None
     gradient: str | None = None
     saved: str | None = None
-    # Forward operands have one scale for each row.
+    # Whether forward operands have one scale for each row.
     rows: bool = True
     longest_fast: int = 0  # longest contraction with fast accumulation
 
@@ -89,7 +90,7 @@ class Formats:
 
 
 class Noise(TorchFunctionMode):
-    """Rounds the operands of GEMMs with a parameter, and the gradients of results.
+    """Rounds the operands of GEMMs with a parameter, and the gradients of the GEMMs' results.
 
     The context `enter` also rounds saved tensors.
     """
@@ -137,7 +138,7 @@ class Noise(TorchFunctionMode):
         return (grid.round(wide / scale) * scale).to(x.dtype)
 
     def truncate(self, sums: Tensor, *lengths: int) -> Tensor:
-        """Reduce sums at random, by at most the share that fast accumulation loses."""
+        """Reduce sums by a random share, at most the share that fast accumulation loses."""
         share = max(map(self.formats.truncated_share, lengths))
         if not share:
             return sums
@@ -157,8 +158,9 @@ class Noise(TorchFunctionMode):
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
-        """Round operands and saved tensors, without checkpointing, which would recompute unrounded
-        values.
+        """Round operands and saved tensors.
+
+        Checkpointing is off, because it would recompute unrounded values.
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(self.round_saved, lambda x: x)
         saving = hooks if self.formats.saved else contextlib.nullcontext()

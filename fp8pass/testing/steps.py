@@ -104,7 +104,7 @@ SavedCounts = Counter[tuple[str, str]]  # number of saved tensors by dtype and s
 def count_saved(
     program: Callable[..., Any], args: Sequence[Any], held: Iterable[Tensor]
 ) -> SavedCounts:
-    """Count saved tensors, except parameters and tensors in `held`."""
+    """Count the tensors that autograd saves for the backward, except parameters and `held`."""
     addresses = {t.data_ptr() for t in held}
     found: SavedCounts = Counter()
 

@@ -183,7 +183,7 @@ class RandomProgram(nn.Module):
     """Runs instructions over a growing list of values, each [rows, WIDTH].
 
     `code` has a kind, a name, and the indices of two operands for each instruction. The program
-    returns the values at `returned`, and the last value's sum over rows and mean.
+    returns the values at `returned`, and of the last value the sum over rows and the mean.
     """
 
     def __init__(self, code: list[tuple[str, Any, int, int]], returned: list[int]) -> None:
@@ -216,7 +216,7 @@ _INSTRUCTION = st.one_of(
     st.tuples(st.just("linear"), st.integers(0, 2), st.integers(0, 9), st.just(0)),
     st.tuples(st.just("odd"), st.just(0), st.integers(0, 9), st.just(0)),
 )
-# Layouts of an input, made from a matrix [4·rows, WIDTH].
+# Functions that make an input with `rows` rows, in each layout, from a larger matrix `base`.
 _INPUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "contiguous": lambda base, rows: base[:rows],
     "transposed": lambda base, rows: base[:WIDTH].t().repeat(2, 1)[:rows].t().contiguous().t(),
