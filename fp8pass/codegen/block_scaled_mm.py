@@ -65,7 +65,7 @@ def _multiply(
 
 
 def _is_native(a: Operand, b: Operand) -> bool:
-    """Whether `aten._scaled_mm` is known, at compile time, to multiply blocks of these sizes.
+    """Whether `aten._scaled_mm` is known, at compile time, to support blocks in these sizes.
 
     PyTorch's releases disagree about the strides of 128×128 scales whose rows are not aligned.
     PyTorch mistakes the scales of a single block for row scales.

@@ -110,7 +110,7 @@ def activation_quantization_is_on(options: Mapping[str, Any]) -> bool:
 
 
 def box(function: Any) -> Any:
-    """Mark a function of one list of arguments as compiled code for AOTAutograd."""
+    """Mark a function that takes one list of arguments as compiled code for AOTAutograd."""
     function._boxed_call = True
     return function
 

@@ -42,8 +42,9 @@ from fp8pass.plan import Linear
 
 fp8 = torch.ops.fp8pass
 
-# The reason if the configured formats are exact. FP8 GEMMs would round nothing, so the layer stays
-# as it is. Unlike for a skipped layer, its input may still be saved in a low-bit format.
+# The reason of a layer if the configured formats are exact. FP8 GEMMs would not round anything, so
+# the layer is not rewritten. Unlike the input of a skipped layer, its input may still be saved in a
+# low-bit format.
 EXACT_FORMATS = Reason("formats are exact, so the layer is not rewritten", chosen=True)
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -283,7 +284,7 @@ def identity_of(matrix: fx.Node) -> tuple[fx.Node, str]:
 
 
 def stored_blocks(gemm: fx.Node) -> list[Quantization | None]:
-    """Return, for each operand stored in blocks that the GEMM can read, its quantization."""
+    """Return the quantization of each operand in blocks that the GEMM can read, else None."""
     result: list[Quantization | None] = []
     for operand, contracts_rows in zip(gemm_operands(gemm), (False, True), strict=True):
         base, is_flipped = graph.skip_transposes(operand)

@@ -3,8 +3,8 @@
 TORCH_LOGS="+fp8pass"          log the time of each pass, and the nodes before and after
 FP8PASS_CHECK=1                verify the graph between passes (always on in the tests)
 FP8PASS_DUMP=DIR               write the graph before and after each pass to DIR
-TORCH_TRACE=DIR                write both of these graphs as artifacts for tlparse
-FP8PASS_DISABLE_PASSES=a,b     skip passes by exact name
+TORCH_TRACE=DIR                write the same graphs as artifacts for tlparse
+FP8PASS_DISABLE_PASSES=a,b     skip the passes with the exact names a and b
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from fp8pass.dialect.formats import FORMATS
 from fp8pass.dialect.scaling import BF16_BITS, EXPONENT_MASK, MANTISSA_MASK, SMALLEST_SCALE
 
 # Triton's own reductions and comparisons drop NaN. `quotient_of`, `power_of_two` and `truncated`
-# compute the same as `dialect/scaling.py`.
+# compute the same values as the functions in `dialect/scaling.py`.
 _PRELUDE = """
 import triton
 import triton.language as tl

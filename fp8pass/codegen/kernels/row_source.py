@@ -120,12 +120,12 @@ class Shape:
 
     @property
     def chunks(self) -> range:
-        """A loop has code for only one chunk."""
+        """The indices of the chunks that have code of their own. A loop has code for one chunk."""
         return range(-(-self.columns // self.chunk) if self.held else 1)
 
     @property
     def short(self) -> int:
-        """The number of the short chunk, or -1."""
+        """The index of the short last chunk; -1 if the last chunk is not shorter."""
         return self.chunks[-1] if self.last else -1
 
     def size(self, i: int) -> int:
@@ -219,7 +219,7 @@ class RowWriter:
         return self.lines
 
     def after(self) -> list[str]:
-        """Return the lines after the last row, which store sums over rows."""
+        """Return the lines that run once, after the last row. They store sums over rows."""
         self.lines = []
         for number, pointer in self._sums():
             for i in self.shape.chunks:

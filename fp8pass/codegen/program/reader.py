@@ -98,7 +98,10 @@ class Reader:
         self.names[node] = node.name
 
     def operand(self, node: fx.Node) -> str:
-        """Return one of `OPERAND_KINDS`, or raise NotAMatrix."""
+        """Return how `node` is broadcast to the matrix: one of `OPERAND_KINDS`.
+
+        Raises NotAMatrix if `node` cannot be broadcast to the matrix.
+        """
         val, matrix = graph.value(node), tensor(self.matrix)
         if val is None:
             raise NotAMatrix

@@ -104,7 +104,7 @@ def choose_chunks(rows: int, hidden: int) -> int:
 
 
 def find_part(head: fx.Node) -> list[fx.Node]:
-    """Return, in graph order, nodes as large as the logits, their users, and the nodes between.
+    """Return, in graph order, nodes as large as the logits, their users, and nodes between them.
 
     Raises:
         ReturnsLogits: the graph returns logits.

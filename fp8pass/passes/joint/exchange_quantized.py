@@ -12,8 +12,8 @@
 (`transpose_segments`) reads the tokens after they were rounded to FP8. Rows of zeros that the model
 appends to the received tokens are appended to `q` and `s`.
 
-An exchange stays in high precision if another operator reads its result. No decision depends on
-values that differ between ranks, so that all ranks run the same collectives.
+An exchange stays in high precision if an operator in high precision reads its result. No decision
+depends on values that differ between ranks, so that all ranks run the same collectives.
 """
 
 from __future__ import annotations

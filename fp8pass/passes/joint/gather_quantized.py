@@ -17,8 +17,8 @@ With one scale for the tensor:
 `q` is bit-identical before and after. For row scales, each row must lie on one rank. Amaxes are
 gathered instead of reduced, because gloo's maximum drops NaN.
 
-A gather stays in high precision if another operator reads its result. No decision depends on values
-that differ between ranks, so that all ranks run the same collectives.
+A gather stays in high precision if an operator in high precision reads its result. No decision
+depends on values that differ between ranks, so that all ranks run the same collectives.
 """
 
 from __future__ import annotations
