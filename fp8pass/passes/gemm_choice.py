@@ -190,7 +190,7 @@ def _must_be_fp8(gemm: fx.Node, gathered: set[fx.Node], received: set[fx.Node]) 
 
 
 def _gain(gemm: fx.Node, layer: Layer, gpu: Gpu, config: Config) -> float:
-    """Return the seconds that FP8 saves in a GEMM, not counting casts; infinite if it is in FP32.
+    """Return the seconds that FP8 saves in a GEMM, not counting casts; infinite for FP32 GEMMs.
 
     In FP32, the alternative to FP8 is not BF16, but a much slower format.
     """

@@ -51,7 +51,7 @@ OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_at_all(layer: Layer, config: Config) -> Reason:
-    """Return why a layer (linear or experts) is neither quantized nor rounded to another format.
+    """Return why a linear or expert layer is neither quantized nor rounded to a simulated format.
 
     With the option `simulate`, output heads and routers are rounded, too.
     """

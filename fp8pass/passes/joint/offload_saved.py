@@ -206,7 +206,7 @@ class _Schedule:
         for copy in reversed(copies):
             copy.used = times[copy.first][0]
             latest = copy.fetched = min(copy.used, latest) - MARGIN * copy.seconds
-        places: dict[fx.Node, fx.Node] = {}  # GEMM -> node before which copies after it are emitted
+        places: dict[fx.Node, fx.Node] = {}  # GEMM -> node that follows the GEMM and its copies
         for i, copy in enumerate(copies):
             in_flight = self._copies_in_flight(copies[:i], copy)
             done = self.order[copies[i - len(in_flight)].first] if len(in_flight) <= i else -1

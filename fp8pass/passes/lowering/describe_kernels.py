@@ -1,4 +1,4 @@
-"""Add to the plan which kernels quantize matrices, and why generated code quantizes the rest."""
+"""Add to the plan which kernels quantize matrices, and why generated code quantizes some."""
 
 from __future__ import annotations
 

@@ -87,8 +87,9 @@ def _fuse(total: fx.Node) -> bool:
 
 
 def _find_column_sums(reader: Reader) -> list[fx.Node]:
-    """Return sums over all rows, such as gradients of weights and biases, of values that the kernel
-    loads or computes anyway.
+    """Return the sums over all rows of values that the kernel loads or computes anyway.
+
+    Gradients of weights and biases are such sums.
     """
     found: list[fx.Node] = []
     loads = set(reader.loads)
