@@ -4,15 +4,15 @@ nodes.py           create a node, read its value, copy a graph module
 tags.py            the keys that fp8pass sets in `node.meta`
 names.py           names of modules, values and operators; patterns that match them
 patterns.py        skip views, casts and transposes; match slices, fills and residual additions
-sums.py            the terms of sums
+sums.py            find and remove the terms of sums
 order.py           ancestors and dependences; topological order
 joint_facts.py     which inputs of a joint graph are parameters, and other facts about inputs
 symbols.py         the sympy functions that pointwise formulas use
-pointwise.py       pointwise operators: one row for each, in sympy and in Triton
+pointwise.py       the formula of each pointwise operator, in sympy and in Triton
 classify.py        the kind of an operator: GEMM, view, reduction, ...
 inlined_regions.py inline the regions of nested_compile_region into Dynamo's graph
 collectives.py     collectives; all-gathers and the tensors that they gather
-origins.py         values that depend on the data, on parameters or on constants
+origins.py         whether a value depends on the data, on parameters or on constants
 dropped_logits.py  replace logits that a model returns alongside its loss
 split_adapters.py  multiply tokens with adapters, instead of adding adapters to weights of experts
 output_heads.py    layers that compute logits; MoE routers
@@ -20,7 +20,7 @@ linear_layers.py   the GEMMs of linear layers, forward and backward
 chunks.py          subgraphs that run on chunks of rows
 row_graph.py       the graph that computes a chunk of rows, and its inputs
 row_writer.py      translates operators of the original graph into the graph of a chunk
-multiples.py       check that a gradient is linear in the incoming gradient
+multiples.py       check that a value of the backward is linear in the incoming gradient
 flops.py           floating-point operations
 traffic.py         bytes of values, and whether generated code computes them
 launches.py        whether launching the kernels of a graph takes longer than running them

@@ -1,12 +1,12 @@
-"""Subgraphs that run on one chunk of rows at a time, so that large tensors never have all rows.
+"""Subgraphs that run on one chunk of rows at a time, so that large tensors never exist as a whole.
 
     losses, dx, dw = in_chunks(body, 4, rows=[x, y, g], shared=[w], sums=1)
 
 This calls the submodule `body` 4 times. Each call gets a chunk of every tensor in `rows`, and every
 tensor in `shared` as a whole. The last `sums` results of `body` (here `dw`) are sums over the rows
 of a chunk, and `in_chunks` adds them up. It concatenates the other results along the rows. If the
-rows cannot be divided evenly, the last chunk is longer. Passes see a single operator. Before
-Inductor compiles the graph, `unroll_chunks` replaces the operator by the calls.
+rows cannot be divided evenly, the last chunk is longer. For passes, `in_chunks` is a single
+operator. Before Inductor compiles the graph, `unroll_chunks` replaces the operator by the calls.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class Chunks:
         return zip(placeholders, [*self.rows, *self.shared], strict=True)
 
     def facts(self, facts: JointFacts) -> JointFacts:
-        """Return which inputs of the body are parameters. `facts` is about the graph of `node`."""
+        """Return facts about the body's inputs: which of them are parameters.
+
+        `facts` is about the inputs of the graph that contains `node`.
+        """
         pairs = ((n, graph.skip_views_and_casts(operand)) for n, operand in self.inputs())
         return facts.map_to_subgraph(pairs)
 

@@ -1,4 +1,4 @@
-"""Find collectives, and the tensors that all-gathers and exchanges produce.
+"""Find collectives, and the tensors that all-gathers and all-to-alls produce.
 
 All-gathers concatenate shards along the first dimension. If a tensor is sharded along another
 dimension, DTensor splits the result and concatenates the parts along that dimension:
@@ -68,13 +68,17 @@ class Exchange:
 
     @property
     def matrix(self) -> fx.Node:
-        """The received rows, or the result of their only reader if this appends zero rows."""
+        """The received rows, or their only reader's result if the reader appends rows of zeros."""
         readers = elements_read(self.wait)
         padded = len(readers) == 1 and skip_zero_rows(readers[0])[1]
         return readers[0] if padded else self.wait
 
     def replace_sizes(self, rows: fx.Node, matrix: fx.Node) -> None:
-        """Replace `self.wait` and `self.matrix` in the nodes that count rows."""
+        """Let nodes that read a number of rows read it from other tensors.
+
+        They read `rows` instead of the collective and `self.wait`, and `matrix` instead of
+        `self.matrix`.
+        """
         for node, other in ((self.node, rows), (self.wait, rows), (self.matrix, matrix)):
             for user in [user for user in node.users if kind(user) is Kind.SYMBOL]:
                 user.replace_input_with(node, other)
@@ -90,7 +94,8 @@ def skip_zero_rows(node: fx.Node) -> tuple[fx.Node, int]:
 
     Otherwise, return `node` and 0.
 
-    Models append a row of zeros, which padding reads. In the backward, a `slice_scatter` does it.
+    Models append a row of zeros, to which the indices of padding rows point. In the backward, a
+    `slice_scatter` appends the row.
     """
     if graph.is_call(node, aten.cat.default):
         parts: Any = node.args[0]

@@ -5,8 +5,8 @@ Chunks never hold the logits of all tokens, so the model cannot return them:
     before   logits = linear(x, W);  loss = cross_entropy(logits, y);  return loss, logits
     after    logits = linear(x, W);  loss = cross_entropy(logits, y);  return loss, placeholder
 
-The placeholder has the shape and dtype of the logits, and one NaN in memory. A program that uses
-the logits gets NaN instead of wrong numbers.
+The placeholder is one NaN in memory, in the dtype of the logits and expanded to their shape. A
+program that uses the logits gets NaN instead of wrong numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import fx
 from torch.nn import functional as F
 
 LOSSES = (F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, "log_softmax")
-# Operators between the GEMM of a head and its loss. Their first tensor holds the logits.
+# Operators that may lie between the GEMM of an output head and the loss. Their first tensor operand
+# holds the logits.
 BETWEEN = {
     *("float", "to", "type", "view", "reshape", "flatten", "contiguous", "getitem", "mul"),
     *("truediv", "tanh"),

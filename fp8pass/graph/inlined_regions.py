@@ -1,8 +1,8 @@
 """Inline the regions that `torch.compiler.nested_compile_region` marks in a Dynamo graph.
 
-Dynamo traces equal regions once, and calls this one graph with the parameters of each region. In
-the shared graph, passes could not tell which inputs are parameters, and all module paths would name
-the first region.
+Dynamo traces only the first of several equal regions, and calls its graph with the parameters of
+each region. In this shared graph, passes could not tell which inputs are parameters, and all module
+paths would name the first region.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def inline_regions(gm: fx.GraphModule) -> None:
 def _find_renaming(
     region: fx.GraphModule, first: list[fx.Node], operands: list[fx.Node]
 ) -> Renaming:
-    """Derive the prefixes from the old and the new module path of each parameter."""
+    """Derive the renaming from each parameter's module paths in the first and in this region."""
     if operands is first:
         return {}
     found: Renaming = {}

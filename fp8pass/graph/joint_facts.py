@@ -27,7 +27,8 @@ class JointFacts:
     # Inputs that the forward writes to, such as running statistics. The backward cannot read their
     # old values.
     overwritten: frozenset[fx.Node] = field(default_factory=frozenset)
-    num_fwd_outputs: int = 0  # the number of outputs of the forward. These are the first outputs.
+    # The number of outputs of the forward, which come first among the outputs of the joint graph.
+    num_fwd_outputs: int = 0
 
     def is_free(self, node: fx.Node) -> bool:
         """Whether saving the input `node` for backward is free, because it stays alive anyway."""

@@ -72,8 +72,8 @@ class Reason:
         text: the reason; '' if nothing prevents FP8.
         chosen: whether an option requires high precision, or the layer is an output head or a
             router. In these cases, the layer's saved input stays in high precision, too.
-        routine: whether no warning is needed, because the user cannot change the reason, or would
-            gain nothing by changing it.
+        routine: whether no warning is needed, because the user cannot remove the reason, or would
+            gain nothing by removing it.
     """
 
     text: str = ""
@@ -83,7 +83,7 @@ class Reason:
 
 @dataclass
 class Layer:
-    """One call of a linear layer with its GEMMs, or a GEMM that only resembles one (see `flaw`).
+    """One call of a linear layer with its GEMMs, or a GEMM that only resembles a layer (`flaw`).
 
     Attributes:
         weight: a parameter, a node that computes a weight from parameters, or a buffer.
@@ -157,7 +157,10 @@ class GraphPart:
 def parts_with_layers(
     gm: fx.GraphModule, facts: JointFacts, skip: tuple[Pattern, ...]
 ) -> list[GraphPart]:
-    """Find the layers of a graph and its chunk subgraphs. Warn if a `skip` pattern matches none."""
+    """Find the layers of a graph and its chunk subgraphs.
+
+    Warn about each `skip` pattern that matches no layer.
+    """
     parts = [GraphPart(gm, find_layers(gm.graph, facts))]
     for chunks in chunks_of(gm.graph):
         layers = find_layers(chunks.body.graph, chunks.facts(facts))

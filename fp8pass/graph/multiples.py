@@ -42,8 +42,8 @@ JOINTLY_LINEAR: dict[Any, tuple[int, ...]] = {
 def is_multiple_of_gradient(node: fx.Node, depends: Callable[[Any], bool]) -> bool:
     """Whether an operator maps multiples of the gradient to a multiple of the gradient.
 
-    `depends` returns whether an argument depends on the gradient. These arguments are assumed to be
-    multiples of the gradient.
+    `depends` returns whether an argument depends on the gradient. Arguments that depend on the
+    gradient are assumed to be multiples of the gradient.
     """
     target, args = node.target, node.args
     depending = {i for i, arg in enumerate(args) if depends(arg)}

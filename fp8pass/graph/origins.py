@@ -17,11 +17,11 @@ class Origins:
     """The nodes of a forward that do not depend on the data. Other nodes are activations."""
 
     weights: frozenset[fx.Node]  # the parameters
-    # The parameters, and values computed from parameters without a product of two matrices.
-    # Buffers, constants and random numbers, such as DropConnect's mask, may be operands.
+    # The parameters, and values computed from parameters without a matmul. The computation may also
+    # read buffers, constants and random numbers, such as DropConnect's mask.
     computed: set[fx.Node]
-    products: set[fx.Node]  # values computed from parameters with a product of two matrices
-    # Buffers, tensor attributes of modules, and values computed from these alone.
+    products: set[fx.Node]  # values computed from parameters by at least one matmul
+    # Buffers, tensor attributes of modules, and values computed only from them.
     constants: set[fx.Node]
 
     @classmethod
@@ -31,7 +31,8 @@ class Origins:
         for node in g.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            # Sizes do not count: a table expanded to an activation's size is not an activation.
+            # Symbolic sizes do not count as operands: a table that is expanded to an activation's
+            # size is not an activation.
             operands = {n for n in node.all_input_nodes if not compat.is_sym_node(n)}
             from_parameters = operands & (computed | products)
             if operands - from_parameters - constants - noise:
@@ -52,8 +53,8 @@ class Origins:
     def has_elements_of_parameters(self, node: fx.Node) -> bool:
         """Whether a matrix has at most as many elements as the parameters that it is computed from.
 
-        This is false for a buffer times a learned factor, which is not a weight. Parameters that
-        enter the matrix only through a product of two matrices do not count.
+        This is false for the product of a buffer and a learned factor, which is not a weight.
+        Parameters that enter the matrix only through a matmul do not count.
         """
         found = graph.ancestors([node], passes=lambda n: not _multiplies_matrices(n))
         elements = sum(graph.numel(graph.tensor(n)) for n in found & self.weights)
@@ -67,7 +68,7 @@ def _elements_of_others(gather: fx.Node) -> int:
 
 
 def _multiplies_matrices(node: fx.Node) -> bool:
-    """Whether `node` multiplies two matrices. False for spectral norm's products with vectors."""
+    """Whether `node` multiplies two matrices. False for matrix-vector products (spectral norm)."""
     val = graph.value(node)
     is_product = kind(node) in (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
     return is_product and (val is None or val.ndim >= 2)

@@ -5,9 +5,11 @@ an embedding, or if only pointwise operators, views, reductions and copies lie b
 and a log-softmax or a custom loss kernel. The search from the log-softmax stops at additions to the
 residual stream, so the last layer of a branch is not a head.
 
-The GEMMs of gradients in fused linear cross entropies belong to the head.
+Fused linear cross entropies compute gradients in the forward. The GEMMs of these gradients belong
+to the head.
 
-A router is a layer before a top-k or argmax. Small errors would change the choice of experts.
+A router is a layer before a top-k or argmax. Routers stay in high precision, because small errors
+would change the choice of experts.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def stays_in_high_precision(
 ) -> bool:
     """Whether a layer of an untraced model matches `skip` or looks like an output head.
 
-    It looks like a head if it has a head's name, or if its (out_features, in_features) is `logits`.
+    It looks like a head if it has a head's name, or if its (out_features, in_features) equals
+    `logits`, a result of `largest_embedding_size`.
     """
     is_head = has_head_name(path) or (layer.out_features, layer.in_features) == logits
     return is_head or matching_pattern(path, skip) is not None

@@ -65,14 +65,15 @@ class RowLayout:
 
 
 class RowGraph:
-    """The graph `body`, which computes a subgraph for any number of rows, and its inputs.
+    """The graph `body`, which computes a subgraph for any number of rows, and the body's inputs.
 
     Args:
         rows: the total number of rows.
         example: the number of rows that fake values in the body have.
         outside: maps a value that the subgraph reads to the node that is passed to the body.
         emit_outside: adds a node outside the body, which prepares an input.
-        as_arguments: converts a shape, which may be symbolic, to arguments of such a node.
+        as_arguments: converts a shape, which may be symbolic, to arguments of a node outside the
+            body.
 
     Attributes:
         body: the graph.
@@ -103,7 +104,10 @@ class RowGraph:
         self._prepared: dict[tuple[Any, ...], fx.Node] = {}
 
     def __getitem__(self, node: fx.Node) -> fx.Node:
-        """Return the body's node for a node of the subgraph. Sums are over the rows of a chunk."""
+        """Return the body's node for a node of the subgraph.
+
+        For a sum over rows, the body's node is the sum over the rows of one chunk.
+        """
         return self._sums.get(node) or self._written[node]
 
     def finish(self, results: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:

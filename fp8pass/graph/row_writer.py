@@ -28,9 +28,9 @@ from fp8pass.graph.row_graph import NotRowwise, RowGraph, describe
 
 log = logging.getLogger("fp8pass")
 
-# Other reductions over rows cannot be added up over chunks.
+# Unlike the results of other reductions over rows, these sums can be added up over chunks.
 SUM_OPERATORS = {aten.sum.default, aten.sum.dim_IntList}
-# The reduced dimensions are the second argument.
+# Reductions that take the reduced dimensions as their second argument.
 ROW_REDUCTIONS = {
     *SUM_OPERATORS, aten.mean.dim, aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim,
     aten.argmax.default, aten.any.dim, aten.any.dims, aten.logsumexp.default, aten.var.correction,
@@ -43,7 +43,7 @@ class ChunkWriter(RowGraph):
     """Writes the body of a `RowGraph`, operator by operator."""
 
     def write(self, node: fx.Node, part: set[fx.Node]) -> None:
-        """Add a node of the subgraph `part` after its operands."""
+        """Add a node of the subgraph `part` to the body, which must contain its operands."""
         if node.target is aten.permute.default and graph.skip_transposes(node)[1]:
             return  # `_gemm` and `_shared_input` skip transposes and read the matrix itself
         if graph.is_getitem(node) and node.args[0] not in part:
@@ -147,7 +147,7 @@ class ChunkWriter(RowGraph):
         )
 
     def _scatter(self, node: fx.Node) -> fx.Node:
-        """Write one element of each row with a `where` on column numbers, which can be fused."""
+        """Write one element of each row by a `where` on column numbers, because it can be fused."""
         x, dim, index, source = node.args[:4]
         val, shape = tensor(node), tensor(index).shape  # type: ignore[arg-type]
         last = dim % val.ndim == val.ndim - 1  # type: ignore[operator]

@@ -3,8 +3,9 @@
     before   y = grouped_mm(x, baddbmm(W, B, A, alpha=s)ᵀ)
     after    y = grouped_mm(x, Wᵀ) + s grouped_mm(grouped_mm(x, Aᵀ), Bᵀ)
 
-Before, forward and backward compute matrices of the size of all experts. After, frozen weights `W`
-[E, N, K] stay in FP8. `B` [E, N, R] and `A` [E, R, K] are LoRA's matrices of rank R.
+Without this rewrite, forward and backward compute matrices as large as the weights of all experts.
+With the rewrite, frozen weights `W` [E, N, K] stay in FP8. `B` [E, N, R] and `A` [E, R, K] are
+LoRA's matrices of rank R.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class Use:
 def split_adapters(gm: fx.GraphModule) -> None:
     """Rewrite a Dynamo graph and its subgraphs in place.
 
-    An adapted weight stays if other operators than grouped GEMMs read it.
+    An adapted weight is not rewritten if operators other than grouped GEMMs read it.
     """
     for part in gm.modules():
         if not isinstance(part, fx.GraphModule):
             continue
-        # With several adapters, a sum is the first operand of the next sum.
+        # With several adapters, each sum is the first operand of the next sum. So split the last
+        # sum first.
         adapted = reversed(part.graph.find_nodes(op="call_function", target=torch.baddbmm))
         split = [_split(part.graph, node) for node in adapted]
         if any(split):
@@ -138,5 +140,5 @@ def _writes(node: fx.Node) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or name in IN_PLACE or "out" in node.kwargs or compat.is_mutable(node.target):
         return True
-    # `relu(x, inplace=True)`; other arguments that are True count as well.
+    # E.g. `relu(x, inplace=True)`. Any other argument that is True counts as a write, too.
     return any(x is True for x in (*node.args, *node.kwargs.values()))
