@@ -40,7 +40,8 @@ PARTIAL_VIEWS = {
     aten.unfold.default,
 }  # fmt: skip
 
-# This is not `OpOverload.is_view`, which includes `view.dtype` and views of complex numbers.
+# `OpOverload.is_view` cannot replace this table: it includes `view.dtype` and views of complex
+# numbers.
 VIEWS = {
     *graph.RESHAPES, *PARTIAL_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default,
     aten.expand.default, aten._conj.default, aten.lift_fresh.default,
@@ -142,7 +143,7 @@ def is_attention_mask(node: fx.Node) -> bool:
 def attention_output(backward: fx.Node) -> fx.Node | None:
     """Return the output [batch, heads, tokens, head dim] that an attention backward reads.
 
-    Variable-length attention has other layouts: return None.
+    Return None for variable-length attention, because its output has another layout.
     """
     if kind(backward) is not Kind.ATTENTION or not compat.is_operator(backward.target):
         return None
@@ -151,7 +152,10 @@ def attention_output(backward: fx.Node) -> fx.Node | None:
 
 
 def argument_of(node: fx.Node, name: str, missing: Any = None) -> Any:
-    """Return an argument, None if omitted, or `missing` if the schema has no such argument."""
+    """Return the argument `name` of a call, or None if the call omits the argument.
+
+    Return `missing` if the operator's schema has no such argument.
+    """
     for position, argument in enumerate(compat.schema_of(node.target).arguments):
         if argument.name == name:
             positional = node.args[position] if position < len(node.args) else None

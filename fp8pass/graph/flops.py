@@ -18,7 +18,7 @@ from fp8pass.graph.classify import FLEX_ATTENTION, GROUPED_GEMMS, Kind, kind
 
 fp8 = torch.ops.fp8pass
 
-# The backward recomputes these only if a memory budget requires it.
+# Kinds of operators that the backward recomputes only if a memory budget requires it.
 EXPENSIVE_KINDS = (Kind.GEMM, Kind.ATTENTION, Kind.CONVOLUTION)
 
 
@@ -84,7 +84,7 @@ def _as_traced(values: Any) -> Any:
 
 
 def _attention_flops(operands: list[torch.Tensor], *, backward: bool) -> float:
-    """Count the operations of two GEMMs in the forward, or five GEMMs in the backward.
+    """Count the FLOPs of attention: two GEMMs in the forward, or five GEMMs in the backward.
 
     Scores that a mask removes are counted, too. The first two `operands` are query and key, of
     shape [..., heads, length, dim].

@@ -19,10 +19,11 @@ from fp8pass.hardware import Gpu
 # Kinds of nodes that launch no kernel.
 _WITHOUT_KERNEL = (Kind.VIEW, Kind.SYMBOL, Kind.CREATION, Kind.INPUT)
 
-# FP8 adds casts: the CPU needs 1.3 to 1.8 times as long for GPT-2, DiT, nanochat d12 and ViT. But
-# `find_kernels` counts up to 25% too many kernels. The factor separates BERT base and ViT-B/16, in
-# which FP8 is slower on hosts with slow CPUs (ViT takes 0.98 to 1.11 of the time), from GPT-2 and
-# DiT, in which FP8 was faster on all hosts of the last measurements.
+# FP8 adds casts, so the CPU takes 1.3 to 1.8 times as long to launch the kernels of GPT-2, DiT,
+# nanochat d12 and ViT. But `find_kernels` counts up to 25% too many kernels. The factor separates
+# BERT base and ViT-B/16 from GPT-2 and DiT. In the first two, FP8 is slower on hosts with slow CPUs
+# (ViT takes 0.98 to 1.11 times as long). In the last two, FP8 was faster on all hosts of the last
+# measurements.
 MORE_LAUNCHES = 1.25
 # How much slower GEMMs are in FP32 than in BF16, by the datasheet of an H100.
 FP32_GEMM = 989 / 67
@@ -32,8 +33,9 @@ def why_launch_bound(g: fx.Graph, gpu: Gpu) -> str:
     """Return why FP8 would not make a step faster, or '' if it would.
 
     The CPU limits a step if it launches the kernels more slowly than the GPU runs them. CUDA graphs
-    launch all kernels at once. Ranks with different sizes must run the same collectives, so for a
-    graph with collectives the function always returns ''.
+    launch all kernels at once. The answer depends on sizes, which may differ between ranks, but all
+    ranks must run the same collectives. So for a graph with collectives the function always returns
+    ''.
     """
     if hardware.launches_at_once() or compat.uses_cuda_graphs({}):
         return ""
@@ -51,15 +53,17 @@ def why_launch_bound(g: fx.Graph, gpu: Gpu) -> str:
 
 
 def find_kernels(g: fx.Graph) -> set[fx.Node]:
-    """Return one node for each kernel: the last node of fused operators, or a library's operator.
+    """Return one node for each kernel that the graph launches.
 
-    The number is within 25% of the launches in twelve models of `never_slower.py`.
+    For a kernel of Inductor, this is the last of the fused operators; for a kernel of a library, it
+    is the operator that calls the library. The number of nodes is within 25% of the number of
+    launches in twelve models of `never_slower.py`.
     """
     return {node for node in g.nodes if _ends_kernel(node)}
 
 
 def seconds_of(kernels: Set[fx.Node], gpu: Gpu) -> float:
-    """Estimate the time of kernels by the roofline.
+    """Estimate the total time of kernels in seconds, by the roofline.
 
     A kernel reads its operands once. Inductor fuses kernels that read the same large tensors.
     """
@@ -75,7 +79,8 @@ def seconds_of(kernels: Set[fx.Node], gpu: Gpu) -> float:
             moved = sum(map(_bytes, reads | results))
             seconds.append(max(moved / gpu.bandwidth, _compute_seconds(node, gpu)))
     seconds.append(sum(_bytes(n) for moved in fused.values() for n in moved) / gpu.bandwidth)
-    return math.fsum(seconds)  # unlike `sum`, equal for any order of the set, and so on all ranks
+    # Unlike `sum`, `fsum` does not depend on the order of the set, so all ranks get the same time.
+    return math.fsum(seconds)
 
 
 def _ends_kernel(node: fx.Node) -> bool:
@@ -108,7 +113,8 @@ def _bytes(node: fx.Node) -> int:
 def _compute_seconds(node: fx.Node, gpu: Gpu) -> float:
     """Return the computing time of a GEMM, convolution or attention; 0 for other kernels.
 
-    With symbolic sizes, only the time of a GEMM can be estimated. For other kernels it is 0.
+    With symbolic sizes, only the time of a GEMM can be estimated. For a convolution or attention
+    with symbolic sizes, the function returns 0.
     """
     if kind(node) not in EXPENSIVE_KINDS:
         return 0.0

@@ -62,14 +62,14 @@ def warn_about_idle_patterns(
 ) -> None:
     """Warn about each string pattern of an option that matches none of `names`.
 
-    `what` is the kind of the names, e.g. "linear layer". A function may be used for many models,
-    and need not match in every model.
+    `what` is the kind of the names, e.g. "linear layer". Functions cause no warning, because a
+    function may be used for many models, and need not match in every model.
     """
     for pattern in patterns if names else ():
         if isinstance(pattern, str) and not any(_matches(name, pattern) for name in names):
             last_parts = sorted({name.split(":")[0].rsplit(".", 1)[-1] for name in names})
             nearest = difflib.get_close_matches(pattern, [*names, *last_parts], n=1)
-            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Names here: {names[:8]}."
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"The graph has: {names[:8]}."
             warnings.warn(
                 f"fp8pass: {option} pattern {pattern!r} matches no {what} of this graph. {hint} "
                 "Paths start at the compiled module. If you compile blocks separately, give each "

@@ -64,7 +64,7 @@ def tensor(node: fx.Node) -> torch.Tensor:
 
 
 def is_non_tensor(node: fx.Node) -> bool:
-    """Whether a value is a size or an object. Saving it for the backward takes no GPU memory."""
+    """Whether a value is a symbolic size or an opaque object. Saving it takes no GPU memory."""
     return compat.is_sym_node(node) or compat.is_opaque(node)
 
 
@@ -123,7 +123,7 @@ def operator_of(node: fx.Node) -> fx.Node:
 
 
 def free_attribute(gm: fx.GraphModule, prefix: str) -> str:
-    """Return `prefix` with the first number that makes it an unused attribute name."""
+    """Return `prefix`, followed by the smallest number that gives an unused attribute name."""
     return next(f"{prefix}{i}" for i in itertools.count() if not hasattr(gm, f"{prefix}{i}"))
 
 

@@ -33,7 +33,7 @@ def reach(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
 
 
 def insertion_point_after(node: fx.Node) -> fx.Node:
-    """Return the node before which users of `node` can be inserted."""
+    """Return the first node before which users of `node` can be inserted."""
     following = node.next
     while following.op == "placeholder" or (
         following.target is operator.getitem and following.args[0] is node.args[0]
@@ -87,7 +87,7 @@ def sort_topologically(g: fx.Graph) -> None:
             order.append(current)
             placed.add(current)
             pending += reversed(waiting.pop(current, []))
-    assert len(order) == len(g.nodes), "a kernel needs its own result"
+    assert len(order) == len(g.nodes), "the graph has a cycle: a kernel needs its own result"
     for previous, node in pairwise(order):
         if previous.next is not node:
             previous.append(node)

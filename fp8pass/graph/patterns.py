@@ -141,8 +141,8 @@ def _first_column_of_split(node: fx.Node, last: int, sizes: Any, dim: Any = 0) -
     return sum(before) if known else None
 
 
-# For each operator, a function that returns the tensor's column at which a view starts. It returns
-# None if the view does not cut the last dimension, or if a size is symbolic.
+# For each operator, a function that returns the column of the whole tensor at which a view starts.
+# It returns None if the view does not cut the last dimension, or if a size is symbolic.
 _FIRST_COLUMNS: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _first_column_of_slice,
     aten.split.Tensor: _first_column_of_split,
@@ -155,7 +155,7 @@ ONES = (aten.ones.default, aten.ones_like.default)
 
 
 def filled_with(node: fx.Node) -> float | None:
-    """Return the number that all elements of a tensor equal, if the graph contains it."""
+    """Return the value of all elements of a tensor if the graph fills it with a constant."""
     while node.target in RESHAPES or node.target in CASTS:
         node = node.all_input_nodes[0]
     if node.target in FILLS and isinstance(node.args[1], (bool, int, float)):
@@ -168,7 +168,7 @@ def filled_with(node: fx.Node) -> float | None:
 
 
 def counts_columns(node: Any, columns: int) -> bool:
-    """Whether a value is 0, 1, ... along its last dimension of size `columns`."""
+    """Whether a value has `columns` columns, and the elements of column i are i."""
     if not isinstance(node, fx.Node) or tensor(node).shape[-1] != columns:
         return False
     while node.target in RESHAPES:

@@ -156,8 +156,9 @@ TRITON_TEMPLATES: dict[str, str] = {
 def triton_template(target: str, arguments: Sequence[Any]) -> str | None:
     """Return the Triton code of a call to an operator, or None if kernels cannot compute the call.
 
-    The call must have as many arguments as the template. No argument may be a NaN constant, because
-    it may fill a matrix with NaN, and CUDA 13 packs a matrix of equal elements wrongly.
+    The call must have as many arguments as the template. No argument may be a NaN constant. Such a
+    constant may fill a matrix with NaN, and CUDA 13's assembler packs elements wrongly if they are
+    known to be equal.
     """
     if any(x != x for x in arguments):
         return None

@@ -28,7 +28,8 @@ fp8 = torch.ops.fp8pass
 _FP8_NAMESPACES = ("fp8pass", "fp8pass_codegen", "fp8pass_host")
 _HOST_COPIES = (to_host, from_host, settled)
 
-# These may lie between a quantized shard and the gathered matrix, or reorder quantized tokens.
+# Operators that may lie between a quantized shard and the gathered matrix, or reorder quantized
+# tokens.
 _BETWEEN_SHARD_AND_MATRIX = {
     *(fp8.as_codes.default, fp8.as_bytes.default, WAIT_TENSOR, ALL_GATHER, aten.index.Tensor),
     *(VIEWS | {aten.cat.default, aten.clone.default, aten.squeeze_copy.dims}),
@@ -37,7 +38,7 @@ _BETWEEN_SHARD_AND_MATRIX = {
 
 
 class MalformedGraph(AssertionError):
-    """The message names the node that breaks an invariant."""
+    """A graph breaks an invariant. The message names the node, or the guards that a pass added."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. {BUG}")
@@ -47,7 +48,8 @@ def verify(g: fx.Graph) -> None:
     """Raise MalformedGraph unless `g` is well formed.
 
     - Nodes come after their operands, and every node with users has a fake value.
-    - While the graph contains operators of the dialect, no other operator reads an FP8 tensor.
+    - While the graph contains operators of the dialect, other operators do not read FP8 tensors,
+      except views and the operators of `_FP8_NAMESPACES`.
     - The operands of each operator of the dialect are valid (`OPERANDS`) and consistent (`CHECKS`).
     """
     g.lint()
@@ -72,7 +74,10 @@ def verify_lowered(g: fx.Graph) -> None:
 
 
 def verify_guards(g: fx.Graph, before: int) -> None:
-    """Raise MalformedGraph if a pass added guards on dynamic shapes to the number `before`."""
+    """Raise MalformedGraph if a pass added guards on dynamic shapes.
+
+    `before` is the number of guards before the pass.
+    """
     if added := compat.restrictions(g, before):
         raise MalformedGraph(f"a pass added guards on dynamic shapes: {', '.join(added)}")
 
@@ -99,7 +104,7 @@ def _problems(node: fx.Node, has_dialect: bool) -> Iterator[str]:
         yield from check(*node.args)
 
 
-# A predicate on one operand, and the message, which follows the operand's name.
+# A predicate on one operand, and the error message, which follows the operand's name.
 Constraint = tuple[Callable[[Any], bool], str]
 
 ANY: Constraint = (lambda x: True, "")
@@ -190,7 +195,7 @@ def _check_joined(parts: Any) -> Iterator[str]:
 def _check_scaled_mm(
     a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check that the call states the scales and formats of `a` and `b`."""
+    """Check that the call's scales and quantizations match how `a` and `b` were quantized."""
     columns = _shape(b)[0]
     if _is_fp8(a) and not is_multiple_of_16(columns):
         yield f"its result has {columns} columns, but tensor cores need a multiple of 16"
@@ -259,7 +264,7 @@ def _check_transpose_segments(
 def _check_scaled_grouped_mm(
     a: fx.Node, a_scale: Any, b: fx.Node, b_scale: Any, offsets: Any, *rest: Any
 ) -> Iterator[str]:
-    """Check row scales of `a` and `b`, and that `b` has a matrix for each expert group."""
+    """Check that `a` and `b` have row scales, and that `b` has a matrix for each expert group."""
     for data, scale in ((a, a_scale), (b, b_scale)):
         quantized = _skip_gather(_skip_transpose(data))
         has_row_scales = tensor(scale).ndim == 2
@@ -369,7 +374,7 @@ def _skip_transpose(data: fx.Node) -> fx.Node:
 
 
 def _skip_gather(node: fx.Node) -> fx.Node:
-    """Return the shard that a matrix was gathered from, if any."""
+    """Skip `_BETWEEN_SHARD_AND_MATRIX`: return the shard from which a matrix was gathered."""
     while graph.operator_of(node).target in _BETWEEN_SHARD_AND_MATRIX:
         node = node.args[0]  # type: ignore[assignment]
         node = node[0] if isinstance(node, (list, tuple)) else node
@@ -377,7 +382,7 @@ def _skip_gather(node: fx.Node) -> fx.Node:
 
 
 def _is_visible(data: fx.Node) -> bool:
-    """Whether an operator of this graph computes `data`, so that it can be checked."""
+    """Whether an operator of this graph computes `data`, so that the operator can be checked."""
     return data.op == "call_function" and not graph.is_getitem(data)
 
 
@@ -403,7 +408,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _agree(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Skip symbolic sizes, because comparing them would add guards."""
+    """Whether two shapes agree. Symbolic sizes are not compared, because that would add guards."""
     static = (pair for pair in zip(a, b, strict=False) if all(isinstance(x, int) for x in pair))
     return len(a) == len(b) and all(x == y for x, y in static)
 

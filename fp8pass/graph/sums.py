@@ -13,7 +13,7 @@ from fp8pass.graph.patterns import RESHAPES
 
 @dataclass(frozen=True)
 class Term:
-    """An operand of a chain of additions. Nothing else reads the operand or the partial sums."""
+    """An operand of a chain of additions. Only the chain reads the operand and the partial sums."""
 
     top: fx.Node  # the operand
     total: fx.Node  # the last addition
@@ -26,7 +26,7 @@ class Term:
 
 
 def find_term(node: fx.Node) -> Term | None:
-    """Return the sum that `node`, or a view of `node`, is a term of."""
+    """Return `node`, or a view of `node`, as a term of a sum; None if it is not a term."""
     top = node
     while (user := only_user(top)) is not None and user.target in RESHAPES:
         top = user
@@ -49,7 +49,7 @@ def _is_sum_of_two(node: fx.Node) -> bool:
 
 
 def have_equal_shape_and_dtype(a: fx.Node, b: fx.Node) -> bool:
-    """Compare without a guard on symbolic sizes."""
+    """Whether two tensors have the same shape and dtype. Adds no guard on symbolic sizes."""
     x, y = tensor(a), tensor(b)
     if x.dtype != y.dtype or x.ndim != y.ndim:
         return False

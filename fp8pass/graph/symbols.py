@@ -41,13 +41,13 @@ class UnitStep(Sign):
 
 
 class Where(sympy.Function):
-    """a where c is 1, b where c is 0. The other value may be infinite."""
+    """`Where(c, a, b)`: a where c is 1, b where c is 0. The unused value may be infinite."""
 
     nargs = 3
     is_real = True
 
     def fdiff(self, argindex: int = 1) -> Expr:
-        """The derivative by the condition is 0 except at jumps."""
+        """The derivative with respect to the condition is 0 except at jumps."""
         condition = self.args[0]
         return {1: sympy.Integer(0), 2: condition, 3: 1 - condition}[argindex]
 
@@ -80,7 +80,7 @@ class Sigmoid(sympy.Function):
         return self * (1 - self)
 
 
-# For `sympy.lambdify`.
+# The PyTorch implementation of each sympy function, for `sympy.lambdify`.
 TORCH_FUNCTIONS: dict[str, Any] = {
     "UnitStep": lambda x: (x > 0).to(x.dtype),
     "Sign": torch.sign,
@@ -105,7 +105,7 @@ class Operand:
 
 
 def to_sympy(x: Operand | float | int) -> Expr:
-    """Raise Underivable for infinity and NaN."""
+    """Convert an argument to a sympy expression. Raise Underivable for infinity and NaN."""
     if isinstance(x, Operand):
         return x.symbol
     if not math.isfinite(x):
@@ -117,7 +117,10 @@ def to_sympy(x: Operand | float | int) -> Expr:
 
 
 def elementwise(function: Callable[..., Expr]) -> Formula:
-    """Convert arguments to sympy; `alpha` multiplies the second one, as in `torch.add`."""
+    """Return the formula that applies `function` to the arguments, converted to sympy.
+
+    The keyword argument `alpha` multiplies the second argument, as in `torch.add`.
+    """
 
     def formula(*args: Any, **kwargs: Any) -> Expr:
         alpha = kwargs.pop("alpha", 1)
@@ -132,7 +135,7 @@ def elementwise(function: Callable[..., Expr]) -> Formula:
 
 
 def quotient(numerator: Expr, denominator: Expr) -> Expr:
-    """The denominator must be a constant or known to be positive."""
+    """Return the quotient. The denominator must be a constant or known to be positive."""
     if denominator.is_number or denominator.is_positive:
         return numerator / denominator
     raise Underivable(f"division by {denominator}, which may be zero")
@@ -152,7 +155,7 @@ def logarithm(x: Expr) -> Expr:
 
 
 def power(base: Operand, exponent: float | Operand) -> Expr:
-    """Raise Underivable if the effect may be unbounded."""
+    """Return the power. Raise Underivable if a perturbation may have an unbounded effect."""
     if isinstance(exponent, Operand):
         raise Underivable("a power whose exponent is a tensor")
     constant = to_sympy(exponent)

@@ -12,12 +12,13 @@ from fp8pass import compat
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import tensor, value
 
-# The number of rows that linear layers with symbolic sizes are assumed to have. Hints are not used:
-# cache keys do not contain them, and the first batch of another size may be a small one.
+# The number of rows that linear layers with symbolic sizes are assumed to have. Size hints are not
+# used: cache keys do not contain hints, and the batch from which Dynamo takes the hints may be
+# unusually small.
 ROWS = 8192
 
-# Operators that generated code computes, so that casts of their operands and results need no
-# kernels of their own.
+# Kinds of operators that generated code computes, so that casts of their operands and results need
+# no kernels of their own.
 FUSABLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.MOVEMENT, Kind.QUANTIZE)
 
 
@@ -33,12 +34,12 @@ def count_elements(x: fx.Node) -> int:
 
 
 def count_bytes(x: fx.Node) -> int:
-    """Return the bytes of a tensor, with an assumed number for symbolic sizes."""
+    """Return the bytes of a tensor, with an assumed value for symbolic sizes."""
     return count_elements(x) * tensor(x).element_size()
 
 
 def assumed_size(size: int | torch.SymInt, g: fx.Graph) -> int:
-    """Return a size of a graph's tensor, with an assumed number for its symbols."""
+    """Return a tensor size as an int. An assumed value replaces the product of its symbols."""
     return size if isinstance(size, int) else compat.coefficient(size) * _assumed(g)
 
 
@@ -46,9 +47,9 @@ _assumptions = WeakKeyDictionary[fx.Graph, int]()
 
 
 def _assumed(g: fx.Graph) -> int:
-    """Return the number that stands for symbols. With it, linear layers have `ROWS` rows.
+    """Return the value assumed for symbols. With it, the GEMM with the most rows has `ROWS` rows.
 
-    For a batch of 16 and a symbolic length, rows are 16 * s, and s is ROWS / 16.
+    For a batch of 16 and a symbolic length s, GEMMs have 16 * s rows, so s is ROWS / 16.
     """
     if g not in _assumptions:
         gemms = (n for n in g.nodes if kind(n) is Kind.GEMM and value(n) is not None)
