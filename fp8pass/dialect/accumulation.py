@@ -5,10 +5,10 @@ the largest exponent among them, drops the bits after the 13th fraction bit, add
 truncates the sum to 13 fraction bits. *Fast* accumulation has one running sum. *Precise*
 accumulation adds the running sum to an FP32 sum after every 128 products.
 
-Sums of 16,384 products of correlated operands are 4% too small (`benchmarks/accumulation.py`). On
-an H100, the emulation is bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to
-16,384 products, and to cuBLASLt and CUTLASS for precise sums of up to 4,096 products. With split-K,
-a library is more precise.
+Fast sums of 16,384 products of correlated operands are 4% too small (`benchmarks/accumulation.py`).
+On an H100, the emulation is bit-identical to cuBLASLt, CUTLASS and Triton for fast sums of up to
+16,384 products, and to cuBLASLt and CUTLASS for precise sums of up to 4,096 products. If a library
+uses split-K, its sums are more precise than the emulation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8pass import compat, hardware
 
-INSTRUCTION = 32  # products
+INSTRUCTION = 32  # products that one instruction adds
 FRACTION_BITS = 13
 PROMOTION = 128  # products between two additions to the FP32 sum
 _ZERO_EXPONENT = -(2**10)  # less than all other exponents
@@ -33,7 +33,7 @@ _BLOCK = 2**23  # products in memory at a time
 
 @dataclass(frozen=True)
 class _Mode:
-    """If both are False, GEMMs accumulate in FP32."""
+    """How reference GEMMs accumulate. If both fields are False, they accumulate in FP32."""
 
     on_tensor_cores: bool = False
     emulated: bool = False
@@ -105,7 +105,7 @@ def _add(running: Tensor, products: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _exponents(x: Tensor, smallest: int) -> Tensor:
-    """Return exponents: `smallest` for denormals, `_ZERO_EXPONENT` for zero."""
+    """Return the exponent of each element: `smallest` for denormals, `_ZERO_EXPONENT` for zero."""
     exponents = (torch.frexp(x)[1] - 1).clamp_min(smallest)
     return torch.where(x == 0, _ZERO_EXPONENT, exponents)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8pass import compat
 from fp8pass.dialect.formats import FORMATS, Format
 
-# FP8 tensor cores need contractions over a multiple of this many elements.
+# FP8 tensor cores require that the length of a contraction is a multiple of this number.
 CONTRACTION_MULTIPLE = 16
 
 
@@ -30,7 +30,7 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:
-    """Round fp32 `x`, divided by its scale, to `fmt`, with ties to even.
+    """Round fp32 `x` to `fmt`, with ties to even. The caller has divided `x` by its scale.
 
     The result has the dtype of the format. For an emulated format it is int32 and contains the bits
     of each element. Magnitudes above `fmt.max` become `fmt.max`. NaN stays NaN, or becomes 0 in an
@@ -58,7 +58,7 @@ def _normal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 
 
 def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Add a power of two, so that denormal steps become the lowest bits."""
+    """Add a power of two, so that the lowest bit of the fp32 sum is one step of the denormals."""
     exponent = 23 - fmt.mantissa + fmt.min_exponent
     return (magnitude + 2.0**exponent).view(torch.int32) - (127 + exponent << 23)
 
@@ -66,8 +66,8 @@ def _denormal_bits(magnitude: Tensor, fmt: Format) -> Tensor:
 def decode(data: Tensor, fmt: Format) -> Tensor:
     """Return the fp32 values of elements that `encode` or `unpack` returned.
 
-    The bits of an emulated format become an fp16 number, times a power of two for the exponent
-    bias. Denormals convert exactly, because fp16 has denormals, too.
+    The bits of an emulated format become an fp16 number. A multiplication by a power of two then
+    corrects the exponent bias. Denormals convert exactly, because fp16 has denormals, too.
     """
     if not fmt.emulated:
         return data.float()
@@ -89,9 +89,9 @@ def split_groups(x: Tensor, group_size: int, parts: int) -> list[Tensor]:
 
 
 def pack(parts: Sequence[Tensor], fmt: Format, plane: int) -> Tensor:
-    """Pack the w bits of each element in `plane`, uint8 [..., K / G, G·w/8].
+    """Pack the w bits that each element has in `plane`. Return uint8 [..., K / G, G·w/8].
 
-    `parts` are int32 bits, which `split_groups` cut into 8/w parts.
+    `parts` are the bits of all elements, int32, in the 8/w parts of `split_groups`.
     """
     offset, width = sum(fmt.planes[:plane]), fmt.planes[plane]
     is_last = offset + width == fmt.bits

@@ -4,8 +4,8 @@
 expert 1 none, and expert 2 rows 3 to 6. Offsets are computed on the device; only reference GEMMs
 wait for them. Rows after the last group may have any values.
 
-A GEMM that contracts rows reads groups that are padded with zeros to a multiple of 16 rows, at
-least 16.
+A GEMM that contracts over rows reads padded groups. Each group is padded with zeros to a multiple
+of 16 rows, at least 16.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def padded_length(rows: Any, experts: int) -> Any:
 
 
 def rows_of_padded(length: int, experts: int) -> int:
-    """Invert `padded_length`, up to a multiple of 16."""
+    """Invert `padded_length`. The result is the number of rows, rounded up to a multiple of 16."""
     return length - experts * CONTRACTION_MULTIPLE
 
 
 def group_starts(ends: Tensor) -> Tensor:
-    # Indexing a fake GPU tensor would need a PyTorch with CUDA.
+    # `ends[:-1]` is not used, because indexing a fake GPU tensor needs a PyTorch with CUDA.
     return torch.nn.functional.pad(ends, (1, 0)).narrow(0, 0, ends.shape[0])
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Size of `scaling.GROUP_SCALE_DTYPE`.
+# Bytes of one scale in `scaling.GROUP_SCALE_DTYPE`.
 GROUP_SCALE_BYTES = 2
 
-# Limits of a simulated format.
+# Smallest and largest number of bits in a simulated format.
 EXPONENT_BITS, MANTISSA_BITS = (1, 8), (0, 23)
 
 
@@ -29,18 +29,18 @@ class Format:
     # Dtype of stored tensors; '' if a tensor keeps its own dtype (`exact`, simulated formats).
     stored_as: str
     max: float  # the largest finite value
-    mantissa: int  # stored bits
-    min_exponent: int  # of the smallest normal number
+    mantissa: int  # the number of stored mantissa bits
+    min_exponent: int  # the exponent of the smallest normal number
     # Bits of an element in each plane, lowest bits first. (4, 1) means that one tensor has four
     # bits of all elements, and another tensor the fifth bit.
     planes: tuple[int, ...] = (8,)
-    # Converted with integer arithmetic, which any GPU supports.
+    # Whether the format is converted with integer arithmetic, which any GPU supports.
     emulated: bool = False
-    # Bits of NaN in an emulated format, or 0 if the format has no NaN. Then only the scale of a
-    # group shows that the group contained NaN or Inf.
+    # Bits of NaN in an emulated format, or 0 if the format has no NaN. Without NaN, only the scale
+    # of a group shows that the group contained NaN or Inf.
     nan: int = 0
-    multiplies: bool = False  # supported by GEMMs
-    saves: bool = False  # available to users for saved tensors
+    multiplies: bool = False  # whether GEMMs support the format
+    saves: bool = False  # whether users can choose the format for saved tensors
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
@@ -127,8 +127,8 @@ SAVED_FORMATS = tuple(sorted((f for f in FORMATS.values() if f.saves), key=lambd
 def simulated_format(name: str) -> Format:
     """Return the format with a name such as `e8m3`: 8 exponent bits and 3 mantissa bits.
 
-    Formats that are not in `FORMATS` follow IEEE 754: E8M7 is bfloat16. One exponent bit gives only
-    normal numbers, in [2, 4).
+    Formats that are not in `FORMATS` follow IEEE 754: E8M7 is bfloat16. With one exponent bit, a
+    format has only normal numbers, with magnitudes in [2, 4).
 
     Raises:
         ValueError: the name is not `ExMy`, or the format has more bits than float32.
@@ -149,7 +149,10 @@ def simulated_format(name: str) -> Format:
 
 
 def divisor_group(length: int, group_size: int, multiple: int = 1) -> int | None:
-    """Return the largest size from 16 to `group_size` that divides `length`, or None."""
+    """Return the largest group size from 16 to `group_size` that divides `length`.
+
+    The size must be a multiple of `multiple`. Return None if there is no such size.
+    """
     for size in range(min(group_size, length), 15, -1):
         if length % size == 0 and size % multiple == 0:
             return size

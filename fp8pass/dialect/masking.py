@@ -1,8 +1,8 @@
 """Simulate a number format by masking (section 3.2 of the paper "FP8 and back").
 
-Masking clears the mantissa bits that the format lacks, which rounds magnitudes down. It clamps
-magnitudes to the largest and, because a simulated format has no denormals, to the smallest normal
-number. Values are not scaled.
+Masking clears the mantissa bits that the format lacks, which rounds magnitudes down. It lowers
+larger magnitudes to the largest number of the format. It raises smaller magnitudes to the smallest
+normal number, because a simulated format has no denormals. Values are not scaled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MASKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
-    """Mask `x`, in its dtype. NaN, Inf and zeros do not change.
+    """Mask `x` to the format `fmt`, in the dtype of `x`. NaN, Inf and zeros do not change.
 
     `inner` raises nonzero magnitudes to the smallest normal number, and `outer` lowers finite
     magnitudes to the largest number.
@@ -42,15 +42,16 @@ def mask(x: Tensor, fmt: Format, inner: bool, outer: bool) -> Tensor:
 def _round_to_dtype(x: Tensor) -> Tensor:
     """Return `x` as fp32, rounded to the dtype of `x`.
 
-    Inductor computes 16-bit values in fp32, and rounds them only if their bits are read. A number
-    just below a power of two must not be masked to the next smaller number.
+    Inductor computes 16-bit values in fp32, and rounds them only if their bits are read. Without
+    rounding, an fp32 number just below a power of two would be masked to the next smaller number of
+    the format, although its 16-bit value is the power of two.
     """
     if x.dtype is torch.float32:
         return x
     bits = x.view(torch.int16).int()
     if x.dtype is torch.bfloat16:  # its bits are the upper half of an fp32 number
         return shift_left(bits, 16).view(torch.float32)
-    # Inductor would remove two successive views.
+    # The casts to int32 and back separate the two views, because Inductor removes successive views.
     return bits.to(torch.int16).view(x.dtype).float()
 
 

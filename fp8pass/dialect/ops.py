@@ -41,8 +41,8 @@ class Operator:
     reference: Callable[..., Tensor]
     # Returns an uninitialized result. It must not branch on sizes, which would add guards.
     fake: Callable[..., Tensor]
-    multiplies: bool = False  # a GEMM
-    reduces: bool = False  # a tensor, row or group becomes one number
+    multiplies: bool = False  # whether the operator is a GEMM
+    reduces: bool = False  # whether it reduces each tensor, row or group to one number
 
     def run(self, *args: Any) -> Tensor:
         result, empty = self.reference(*args), self.fake(*args)
@@ -61,7 +61,7 @@ OPERATORS: dict[Any, Operator] = {}
 def _operator(
     fake: Callable[..., Tensor], *, multiplies: bool = False, reduces: bool = False
 ) -> Callable[[Callable], Callable]:
-    """Define `fp8pass::<function name>`."""
+    """Return a decorator that defines the operator `fp8pass::<function name>`."""
 
     def register(reference: Callable) -> Callable:
         operator, name = Operator(reference, fake, multiplies, reduces), reference.__name__
@@ -112,10 +112,11 @@ def _fake_quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) 
 def quantize(x: Tensor, scale: Tensor, quantization: str, plane: int = 0) -> Tensor:
     """Quantize `x` [..., K] with the scale of each block, and return one plane of the data.
 
-    8-bit data have the shape of `x`, and its layout if scales vary along rows; otherwise they are
-    contiguous. A packed plane with w bits of each element is contiguous, uint8 [..., K·w/8]. Byte i
-    of a group has the i-th element of each of 8/w consecutive parts, e.g. elements 0 and 64 in byte
-    0 for 4 bits and groups of 128, so neighboring threads process neighboring elements.
+    8-bit data have the shape of `x`. They have the layout of `x` if scales vary along the last
+    dimension; otherwise they are contiguous. A packed plane with w bits of each element is
+    contiguous, uint8 [..., K·w/8]. Byte i of a group contains the i-th element of each of 8/w
+    consecutive parts of the group. With 4 bits and groups of 128, byte 0 contains elements 0 and
+    64. So neighboring threads process neighboring elements.
     """
     how = parse(quantization)
     fmt = how.format
@@ -145,8 +146,9 @@ def _fake_dequantize(
 def dequantize(
     planes: list[Tensor], scale: Tensor, quantization: str, dtype: torch.dtype
 ) -> Tensor:
-    """Dequantize all planes of a tensor. The layout is the data's, or contiguous for packed
-    planes.
+    """Dequantize a tensor from all its planes.
+
+    The result has the layout of the data. For packed planes it is contiguous.
     """
     how, first = parse(quantization), planes[0]
     fmt = how.format
@@ -168,8 +170,8 @@ def _fake_transpose(data: Tensor) -> Tensor:
 def transpose(data: Tensor) -> Tensor:
     """Transpose an FP8 matrix [M, K] to [K, M'], contiguous, so that a GEMM can contract over M.
 
-    M' is M padded with zeros to a multiple of 16. Other dtypes return a view, because GEMMs support
-    any layout of them.
+    M' is M padded with zeros to a multiple of 16. For other dtypes than FP8, return a view, because
+    GEMMs in these dtypes support any layout.
     """
     if not is_fp8(data.dtype):
         return data.t()
@@ -274,8 +276,9 @@ def transpose_segments(
 ) -> Tensor:
     """Quantize the tokens of each expert with the expert's scale, then transpose and pad them.
 
-    `x` is [T, K], or any rows selected by `rows` [T]; `scales` is [E, 1]. FP8 data `x` have
-    `row_scales`, one for each row of `x`. Returns a contiguous [K, T']. Each group is padded with
+    `x` is [T, K], or has any number of rows, from which the indices `rows` [T] select the tokens.
+    `scales` is [E, 1]. If `x` is FP8 data, `row_scales` contains a scale for each row of `x`.
+    Returns a contiguous matrix [K, T'], where T' is `padded_length`. Each group is padded with
     columns of zeros up to `padded_ends`. All later columns are zero.
     """
     count = (x if rows is None else rows).shape[0]
@@ -306,9 +309,9 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """Multiply the rows of each expert by its matrix: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` is [T, K], and `b` [E·N, K] has the stacked matrices; both are row-major with row scales.
-    Products are rounded once, to [T, N]. Rows without an expert are zero in eager mode, and
-    undefined in a compiled graph on a GPU.
+    `a` is [T, K], and `b` [E·N, K] contains the stacked matrices of all experts. Both are row-major
+    with row scales. The result is [T, N], rounded once. Rows without an expert are zero in eager
+    mode, and undefined in a compiled graph on a GPU.
     """
     experts = offsets.shape[0]
     product = a.new_zeros((a.shape[0], b.shape[0] // experts), dtype=out_dtype)
@@ -336,8 +339,8 @@ def scaled_grouped_outer(
 ) -> Tensor:
     """Contract over the tokens of each expert e: `(a·a_scale)[e] @ (b·b_scale)[e].T`.
 
-    `a` [M, T'] and `b` [N, T'] are results of `transpose_segments`, with scales [E, 1]; `ends` of
-    `padded_ends`. Products are rounded once, to [E, M, N].
+    `a` [M, T'] and `b` [N, T'] are results of `transpose_segments`, with scales [E, 1]. `ends` is
+    the result of `padded_ends`. The result is [E, M, N], rounded once.
     """
     products = [
         accumulation.product(a[:, group], b[:, group], fast=fast_accumulation)

@@ -24,10 +24,10 @@ ROW: Block = (1, 0)
 # Blocks that cuBLASLt multiplies on Hopper.
 TALL: Block = (1, 128)
 SQUARE: Block = (128, 128)
-# Available to users for GEMM operands.
+# Blocks that users can choose for GEMM operands.
 OPERAND_BLOCKS: dict[str, Block] = {"row": ROW, "tensor": TENSOR}
 
-# Dtype of stored scales, and whether they are rounded up to powers of two.
+# For each form of scales: the stored dtype, and whether scales are rounded up to powers of two.
 SCALE_FORMS = {
     "fp32": ("float32", True),
     "bf16": ("bfloat16", False),
@@ -58,7 +58,7 @@ class Quantization:
 
     format: Format
     block: Block
-    # In `SCALE_FORMS`; by default bf16 if scales vary along the last dimension, else fp32.
+    # A key of `SCALE_FORMS`. By default bf16 if scales vary along the last dimension, else fp32.
     scales: str = ""
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Quantization:
 
     @property
     def is_for_operands(self) -> bool:
-        """Whether scales are powers of two, unlike in saved tensors."""
+        """Whether scales are powers of two, as in GEMM operands but not in saved tensors."""
         return SCALE_FORMS[self.scales][1]
 
     @property
@@ -92,14 +92,14 @@ class Quantization:
 
     @property
     def survives_transpose(self) -> bool:
-        """Square blocks have scales that can be transposed with the tensor."""
+        """Whether the scales can be transposed with the tensor: one scale, or square blocks."""
         return self.block[0] == self.block[1]
 
     def scale_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of the scales of a tensor.
 
-        [] for one scale, [M, 1] for rows, [..., K / G] for groups of G elements, and [M / m, K / n]
-        for blocks.
+        The shape is [] for one scale, [M, 1] for row scales, [..., K / G] for groups of G elements,
+        and [M / m, K / n] for blocks of m × n elements.
         """
         rows, columns = self.block
         if not columns:
@@ -116,7 +116,7 @@ class Quantization:
         return self.split(x.contiguous()).abs().amax(dim=dims).float()
 
     def scale(self, amax: Tensor) -> Tensor:
-        """Map `amax` to the format's largest value (LLMQ paper, section 3)."""
+        """Return scales that map `amax` to the format's largest value (LLMQ paper, section 3)."""
         if self.format.lossless:
             return torch.ones_like(amax, dtype=self.scale_dtype)
         round_scale = round_up_to_power_of_two if self.is_for_operands else truncate_to_bf16
@@ -157,5 +157,5 @@ def parse(text: str) -> Quantization:
     return found
 
 
-# For `QuantizedWeight`, exported weights, and the operands of expert GEMMs.
+# The quantization of `QuantizedWeight`, exported weights, and the operands of expert GEMMs.
 BY_ROW = str(Quantization(E4M3, ROW))

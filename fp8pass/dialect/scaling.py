@@ -9,7 +9,7 @@ from fp8pass.dialect.formats import Format
 
 # bf16 has the range of fp32. Its error of 0.2% is far less than the error of the elements.
 GROUP_SCALE_DTYPE = torch.bfloat16
-# Its reciprocal must be finite.
+# The smallest scale. Its reciprocal must be finite in fp32.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # BF16_BITS selects the upper half of an fp32 number.
 BF16_BITS = -1 << 16
@@ -47,5 +47,5 @@ def truncate_to_bf16(x: Tensor) -> Tensor:
 
 
 def round_up_to_bf16(x: Tensor) -> Tensor:
-    """Round up, because rounding a scale down could move quotients out of range."""
+    """Round fp32 `x` up to bf16. A scale that is rounded down could move quotients out of range."""
     return (x.view(torch.int32) + 0xFFFF & BF16_BITS).view(torch.float32)
