@@ -74,11 +74,12 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
 }
 
 # For each value of `scales`: the GEMMs without tensor scales, the scales of their activations and
-# gradients, and the scales of their weights. The text is a block, and a form if not the default.
+# gradients, and the scales of their weights. The text for scales is a block, followed by a key of
+# `SCALE_FORMS` if the form is not the default.
 OPERAND_SCALES: dict[Scales, tuple[tuple[Gemm, ...], str, str]] = {
     "tensorwise": ((), "", ""),
     "rowwise": (("forward",), "row", "row"),
-    # On an H100, cuBLASLt multiplies blocks in wgrad at 0.74 of its speed with tensor scales.
+    # On an H100, cuBLASLt's wgrad with blocks reaches 0.74 of its speed with tensor scales.
     "blockwise": (("forward", "dgrad"), "1×128 fp32", "128×128 fp32"),
     "mx": (GEMMS, "1×32 e8m0", "1×32 e8m0"),
 }
@@ -146,15 +147,15 @@ class Config:
             `e5m2` or `exact`. Scales are computed from the values of the current step (papers COAT,
             section 5.2, and LLMQ, section 3).
         gradient_format: format of output gradients in the GEMMs of linear layers.
-        scales: the elements that share a scale in the GEMMs of linear layers. `rowwise`: one scale
-            per token and per output feature in the forward, where quantizing then takes one pass
-            over a tensor, and one scale per tensor in the backward. `tensorwise`: one scale per
-            tensor. `blockwise`: 1×128 elements of activations and gradients, and 128×128 of
-            weights, in forward and dgrad (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), and one
-            scale per tensor in wgrad, which is faster and no less accurate. `mx`: 1×32 elements,
-            with scales in E8M0 (OCP Microscaling Formats). A GEMM whose sizes do not fit has one
-            scale per tensor. Experts always have row scales in forward and dgrad, because
-            PyTorch's grouped GEMM requires row scales.
+        scales: the elements that share a scale in the GEMMs of linear layers. `rowwise`: in the
+            forward, one scale per token and per output feature, so that quantizing takes one pass
+            over a tensor; in the backward, one scale per tensor. `tensorwise`: one scale per
+            tensor. `blockwise`: in forward and dgrad, one scale per 1×128 elements of activations
+            and gradients, and per 128×128 elements of weights (DeepSeek-V3, arXiv 2412.19437,
+            section 3.3.2); in wgrad, one scale per tensor, which is faster and no less accurate.
+            `mx`: one scale per 1×32 elements, in E8M0 (OCP Microscaling Formats). A GEMM whose
+            sizes do not fit the blocks has one scale per tensor. Experts always have row scales in
+            forward and dgrad, because PyTorch's grouped GEMM requires row scales.
         fp8_gemms: the GEMMs of linear layers and experts that run in FP8: `where_faster`, the GEMMs
             in which FP8 is estimated to save more time than the casts of the operands take, or
             `all`. On GPUs with unknown rates, and on a CPU, all these GEMMs run in FP8.
@@ -171,11 +172,11 @@ class Config:
             tensor with too large an amplification gets a larger format or is saved exactly. `none`
             saves all these tensors exactly. `exact` does the same through the compiler's path for
             low-bit formats, for tests.
-        compact_saves: the tensors that are saved in low-bit formats or recomputed: `where_free`, as
-            many as take no longer than FP8 GEMMs save, or `all` that the error rules allow. With a
-            `memory_budget`, on GPUs with unknown rates, and on a CPU, the value is `all`. If a GEMM
-            must run in FP8, time does not limit saves, except of tensors that save less than a
-            kernel launch is worth.
+        compact_saves: the tensors that are saved in low-bit formats or recomputed. `where_free`: as
+            many tensors as fit in the time that FP8 GEMMs save. `all`: all tensors that the error
+            rules allow. With a `memory_budget`, on GPUs with unknown rates, and on a CPU, the value
+            is `all`. If a GEMM must run in FP8, `where_free` has no time limit, but it leaves out
+            tensors that save too few bytes to justify a kernel launch.
         attention_output: format in which the output of attention is saved for the backward:
             `exact`, or `e2m5` (8 bits after subtracting the mean over tokens, in groups of 1×32).
             The worst-case error of `e2m5` has no bound. In measurements, the errors of `e2m5` in
@@ -309,7 +310,7 @@ class Config:
         if (simulated := overrides.get("simulate")) is not None and name != "exact":
             raise ConfigError(
                 f"simulate={simulated!r} excludes recipe {name!r}, because simulation does not use "
-                "FP8 or low bits. Leave the recipe out, or use recipe 'exact'."
+                "FP8 or low-bit formats. Leave the recipe out, or use recipe 'exact'."
             )
         return cls(**{**RECIPES[name], **overrides})
 
@@ -344,7 +345,7 @@ class Config:
 
     @property
     def quantizations(self) -> dict[tuple[Gemm, str], str]:
-        """The quantization of every GEMM operand, as text such as `e4m3 row`."""
+        """For each GEMM and operand, the quantization as text, such as `e4m3 row`."""
         gemms, values, weights = OPERAND_SCALES[
             self.scales if self.quantizes_linears else "tensorwise"
         ]
@@ -406,7 +407,9 @@ def split_options(
 
 
 def checked_config(config: Any, argument: str = "config") -> Config:
-    """Return `config`, the value of `argument`, or the default `Config` if it is None.
+    """Return `config`, or the default `Config` if `config` is None.
+
+    `argument` is the name of the argument that has the value `config`, for the message.
 
     Raises:
         TypeError: `config` is neither a `Config` nor None.
@@ -488,13 +491,14 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: c.attention_output != "exact" and c.save_format in ("none", "exact"),
         "attention_output={attention_output!r} saves a tensor in low-bit formats, but "
-        "save_format={save_format!r} does not allow low bits. Use a save_format of 8 bits or less.",
+        "save_format={save_format!r} does not allow low-bit formats. Use a save_format of 8 bits "
+        "or less.",
     ),
     (
         lambda c: (c.forward_format == "exact") != (c.gradient_format == "exact"),
         "forward_format={forward_format!r} and gradient_format={gradient_format!r} mix FP8 and "
-        "high precision in one matrix product, which GEMMs do not support. Set both to FP8 "
-        "formats, such as 'e4m3', or both to 'exact'.",
+        "high precision in one GEMM, which is not supported. Set both to FP8 formats, such as "
+        "'e4m3', or both to 'exact'.",
     ),
     (
         lambda c: c.forward_format == c.gradient_format == "e5m2",
@@ -505,13 +509,13 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
 
 
 def _check_with_simulation(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an option enables low bits together with `simulate`."""
+    """Raise ConfigError if an option enables FP8 or low-bit formats together with `simulate`."""
     for field, allowed in WITH_SIMULATION.items():
         given = options.get(field, allowed[0])
         if given not in allowed:
             raise ConfigError(
                 f"simulate={options['simulate']!r} excludes {field}={given!r}, because simulation "
-                f"does not use FP8 or low bits. Leave {field} out."
+                f"does not use FP8 or low-bit formats. Leave {field} out."
             )
 
 

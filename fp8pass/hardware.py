@@ -1,4 +1,4 @@
-"""Check what a device can run (FP8 GEMMs, FP8 casts, Triton kernels); estimate times of GPUs."""
+"""Check what a device can run (FP8 GEMMs, FP8 casts, Triton kernels); estimate times on GPUs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ BF16_FLOPS = 680e12
 ATTENTION_FLOPS = 530e12
 BANDWIDTH = 4.27e12
 
-# Seconds of one more kernel launch in a step. A GPU that has work needs 2 µs. If the CPU limits the
-# step, a launch takes 10 to 30 µs (GPT-2 124M: 1,643 instead of 1,305 launches).
+# Seconds that one more kernel launch adds to a step. A launch adds 2 µs if the GPU limits the step,
+# and 10 to 30 µs if the CPU limits the step (GPT-2 124M with 1,643 instead of 1,305 launches).
 LAUNCH = 10e-6
 
 # Seconds in which the CPU launches a kernel of Inductor's code, and allocates its results: the
 # median of 21 measurements on four hosts, which range from 22 to 57 µs.
 CPU_LAUNCH = 40e-6
-# Whether all kernels of a step are launched at once.
+# Whether a CUDA graph launches all kernels of a step at once.
 _launches_at_once: ContextVar[bool] = ContextVar("launches_at_once", default=False)
 
 # The GPU that CPU tensors stand for inside `planning_for`; None outside.
@@ -131,7 +131,7 @@ def why_no_row_scales(device: torch.device) -> str | None:
         return None
     capability = capability_of(device)
     if capability[0] == 12:
-        return f"{_describe(device)}: PyTorch has no FP8 GEMM with row scales for it"
+        return f"{_describe(device)}: PyTorch has no FP8 GEMM with row scales for this GPU"
     if capability == (8, 9) and torch.__version__ < "2.12":
         return (
             f"{_describe(device)}: before PyTorch 2.12, GEMMs with row scales ignore CUDA streams"

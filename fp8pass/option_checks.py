@@ -16,13 +16,16 @@ from fp8pass.dialect.formats import (
     simulated_format,
 )
 
-# The largest `memory_budget` that is a share. A plan of 4 bits for every tensor takes this multiple
-# of its bytes if every tensor gets 8 bits instead.
+# The largest `memory_budget` that is a share: the ratio of a plan's bytes with 8 bits for every
+# tensor to its bytes with 4 bits for every tensor.
 LARGEST_SHARE = SAVED_FORMATS[-1].bits / SAVED_FORMATS[0].bits
 
 
 class ConfigError(ValueError):
-    """A recipe, option or value that does not exist. The message names the nearest valid choice."""
+    """A recipe or option is unknown, has a wrong value, or conflicts with another option.
+
+    If a name is unknown, the message contains the nearest valid name.
+    """
 
 
 def unknown(what: str, got: object, choices: Iterable[str], also: Iterable[str] = ()) -> str:

@@ -134,7 +134,7 @@ def test_budget_keeps_the_format_or_recomputes():
 
 @pytest.mark.parametrize("recipe", ["linear", "exact"])
 def test_recipes_without_low_bits_refuse_it(recipe):
-    with pytest.raises(ConfigError, match="does not allow low bits"):
+    with pytest.raises(ConfigError, match="does not allow low-bit formats"):
         Config.recipe(recipe, attention_output="e2m5")
 
 

@@ -80,7 +80,7 @@ def test_budgets_are_rounded_up():
         (lambda: Config(compiler="inducter"), "'inductor'"),
         (
             lambda: Config(forward_format="exact"),
-            "mix FP8 and high precision in one matrix product",
+            "mix FP8 and high precision in one GEMM",
         ),
         (lambda: Config(forward_format="e5m2", gradient_format="e5m2"), "forward_format='e4m3'"),
         (lambda: Config(groupsize=16), "Unknown option 'groupsize'. Did you mean 'group_size'?"),
