@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported on first use, so that `fp8pass --help` does not import PyTorch, and `fp8pass env` works
-# without it.
+# The module of each public name. Modules are imported on first use, so that `fp8pass --help` does
+# not import PyTorch, and `fp8pass env` works without PyTorch.
 _MODULES = {
     "RECIPES": "config",
     "Bisection": "tools.bisection",
@@ -69,7 +69,8 @@ _SUBMODULES = ("distributed", "optim", "testing")
 
 __all__ = [*_MODULES, *_SUBMODULES]
 
-# Names that users may expect in `fp8pass`, for hints in the AttributeError.
+# Names that users may expect in `fp8pass`, and the submodules that contain them. The AttributeError
+# hints at the submodule.
 _ELSEWHERE = {
     "AdamW": "optim",
     "Muon": "optim",
@@ -82,7 +83,10 @@ _ELSEWHERE = {
 
 
 def _add_prefix(record: logging.LogRecord) -> bool:
-    """Name fp8pass in messages if no handler is configured, as Python then prints no logger."""
+    """Prefix a message with `fp8pass:` if no handler is configured.
+
+    Python then prints messages without the name of the logger.
+    """
     if not logging.getLogger(__name__).hasHandlers():
         record.msg = f"fp8pass: {record.msg}"
     return True

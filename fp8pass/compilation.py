@@ -37,7 +37,7 @@ class Inputs:
     activations: frozenset[int] = frozenset()
     # Parameters whose address changes in every step (FSDP2). Empty without CUDA graphs.
     moving: frozenset[int] = frozenset()
-    # GPU models of the inputs, which decide what runs in FP8.
+    # Names of the GPU models that hold the inputs. The models decide which GEMMs run in FP8.
     gpus: tuple[str, ...] = ()
 
     @classmethod
@@ -46,8 +46,9 @@ class Inputs:
         example_inputs: Sequence[object],
         moving: frozenset[int] = frozenset(),
     ) -> Inputs:
-        """Classify example inputs. Dynamo does not guard on `is_leaf`, so later inputs may
-        differ.
+        """Classify example inputs.
+
+        Dynamo does not guard on `is_leaf`, so later inputs may be of other kinds.
         """
         differentiable = {
             i: x.is_leaf
@@ -66,7 +67,7 @@ class Inputs:
 
 
 def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
-    """Return, for each operator, the patterns that match its module path; part of the cache key.
+    """Return, for each operator, the patterns that match its module path, for the cache key.
 
     Equal layers should share compiled code, so the key contains matches instead of paths, unless
     options refer to single values, e.g. `h.0.mlp:gelu:0`.
@@ -86,7 +87,10 @@ def match_names(gm: fx.GraphModule, config: Config) -> tuple[object, ...]:
 
 
 def describe_config(config: Config) -> str:
-    """Return text that is the same in every process. `match_names` covers functions in `skip`."""
+    """Return a text for the cache key, which is the same in every process.
+
+    The text contains only the names of functions in `skip`. `match_names` returns their matches.
+    """
     names = tuple(map(pattern_text, config.skip_patterns))
     return repr((replace(config, passes=(), skip=names), cache_keys(config.passes)))
 
@@ -100,9 +104,11 @@ class Compilation:
     hooks: tuple[Hooks, ...] = ()
     requests: Requests = field(default_factory=Requests)
     by_name: tuple[object, ...] = ()  # the result of `match_names`
-    # Names in the model. Not part of the cache key, so that equal layers share compiled code.
+    # The inputs' names in the model. They are not in the cache key, so that equal layers share
+    # compiled code.
     input_names: tuple[str, ...] = ()
-    # Whether this version runs in most steps, and not only when `Monitor` measures.
+    # Whether this is the normal version of the graph. Other versions run only in the steps for
+    # which `Monitor` selects them.
     is_main: bool = True
     # Set after the joint or inference passes.
     compiled: CompiledGraph | None = None
@@ -117,8 +123,8 @@ class Compilation:
         """Run the lowering passes. `half` is the kind of `gm`: forward, backward or inference."""
         plan = self.compiled.plan if self.compiled else Plan()
         ctx = Context(self.config, plan=plan, stock=self.stock)
-        # PyTorch may compile a backward only when it first runs. Without the forward's tracing
-        # context, composite operators turn dynamic sizes into constants.
+        # PyTorch may compile a backward only when it first runs. The forward's tracing context is
+        # not active then, and without it composite operators turn dynamic sizes into constants.
         with compat.enable_dynamic_shapes():
             records = run_passes(LOWERING_PASSES, gm, ctx, of=half, record=self.records)
         if self.compiled:
@@ -126,13 +132,14 @@ class Compilation:
 
     @property
     def stock(self) -> StockPartition | None:
-        """PyTorch's partition of the graph, if its plan is taken."""
+        """PyTorch's partition of the graph if fp8pass uses PyTorch's plan, else None."""
         return self.compiled.ctx.stock if self.compiled else None
 
     @property
     def shows_halves(self) -> bool:
-        """Whether to run the lowering passes on copies for a report, although the compiler is
-        `eager`.
+        """Whether to run the lowering passes on copies of the graphs, for a report.
+
+        This is needed if the compiler is `eager`, which does not lower graphs.
         """
         return self.records and self.config.compiler == "eager"
 

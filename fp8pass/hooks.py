@@ -27,7 +27,7 @@ Program = Callable[..., Any]
 class GraphRun:
     """One run of a compiled graph's forward."""
 
-    # The weights, by module path in the graph.
+    # The weights, by their module paths in the graph.
     weights: dict[str, torch.Tensor] = field(repr=False)
     # Whether `torch.utils.checkpoint` wraps the compiled code, and repeats the run in the backward.
     checkpointed: bool

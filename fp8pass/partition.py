@@ -27,7 +27,7 @@ class Partitioner(compat.CustomPartitionerFn):
     """Runs the passes on a joint graph and splits the graph into a forward and a backward graph."""
 
     def __init__(self, compilation: Compilation, stock_options: Iterable[str] = ()) -> None:
-        """`stock_options` names options of Inductor, as in `Captured.stock`, for the cache key."""
+        """`stock_options` are the names of the options in `Captured.stock`, for the cache key."""
         self.compilation, self.stock_options = compilation, sorted(stock_options)
 
     def __call__(
@@ -60,7 +60,7 @@ class Partitioner(compat.CustomPartitionerFn):
         primals = [n for n in gm.graph.nodes if compat.is_primal(n) and not compat.is_opaque(n)]
         graph.tag_inputs(primals, self.compilation.input_names)
         # A tensor subclass, such as a DTensor, is one input of the Dynamo graph, but several
-        # primals. `select_inputs` maps the indices.
+        # primals. `select_inputs` finds the primals for indices of inputs.
         inputs = self.compilation.inputs
         static = frozenset(kwargs.get("static_lifetime_input_indices") or ())
         parameters = select_inputs(primals, static)
@@ -88,7 +88,7 @@ class Partitioner(compat.CustomPartitionerFn):
 
 
 def find_checkpointing(gm: fx.GraphModule) -> Checkpointing | None:
-    """Count the GEMMs and attentions of checkpointed regions, before any pass."""
+    """Count the GEMMs and attentions in checkpointed regions of a graph before its passes."""
     products = (Kind.GEMM, Kind.ATTENTION)
     count = sum(compat.must_recompute(n) and kind(n) in products for n in gm.graph.nodes)
     return Checkpointing(count) if count else None
@@ -110,8 +110,9 @@ def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointin
 def cut(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph after its passes into a forward and a backward.
 
-    If the plan is PyTorch's plan, PyTorch's own partition is taken, because Inductor's fusions
-    depend on the order of nodes. This partition lacks changes by the user's passes.
+    If the plan is PyTorch's plan, return PyTorch's own partition, because Inductor's fusions depend
+    on the order of nodes. PyTorch's partition lacks the changes by the user's passes, so it is not
+    used if there are such passes.
     """
     planned = {n.name for n in ctx.saved}
     if ctx.stock is not None and ctx.stock.crossing == planned and not ctx.config.passes:

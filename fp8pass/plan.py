@@ -64,7 +64,7 @@ class Offload:
         forward_s, backward_s: computing time of the forward and of the backward in seconds, by the
             roofline.
         wait_s: seconds that a step waits for copies, in addition to the computing time.
-        in_flight_bytes: most bytes of GPU memory that unfinished copies take at once.
+        in_flight_bytes: largest number of bytes of GPU memory that unfinished copies take at once.
     """
 
     bandwidth: float
@@ -140,8 +140,8 @@ class Linear:
     Attributes:
         fp8: the GEMMs that run in FP8: `forward`, `dgrad`, `wgrad`.
         reason: why the layer stays in high precision; else ''.
-        slower: why GEMMs of a layer that can run in FP8 stay in BF16: the estimated time of their
-            casts, and the time that these GEMMs would save; else ''.
+        slower: why some GEMMs stay in BF16 although the layer can run in FP8: the estimated time
+            of their casts to FP8, and the time that FP8 would save in these GEMMs; else ''.
         chosen: whether the layer stays in high precision on purpose: because of an option such as
             `skip`, or because it is an output head or a router.
         routine: whether high precision needs no warning, because the user cannot change it, or
@@ -191,8 +191,8 @@ class Head:
         chunks: number of chunks of tokens. Logits, loss and gradients are computed chunk by chunk.
         reason: why there is only one chunk; '' if there are several.
         can_chunk: whether the option `head_chunks` could split the head into chunks.
-        avoidable_bytes: bytes of logits and of their gradients that would not exist at once if the
-            model did not return its logits; 0 if there is one chunk for another reason.
+        avoidable_bytes: bytes that chunks would save in logits and their gradients if the model did
+            not return its logits; 0 unless returned logits are the reason for a single chunk.
     """
 
     module: str
@@ -248,10 +248,11 @@ class Checkpointing:
     """The recomputation by `torch.utils.checkpoint`, and the bytes that would be saved without it.
 
     Attributes:
-        products: number of matrix products of the forward that run twice.
-        bytes_without: bytes that would be saved without checkpointing; None if not computed,
-            because that takes as long as the plan itself.
-        least_without: the smallest `memory_budget` that could be met without checkpointing.
+        products: number of GEMMs and attention operators of the forward that run twice.
+        bytes_without: bytes that would be saved without checkpointing. None if not computed:
+            computing it takes as long as planning.
+        least_without: the smallest `memory_budget` that could be met without checkpointing. None
+            if not computed.
     """
 
     products: int
@@ -297,10 +298,10 @@ class Plan:
         least_bytes: the smallest budget that can be met, if requested.
         rules: the error rules, if requested.
         kernels: how the forward and the backward graph quantize matrices, if computed.
-        merged: for each GEMM that `merge_dgrads` emitted, the layers that it serves.
+        merged: for each GEMM that `merge_dgrads` emitted, the module paths of the merged layers.
         simulated: format that linear layers simulate, if any.
         emulated: why FP8 GEMMs multiply dequantized operands; '' if tensor cores multiply FP8 data.
-        note: remark for the log.
+        note: remark about the plan, for the log; '' if there is no remark.
     """
 
     linears: list[Linear] = field(default_factory=list)
@@ -345,7 +346,7 @@ class Plan:
 
     @property
     def unexpected_share(self) -> float:
-        """How much of all weights is in the layers of `unexpected`: a share from 0 to 1."""
+        """The share of all weight elements in the layers of `unexpected`, from 0 to 1."""
         total = sum(y.weights for y in self.linears)
         return sum(y.weights for y in self.unexpected) / total if total else 0.0
 
