@@ -29,7 +29,7 @@ from fp8pass.plan import Plan
 class Inputs:
     """The indices of a Dynamo graph's inputs, by kind. An input may have several kinds."""
 
-    # `nn.Parameter`, trained or frozen.
+    # Inputs that are an `nn.Parameter`, trained or frozen.
     weights: frozenset[int] = frozenset()
     # Leaves that require a gradient. Autograd keeps leaves alive until the backward.
     held: frozenset[int] = frozenset()
@@ -110,7 +110,7 @@ class Compilation:
     # Whether this is the normal version of the graph. Other versions run only in the steps for
     # which `Monitor` selects them.
     is_main: bool = True
-    # Set after the joint or inference passes.
+    # The graph after its joint or inference passes; None before.
     compiled: CompiledGraph | None = None
 
     def finish(self, compiled: CompiledGraph) -> None:

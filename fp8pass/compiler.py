@@ -98,7 +98,7 @@ class Captured:
     gm: fx.GraphModule
     example_inputs: tuple[Any, ...]
     patches: Mapping[str, Any]  # options of Inductor
-    # The options of Inductor that have other values for graphs with stock `torch.compile`'s plan.
+    # Options that replace options in `patches` for graphs with the plan of stock `torch.compile`.
     stock: Mapping[str, Any] = field(default_factory=dict)
     hooks: tuple[Hooks, ...] = ()
 
@@ -206,14 +206,16 @@ def rewrite_inference(
 
 
 def inductor_defaults(config: Config, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """Return options of Inductor that suit graphs with low-bit saved tensors, measured on GPUs.
+    """Return options of Inductor that suit graphs with low-bit saved tensors.
 
-    The user's options override them. On a CPU, Inductor keeps its better tested defaults.
+    The options were measured on GPUs. The user's options override them. On a CPU, Inductor keeps
+    its defaults, which are better tested.
     """
     if _on_cpu(example_inputs):
         return {}
     options: dict[str, Any] = {
-        # Inductor's wrong estimate of the peak would move nodes that materialize_plan placed well.
+        # Inductor estimates the memory peak wrongly, and would move nodes that materialize_plan
+        # placed well.
         "reorder_for_peak_memory": False,
         # With reuse, Inductor holds unused buffers until another result needs them. Without reuse,
         # the peak of four layers of hidden size 4096 is 0.6 GiB lower.

@@ -62,7 +62,7 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
     # dgrad.
     "block": {"scales": "blockwise"},
     # Like coat, with the groups of the OCP Microscaling Formats (MXFP8) in all GEMMs. Most GPUs
-    # emulate these GEMMs, so with a choice by time no GEMM would run in FP8.
+    # emulate these GEMMs, so with `where_faster` no GEMM would run in FP8.
     "mxfp8": {"scales": "mx", "fp8_gemms": "all"},
     # All rewrites, with lossless formats. Results are bit-equal to results without fp8pass.
     "exact": {

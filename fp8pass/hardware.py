@@ -69,7 +69,8 @@ def launches_at_once() -> bool:
 def why_no_fp8_gemm(device: torch.device) -> str | None:
     """Return why `device` cannot run FP8 GEMMs, or None if it can.
 
-    A CPU runs a reference implementation of FP8 GEMMs, which computes the same as tensor cores.
+    A CPU runs a reference implementation of FP8 GEMMs. It multiplies the same FP8 data as tensor
+    cores, but accumulates in FP32.
     """
     if _is_reference(device):
         return None
@@ -144,7 +145,8 @@ def why_emulated(device: torch.device, scales: str) -> str | None:
 
     Args:
         device: a device that can run FP8 GEMMs.
-        scales: the form of the operands' scales, in `SCALE_FORMS` of `dialect/quantization.py`.
+        scales: the form of the operands' scales, a key of `SCALE_FORMS` in
+            `dialect/quantization.py`.
     """
     if scales != "e8m0" or _is_reference(device):
         return None

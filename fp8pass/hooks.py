@@ -41,7 +41,8 @@ class CompiledGraph:
     passes: list[PassRecord]
     gm: fx.GraphModule  # the joint or inference graph, after its passes
     ctx: Context  # contains the decisions about the nodes of `gm`
-    # Equal blocks that are compiled one by one share a graph, which runs once for each block.
+    # The runs of the forward. Equal blocks that are compiled one by one share a graph, which runs
+    # once for each block.
     runs: list[GraphRun] = field(default_factory=list)
     # The partition by PyTorch's own partitioner; None if not recorded.
     stock: StockPartition | None = None

@@ -151,7 +151,7 @@ def checked_subset(field: str, given: Any, choices: Sequence[str]) -> tuple[Any,
 
 
 def checked_calibration(field: str, given: Iterable[Any]) -> tuple[tuple[str, float, float], ...]:
-    """Return measured moments as a tuple. Raise ConfigError if a number is not finite."""
+    """Return the moments of tensors as a tuple. Raise ConfigError if a number is not finite."""
     try:
         found = tuple((str(name), float(mean), float(std)) for name, mean, std in given)
         if all(math.isfinite(mean) and 0 <= std < math.inf for _, mean, std in found):

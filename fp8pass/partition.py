@@ -95,7 +95,7 @@ def find_checkpointing(gm: fx.GraphModule) -> Checkpointing | None:
 
 
 def plan_without_checkpointing(gm: fx.GraphModule, ctx: Context) -> Checkpointing:
-    """Plan a copy of the graph without checkpointing tags, for comparison."""
+    """Complete the plan's `Checkpointing`: plan a copy of the graph without checkpointing tags."""
     copies: dict[fx.Node, fx.Node] = {}
     copy = graph.copy_module(gm, copies)
     compat.forget_checkpointing(copy.graph)
@@ -146,8 +146,8 @@ def _extract(gm: fx.GraphModule, ctx: Context) -> tuple[fx.GraphModule, fx.Graph
 def share_storages(g: fx.Graph) -> None:
     """Make the fake value of each view share the storage of the viewed tensor's fake value.
 
-    When a pass replaces an operator, its views still have the old storage. AOTAutograd would then
-    let the backward overwrite an output through a saved view.
+    When a pass replaces an operator, views of the result still have the old result's storage.
+    AOTAutograd would then let the backward overwrite an output through a saved view.
     """
     for node in g.nodes:
         x = graph.value(node)

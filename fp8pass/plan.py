@@ -149,8 +149,8 @@ class Linear:
         simulated: the GEMMs that simulate a format. If there are any, `fp8` is empty.
         experts: number of experts if the layer has one weight per expert; else 0.
         fast: the GEMMs of `fp8` with fast accumulation.
-        unfit: the GEMMs of `fp8` that cannot have the scales of option `scales`, and have one scale
-            per tensor: pairs of a GEMM and the reason.
+        unfit: pairs of a GEMM in `fp8` and the reason why this GEMM has one scale per tensor
+            instead of the scales that option `scales` requests.
         projection: `in_proj` or `out_proj` in an `nn.MultiheadAttention`; set by `explain`.
     """
 
