@@ -1,6 +1,6 @@
 """Number formats: the bits of one element.
 
-This module does not import PyTorch, so that options can be parsed without loading it.
+This module does not import PyTorch, so that options can be parsed without loading PyTorch.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Format:
 
     @property
     def flushed_share(self) -> float:
-        """Elements up to this fraction of the amax of their group are rounded to zero."""
+        """The fraction of a group's amax up to which elements are rounded to zero."""
         return 0.0 if self.lossless else 2.0 ** (self.min_exponent - self.mantissa - 1) / self.max
 
     def stored_bytes(self, elements: int, group_size: int) -> float:
@@ -113,7 +113,8 @@ E4M3_BYTES = Format("e4m3_bytes", "uint8", 448.0, 3, -6, emulated=True, nan=0x7F
 E2M1 = Format("e2m1", "uint8", 6.0, 1, 0, (4,), emulated=True, saves=True)
 E2M2 = Format("e2m2", "uint8", 7.0, 2, 0, (4, 1), emulated=True, saves=True)
 E2M3 = Format("e2m3", "uint8", 7.5, 3, 0, (4, 2), emulated=True, saves=True)
-# 8 bits, like E4M3. Two more mantissa bits divide the error by four; the range is smaller.
+# E2M5 has 8 bits, like E4M3. Its two more mantissa bits divide the error by four; its range is
+# smaller.
 E2M5 = Format("e2m5", "uint8", 7.875, 5, 0, emulated=True)
 
 FORMATS: dict[str, Format] = {

@@ -4,8 +4,8 @@ Every operator is functional. Its reference in plain PyTorch computes in fp32 an
 result. The reference may return a view in any layout; the operator returns a new tensor in the
 layout of its shape rule (`Operator.fake`).
 
-`x ≈ data * scale` with `scale = amax / format.max`, at least the smallest normal number of fp32. If
-the amax is NaN or Inf, so is the scale.
+Quantized data satisfy `x ≈ data * scale`. The scale is `amax / format.max`, but at least the
+smallest normal number of fp32. If the amax is NaN or Inf, so is the scale.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def _operator(
 def amax(x: Tensor, block: str) -> Tensor:
     """Return the largest magnitude in each block of `x`, fp32 (section 5.2 of the COAT paper).
 
-    The shape is [] for `tensor`, [M, 1] for `row`, and [..., K / G] for `1×G`. NaN propagates.
+    The shape is [] for the block `tensor`, [M, 1] for `row`, and [..., K / G] for `1×G`. NaN
+    propagates.
     """
     return _quantization_of(block).amax(x)
 
@@ -170,7 +171,7 @@ def _fake_transpose(data: Tensor) -> Tensor:
 def transpose(data: Tensor) -> Tensor:
     """Transpose an FP8 matrix [M, K] to [K, M'], contiguous, so that a GEMM can contract over M.
 
-    M' is M padded with zeros to a multiple of 16. For other dtypes than FP8, return a view, because
+    M' is M padded with zeros to a multiple of 16. For dtypes other than FP8, return a view, because
     GEMMs in these dtypes support any layout.
     """
     if not is_fp8(data.dtype):

@@ -123,7 +123,7 @@ class Quantization:
         return round_scale(amax_quotient(amax, self.format)).to(self.scale_dtype)
 
     def split(self, x: Tensor) -> Tensor:
-        """Split dimensions into blocks, to which the scales of `spread` broadcast."""
+        """Split the dimensions of `x` into blocks. The result of `spread` broadcasts to them."""
         rows, columns = self.block
         groups = x.unflatten(-1, (-1, columns)) if columns else x
         return groups.unflatten(-3, (-1, rows)) if rows > 1 else groups

@@ -19,7 +19,8 @@ layers with a `flaw`. Other GEMMs are not listed. The flaws are:
 - The weight is a product of parameters (low-rank, orthogonal), or it has more elements than the
   parameters that it is computed from.
 - The weight is a buffer or a constant (a Fourier or mel matrix, a Laplacian, a rotation).
-- Both operands are parameters (an orthogonality penalty, learned queries).
+- Neither operand is an activation: both are parameters (an orthogonality penalty, learned queries),
+  or one is a parameter and the other a constant.
 
 A GEMM of the backward belongs to the layer whose forward GEMM reads the same operand and has the
 same autograd step (`seq_nr`, if known). If several layers match, the first layer with the GEMM's

@@ -63,9 +63,9 @@ def skip_views_and_casts(node: fx.Node) -> fx.Node:
 
 
 def _skip(node: fx.Node, skips: Callable[[fx.Node], bool]) -> tuple[fx.Node, bool]:
-    """Follow first operands while `skips` is true.
+    """Starting at `node`, follow first operands while `skips` is true.
 
-    Also return whether the number of steps is odd.
+    Return the last node, and whether the number of steps is odd.
     """
     odd = False
     while skips(node):

@@ -162,7 +162,7 @@ def _check_quantize(x: fx.Node, scale: fx.Node, text: Any, plane: Any = 0) -> It
     yield from _check_scale_shape(scale, how, _shape(x))
     planes = len(how.format.planes)
     if plane >= planes:
-        yield f"reads plane {plane}, but the format has {planes}"
+        yield f"reads plane {plane}, but the number of planes is {planes}"
 
 
 def _check_dequantize(planes: Any, scales: fx.Node, text: Any, dtype: Any) -> Iterator[str]:
@@ -225,11 +225,11 @@ def _check_joined_parts(*operands: tuple[fx.Node, Quantization]) -> Iterator[str
             if quantized.target is not fp8.quantize.default:
                 yield f"{part} is not quantized"
             elif parse(str(quantized.args[2])) != how:
-                yield f"{part} is {quantized.args[2]}, but the GEMM reads {how}"
+                yield f"{part} is quantized as {quantized.args[2]}, but the GEMM reads {how}"
     if not others:
         widths = [tuple(_shape(part)[1] for part in side) for side in sides]
         if not _agree(*widths):
-            yield f"contracts {list(widths[0])} with {list(widths[1])}"
+            yield f"contracts parts of different widths, {list(widths[0])} and {list(widths[1])}"
 
 
 def _check_segment_amax(amaxes: fx.Node, offsets: fx.Node) -> Iterator[str]:
@@ -328,7 +328,7 @@ def _check_operand(data: fx.Node, scale: Any, how: Quantization) -> Iterator[str
 def _check_contraction(a: fx.Node, b: fx.Node) -> Iterator[str]:
     lengths = _shape(a)[-1:], _shape(b)[-1:]
     if not _agree(*lengths):
-        yield f"contracts {lengths[0][0]} with {lengths[1][0]}"
+        yield f"contracts dimensions of different sizes, {lengths[0][0]} and {lengths[1][0]}"
 
 
 def _check_scale_shape(scale: Any, how: Quantization, shape: tuple[Any, ...]) -> Iterator[str]:
