@@ -1,8 +1,8 @@
-"""`AdamW` and `Muon`: replacements for PyTorch's optimizers with states of one byte an element.
+"""`AdamW` and `Muon`: like PyTorch's optimizers, but with states of one byte per element.
 
     optimizer.py     `Optimizer`, the base class: step, states, checkpoints
     adamw.py         AdamW
-    muon.py          Muon, and which parameters it trains
+    muon.py          Muon, and the choice of the parameters that it trains
     newton_schulz.py orthogonalization of matrices, spread over ranks
     group_options.py options of a parameter group, and presets
     state_formats.py formats of states, quantization with Dynamic Range Expansion

@@ -24,9 +24,11 @@ from fp8pass.optim.update import Batch, Group, PreparedUpdate, Tensors, update_e
 # Prevents a division by zero for elements whose gradients were all zero.
 SMALLEST_EPS = 2.0**-100
 # A smaller learning rate counts as 0. Otherwise the divisor, which contains 1 / rate, could exceed
-# 2^126 for a finite second moment. An infinite moment makes its group NaN in the next step.
+# 2^126 for a finite second moment. An infinite second moment needs no limit, because it makes its
+# group NaN in the next step.
 SMALLEST_RATE = 2.0**-61
-# Constants of the function `quotient`. `of_one` is its approximation of 1 / 1 before the iteration.
+# Constants of the kernel's function `quotient`. `of_one` is the approximation of 1 / 1 before the
+# iteration in this function.
 QUOTIENT = {"linear": 1.500971, "constant": 0.7490293, "of_one": 0.9501953125}
 
 _NUMBERS = """
@@ -53,7 +55,8 @@ exp_avg = exp_avg + of_first * gradient
 scaled = of_second * gradient
 exp_avg_sq = exp_avg_sq + scaled * scaled
 """
-# The error of `quotient` is smaller than quantization errors. The divisor includes the rate.
+# The error of `quotient` is smaller than the quantization errors of the moments. The divisor
+# contains 1 / rate.
 _STEP = """
 divisor = root(exp_avg_sq) * inverse_rate + least
 {weights} = {weights} * decay - quotient(exp_avg, divisor, linear, constant)
@@ -76,16 +79,16 @@ class AdamW(Optimizer):
         amsgrad: must be False.
         preset: `coat`; `coat-paper`, with states rounded to nearest and FP32 master weights; or
             `fp8-lm`, with the second moment and master weights in FP16.
-        first_moment: format, by default the preset's: `e4m3`, `e5m2` or `de8` (8-bit dynamic
-            exponent), each also with `+expand`; `fp16`, `bf16`, `fp32`.
-        second_moment: format, with the same choices.
+        first_moment: format of the first moment, by default the preset's: `e4m3`, `e5m2` or `de8`
+            (8-bit dynamic exponent), each also with `+expand`; `fp16`, `bf16`, `fp32`.
+        second_moment: format of the second moment, with the same choices.
         state_rounding: rounding of moments and FP16 master copies, by default the preset's.
             `nearest` has less noise than `stochastic`, but if beta is near 1, the moment does not
             decrease when gradients become smaller.
         weights: how 16-bit parameters receive updates smaller than their precision. `stochastic`
             rounds BF16 stochastically, `nearest` loses such updates, and `fp32` and `fp16` update a
             master copy.
-        group_size: number of consecutive elements that share a scale, a power of two.
+        group_size: number of consecutive elements that share a scale. It must be a power of two.
         seed: seed of stochastic rounding.
         offload: names of the tensors to store in host memory and to stream through the GPU (paper
             LLMQ, section 3): `states`, the moments and master weights; `gradients`, the sums of
@@ -172,9 +175,9 @@ class AdamW(Optimizer):
 
 
 def factors(group: Group, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 1 - lr·λ, lr / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) at `steps` [n], in fp32 [n].
+    """Return 1 - lr·λ, lr / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) for step counts t = `steps`, fp32 [n].
 
-    They are computed in fp64, without synchronizing the device.
+    The factors are computed in fp64, without synchronizing the device.
     """
     steps = steps.double()
     (beta1, beta2), lr = group["betas"], group["lr"]

@@ -2,7 +2,7 @@
 
 A parameter is updated as soon as its gradient is final, and the gradient is freed before the next
 gradient is computed. `sums.py` adds the gradients of several backwards. With `max_norm`, every
-gradient is added to a sum, and the end of the last backward clips and applies all sums.
+gradient is added to a sum, and all sums are clipped and applied at the end of the last backward.
 
 If a backward fails, some parameters have been updated already, and some sums lack the gradient of
 this backward. So all sums are dropped.
@@ -33,14 +33,14 @@ from fp8pass.option_checks import ConfigError, is_whole
 
 log = logging.getLogger("fp8pass")
 
-# Sums of more gradients are in FP16 by default.
+# Sums of more gradients than this number are in FP16 by default.
 FEW_GRADIENTS = 8
 BUFFERS = ("e4m3", "e5m2", "de8", "fp16")
 # Returned by `compat.running_backward` outside of a backward. FSDP2 reduces the gradients of a
-# pipeline stage outside of autograd, so PyTorch does not report the end of this backward.
+# pipeline stage outside of autograd, where PyTorch does not report the end of a backward.
 NO_BACKWARD = -1
-# Kinds of pipeline actions that compute gradients of inputs only, or of weights only. They do not
-# call hooks of parameters.
+# Kinds of pipeline actions that compute gradients of inputs only (I), or of weights only (W). In
+# these actions, PyTorch does not call the hooks of parameters.
 IN_TWO_PARTS = {"I", "W"}
 
 
@@ -58,12 +58,13 @@ class Attached:
     """Optimizers that step within the backward, until `detach` is called.
 
     Hooks of parameters have weak references to this object. The garbage collector does not see the
-    references of hooks, so it would never free a parameter with a hook that refers back to it.
+    references of hooks. So it would never free a parameter with a hook that refers to the
+    parameter.
     """
 
     optimizers: tuple[Optimizer, ...]
-    # The optimizer of each parameter, and the index of its group. Loading a checkpoint replaces the
-    # groups themselves.
+    # The optimizer of each parameter, and the index of the parameter's group. Groups are found by
+    # index, because loading a checkpoint replaces the dicts of the groups.
     owners: dict[Tensor, tuple[Optimizer, int]]
     accumulate: int  # backwards between two updates
     # The sum of each parameter's gradients; {} if the optimizers step in every backward.
@@ -75,7 +76,7 @@ class Attached:
     _handles: list[RemovableHandle] = field(default_factory=list)
     _running: dict[int, Backward] = field(default_factory=dict)
     _schedule: ref[Any] | None = None
-    _schedules: int = -1  # `count_schedules()` in the last search
+    _schedules: int = -1  # result of `count_schedules()` in the last call of `find_schedule`
     _backwards: int = 0  # completed since the last clipped update
     _added: Any = None  # the event after the last addition to a sum on a GPU
     # The norm of all gradients before clipping, fp32 []; None before the first clipped update.
@@ -89,7 +90,10 @@ class Attached:
         return () if model is None else tuple(model.buffers())
 
     def detach(self) -> None:
-        """Remove the hooks, so `optimizer.step()` updates again. Drop accumulated gradients."""
+        """Remove the hooks, and drop accumulated gradients.
+
+        Then `optimizer.step()` updates the parameters again.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -99,7 +103,10 @@ class Attached:
                 attached.remove(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise ConfigError for trainable parameters without hooks, which `fully_shard` creates."""
+        """Raise ConfigError if a GradScaler is used, or if a trainable parameter has no hook.
+
+        The parameters that `fully_shard` creates have no hooks.
+        """
         self._count_trained()
         self._gradient_divisor()
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -112,7 +119,8 @@ class Attached:
     def take_gradient(self, parameter: Tensor) -> None:
         """Update the parameter by a final gradient, or add the gradient to a sum.
 
-        Then drop the gradient, even after an error, because autograd would add to it.
+        Then drop the gradient, even after an error, because autograd would add the next gradient to
+        the old one.
         """
         try:
             number = compat.running_backward()
@@ -135,7 +143,10 @@ class Attached:
 
     @torch.no_grad()
     def _update_or_add(self, parameter: Tensor) -> bool:
-        """Update the parameter if its sum is complete. Return whether it was updated."""
+        """Update the parameter, or add its gradient to its sum if the update comes later.
+
+        Return whether the parameter was updated.
+        """
         sum_ = self.accumulated.get(parameter)
         if sum_ is None:
             optimizer, group = self._owner_of(parameter)
@@ -158,12 +169,12 @@ class Attached:
         """Add a gradient to the parameter's sum."""
         optimizer, group = self._owner_of(parameter)
         # get_state_dict of torch.distributed.checkpoint would run a step to create missing states,
-        # which would use up the sum. `count_updates` creates them.
+        # and this step would use up the sum. So `count_updates` creates the states here.
         step = optimizer.count_updates(group, parameter)
         self.accumulated[parameter].add(gradient, group["seed"], step)
 
     def _update_by_sum(self, parameter: Tensor, gradient: Tensor | None = None) -> None:
-        """Update the parameter by its sum, and by the last gradient if it is given."""
+        """Update the parameter with its sum, plus the last gradient if `gradient` is given."""
         optimizer, group = self._owner_of(parameter)
         gradient = zeros_like_shard(parameter) if gradient is None else gradient
         self.accumulated[parameter].move_to(gradient)
@@ -174,7 +185,7 @@ class Attached:
 
     @torch.no_grad()
     def finish_sums(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Update parameters with incomplete sums, after `optimizer.step()`."""
+        """After `optimizer.step()`, apply the sums that are incomplete."""
         assert isinstance(optimizer, Optimizer)
         self._drop_sums_of_frozen()
         if self.max_norm is not None:
@@ -306,14 +317,15 @@ class Attached:
         rows = compat.pipeline_actions(schedule)
         if any(action.kind in IN_TWO_PARTS for row in rows for action in row):
             raise ConfigError(
-                f"{type(schedule).__name__} computes weight gradients separately, so PyTorch does "
-                "not call the hooks that step_in_backward needs. Use another schedule, such as "
-                "1F1B or Interleaved1F1B, or call optimizer.step() instead of step_in_backward."
+                f"{type(schedule).__name__} computes the gradients of weights separately from the "
+                "gradients of inputs, so PyTorch does not call the hooks that step_in_backward "
+                "needs. Use another schedule, such as 1F1B or Interleaved1F1B, or call "
+                "optimizer.step() instead of step_in_backward."
             )
         if self.max_norm is not None:
             raise ConfigError(
-                "step_in_backward cannot clip gradients in a pipeline, because each rank knows the "
-                "norm of its own stages only. Leave out max_norm, or call optimizer.step() "
+                "step_in_backward cannot clip gradients in a pipeline, because each rank has only "
+                "the gradients of its own stages. Leave out max_norm, or call optimizer.step() "
                 "instead of step_in_backward."
             )
         self._schedule = ref(schedule)
@@ -347,12 +359,12 @@ def step_in_backward(
         optimizer = fp8pass.optim.AdamW(model.parameters(), lr=3e-4)
         fp8pass.optim.step_in_backward(model, optimizer)
 
-    With Muon, pass both optimizers. Learning rate schedules and checkpoints work as before, and
-    layers may be frozen and unfrozen. `optimizer.step()` only applies incomplete sums, which
-    contain fewer than `accumulate` gradients. A backward raises ConfigError before any update if
-    the optimizer lacks a trainable parameter. Methods that need all gradients at once do not work,
-    such as `torch.amp.GradScaler`. Wrapping the model in DistributedDataParallel raises
-    ConfigError.
+    If Muon trains the matrices, pass both Muon and AdamW. Learning rate schedules and checkpoints
+    work as before, and layers may be frozen and unfrozen. `optimizer.step()` only applies
+    incomplete sums, which contain fewer than `accumulate` gradients. A backward raises ConfigError
+    before any update if the optimizers lack a trainable parameter. Methods that need all gradients
+    at once do not work, such as `torch.amp.GradScaler`. Wrapping the model in
+    DistributedDataParallel raises ConfigError.
 
     Args:
         model: the module to train. A parameter that the module uses several times is updated once.
@@ -405,8 +417,9 @@ def step_in_backward(
     trained = (name for name, p in model.named_parameters() if p.requires_grad)
     if missing := [name for name in trained if name not in updated]:
         raise ConfigError(
-            f"The optimizers lack parameters of the model: {', '.join(missing[:3])}. Create them "
-            "with model.parameters(), or freeze the missing parameters with requires_grad_(False)."
+            f"The optimizers lack parameters of the model: {', '.join(missing[:3])}. Create the "
+            "optimizers with model.parameters(), or freeze the missing parameters with "
+            "requires_grad_(False)."
         )
     before = _attached_parameters()
     if names := [name for name, p in updated.items() if p in before]:
@@ -488,7 +501,7 @@ def _check_no_wrapper(model: nn.Module) -> None:
 
 @cache
 def _watch_wrappers() -> None:
-    """Make later wrappers raise ConfigError. `replicate` wraps in the first forward."""
+    """Make wrappers raise ConfigError from now on. `replicate` wraps in the first forward."""
     nn.modules.module.register_module_module_registration_hook(_check_wrapped)
 
 
@@ -497,7 +510,7 @@ def _check_wrapped(wrapper: nn.Module, name: str, wrapped: nn.Module | None) -> 
         return
     if not _ATTACHED or wrapped is None or not isinstance(wrapper, _wrappers()):
         return
-    # FullyShardedDataParallel has already replaced parameters.
+    # FullyShardedDataParallel has already replaced the parameters, so look up the modules, too.
     replaced = any(_ATTACHED.get(module) for module in wrapped.modules())
     if replaced or not _attached_parameters().isdisjoint(wrapped.parameters()):
         raise _wrapper_error(wrapper)

@@ -27,8 +27,8 @@ from fp8pass.option_checks import ConfigError
 
 log = logging.getLogger("fp8pass")
 
-# Number of calls with existing states before a capture. The last of these calls raises an error for
-# operations that wait for the GPU.
+# Number of calls, with existing optimizer states, that run without a graph before a capture. The
+# last of these calls raises an error for operations that wait for the GPU.
 WARM_UP = 2
 # A warning appears after this number of calls in a row without a capture.
 PATIENCE = 20
@@ -68,15 +68,15 @@ def capture_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
     The first three calls run as usual, the fourth call is captured, and later calls replay it.
     Calls with other shapes, and all calls on a CPU, run as usual. Use the returned function for all
-    steps of a model, from the first: then fp8pass does not count launches when it selects GEMMs for
-    FP8.
+    steps of a model, from the first step on. fp8pass then ignores the time of kernel launches when
+    it selects GEMMs for FP8.
 
     `step` contains forward, backward, clipping, optimizer steps, and at the end `zero_grad()`.
     Every trained weight must be in one of its optimizers; optimizers of PyTorch need
     `capturable=True`. `step` must not read values of tensors (`.item()`) or change its arguments.
     Its Python code does not run in replays. So call learning rate schedulers and random decisions
-    outside of `step`. Learning rates may change in each step. Buffers, and weights that are in no
-    optimizer, must be changed in place. `train()` and `eval()` do not affect replays.
+    outside of `step`. Learning rates may change in each step. Change buffers, and weights that are
+    in no optimizer, only in place. `train()` and `eval()` do not affect replays.
 
     Args:
         step: a function of tensors on the GPU, numbers, strings, and containers of these. It
@@ -173,7 +173,8 @@ class CapturedStep:
         self._equal = self._equal + 1 if key == self._key else 0
         self._waited += 1
         if self._key is None or key.inputs != self._key.inputs:
-            # Calls before the capture read the same tensors, so the capture does not recompile.
+            # Calls before the capture already read the tensors of the captured call, so that the
+            # capture does not recompile.
             self._inputs = [torch.empty_like(x, requires_grad=x.requires_grad) for x in tensors]
         self._key = key
         if self._waited == PATIENCE:
@@ -211,7 +212,7 @@ class CapturedStep:
                     "capturable=True, or one of fp8pass.optim."
                 )
         graph, states = torch.cuda.CUDAGraph(), self._states()
-        # "thread_local": threads that load data may use the GPU.
+        # With "thread_local", threads that load data may use the GPU during the capture.
         capture = torch.cuda.graph(
             graph, stream=self._streams[device], capture_error_mode="thread_local"
         )
@@ -242,7 +243,10 @@ class CapturedStep:
 
     @contextmanager
     def _observe_optimizers(self, device: torch.device) -> Iterator[None]:
-        """Find and check the optimizers of a step, which reads learning rates from tensors."""
+        """Find and check the optimizers that the step in this context uses.
+
+        If the step can be captured, it reads the learning rates from tensors on the GPU.
+        """
 
         def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             _check_optimizer(optimizer, device)
@@ -262,7 +266,10 @@ class CapturedStep:
             )
 
     def _copy_rates(self) -> list[tuple[dict[str, Any], Tensor]]:
-        """Copy the learning rates to the GPU. Return each group with its copy."""
+        """Copy the learning rates to the GPU.
+
+        Return pairs of a group and the GPU copy of its learning rate.
+        """
         copies = []
         for i, optimizer in enumerate(self._optimizers):
             for j, group in enumerate(optimizer.param_groups):
@@ -278,9 +285,9 @@ class CapturedStep:
 
     @contextmanager
     def _rates_in_groups(self) -> Iterator[None]:
-        """Place copies of the learning rates on the GPU in the optimizers' groups.
+        """Within the context, replace the learning rates in optimizers' groups by their GPU copies.
 
-        Raises RuntimeError if the step changes the copies, which replays would overwrite.
+        Raises RuntimeError if the step changes a copy, because replays overwrite the copies.
         """
         copies = self._copy_rates()
         given = [group["lr"] for group, _ in copies]

@@ -46,7 +46,7 @@ from fp8pass.optim.state_formats import PLAIN, Quantized, StateFormat, dequantiz
 from fp8pass.option_checks import ConfigError
 
 STATES = ("step", *MOMENTS, "master")
-# States of optimizers that do not count updates in `torch.optim`.
+# Names of states of the optimizers that do not count updates in `torch.optim` (Muon).
 UNCOUNTED = {x for m in METHODS if "step" not in m.torch_states for x in m.moments.values()}
 # Suffixes of the keys of scales and powers.
 PARTS = (":scale", ":power")
@@ -57,7 +57,10 @@ PLAIN_OF_DTYPE = {format.dtype: format for format in PLAIN.values()}
 
 @dataclass(frozen=True, eq=False)
 class HiddenParameter:
-    """Replaces a parameter as key of a loaded state, so that PyTorch does not cast the state."""
+    """Replaces a parameter as the key of its loaded state.
+
+    PyTorch would cast the state of a parameter to the parameter's dtype.
+    """
 
     parameter: Tensor
     group: dict[str, Any]
@@ -78,7 +81,7 @@ class SavedState:
         return self.format == format and self.parts[0].numel() == groups
 
     def copy(self, device: torch.device) -> Quantized:
-        """Copy the local shards. Scales and powers of the result are [R]."""
+        """Copy the local shards to `device`. Scales and powers of the result are [R]."""
         data, *parts = (
             local(x).detach().to(device, copy=True).contiguous() for x in (self.data, *self.parts)
         )
@@ -106,7 +109,7 @@ class SavedState:
 def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint with `HiddenParameter` keys, so that PyTorch does not cast the states.
 
-    The groups of the result have the optimizer's `OWN` options.
+    The groups of the result have the optimizer's values of the options in `OWN`.
     """
     check_has_states(state_dict)
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
@@ -126,7 +129,7 @@ def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         for key, parameter in zip(saved["params"], group["params"], strict=False):
             if key in states:
                 states[HiddenParameter(parameter, own)] = states.pop(key)
-    # PyTorch raises an error if the checkpoint has more groups.
+    # Keep additional groups of the checkpoint, so that PyTorch raises an error about them.
     merged += saved_groups[len(merged) :]
     return {**state_dict, "state": states, "param_groups": merged}
 
@@ -235,10 +238,11 @@ def _read_state(name: str, key: str, values: Mapping[str, Any]) -> SavedState:
 def stage_states(
     state_dict: dict[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Callable[[], None]]:
-    """Replace the states in `state_dict` that the checkpoint has in another format.
+    """In `state_dict`, replace the states that the checkpoint has in another format.
 
-    DCP loads into `state_dict`. `saved` contains the metadata of the checkpoint's entries. Return,
-    for each new entry of `state_dict`, the function that converts the state after the read.
+    The new entries are empty tensors in the checkpoint's format, which DCP fills. `saved` contains
+    the metadata of the checkpoint's entries. Return, for each new entry of `state_dict`, the
+    function that converts the state after the read.
     """
     theirs = _group_by_state(saved)
     conversions: dict[str, Callable[[], None]] = {}
@@ -256,7 +260,7 @@ def stage_states(
             continue
         for key in own:
             del state_dict[prefix + key]
-        # Called once, after the last entry has been read.
+        # DCP calls this function once, after it has read the last entry of the state.
         convert_entries = partial(_convert_staged, name, own, staged)
         for key, x in staged.items():
             state_dict[prefix + key] = x
@@ -265,7 +269,7 @@ def stage_states(
     for entry in [f"{prefix}step" for prefix, name in theirs if name in UNCOUNTED]:
         if entry not in saved:
             state_dict.pop(entry, None)
-    # The optimizer keeps its own values of missing options.
+    # The optimizer keeps its own values of the options that the checkpoint lacks.
     prefixes = tuple({_groups_prefix(prefix) for prefix, _ in theirs})
     for entry in [x for x in state_dict if x not in saved and x.startswith(prefixes)]:
         if entry.rpartition(".")[2] in UNKNOWN_TO_TORCH:
@@ -305,7 +309,7 @@ def _is_of_fp8pass(prefix: str, state_dict: Mapping[str, Any]) -> bool:
 
 
 def _data_key(entries: Mapping[str, Any]) -> str:
-    """Return "" unless exactly one key has data."""
+    """Return the only key of data (not of scales or powers), or "" if there are several or none."""
     keys = [key for key in entries if not key.endswith(PARTS)]
     return keys[0] if len(keys) == 1 else ""
 
@@ -313,7 +317,7 @@ def _data_key(entries: Mapping[str, Any]) -> str:
 def _make_staging_tensors(
     name: str, own: dict[str, Tensor], found: Mapping[str, Any]
 ) -> dict[str, Tensor] | None:
-    """Return tensors in the checkpoint's format, or None if conversion is impossible."""
+    """Return empty tensors in the checkpoint's format, or None if conversion is impossible."""
     key = _data_key(found)
     like = own.get(_data_key(own))
     if not key or like is None or found[key].size != like.shape:
@@ -331,7 +335,7 @@ def _make_staging_tensors(
 def _new_empty(meta: Any, like: Tensor, *, is_part: bool) -> Tensor | None:
     """Return an empty tensor distributed like `like`, or None if groups would cross shards.
 
-    `meta` describes the whole tensor: data, or scales or powers if `is_part`.
+    `meta` describes the whole tensor, which has scales or powers if `is_part`, and data otherwise.
     """
     shard, shape, dtype = local(like), meta.size, meta.properties.dtype
     if not isinstance(like, DTensor):

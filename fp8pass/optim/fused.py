@@ -2,7 +2,7 @@
 
 `FusedUpdate` launches one kernel for all parameters of a dtype. Tables on the device contain the
 addresses of parameters and states. A step rewrites the addresses of gradients and of Muon's
-directions only if they have changed, so the CPU never waits for the GPU.
+directions only if they have changed. The CPU never waits for the GPU.
 
 `StreamedUpdate` copies offloaded states through staging buffers in pieces. For a piece, the tables
 contain the address that element 0 of the whole parameter would have. The position of an element
@@ -30,7 +30,8 @@ from fp8pass.optim.state_formats import Quantized
 from fp8pass.optim.update import Group, Rule, Tensors, update_eagerly
 
 Launches = Sequence[Callable[[], object]]
-# For vectors, addresses (bytes) and sizes (elements) are multiples of this.
+# Vectorized loads and stores need addresses (in bytes) and sizes (in elements) that are multiples
+# of this number.
 VECTOR_ALIGNMENT = 16
 # Largest number of captures of a step in CUDA graphs without an eager step between them.
 CAPTURES = 8
@@ -42,7 +43,7 @@ class FusedUpdate:
     The step counts in `optimizer.state` become views of one tensor. Slots have contiguous
     parameters of one dtype on one device. Gradients of every step have the dtypes of `gradients`.
     With `separate`, each slot has its own launch. `after` is an update of the same slots that runs
-    earlier in each step and counts the step.
+    earlier in each step and increments the step counts.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class FusedUpdate:
         self.tables = self._tensor(self._addresses(slots), torch.int64).t().contiguous()
         count = len(slots) * (2 if rule.result else 1)
         self.addresses = self._tensor([0] * count, torch.int64)
-        # Replays of a CUDA graph read the addresses of the captured step from pinned memory, which
-        # cannot be allocated during a capture: one row for each capture.
+        # Replays of a CUDA graph read the addresses of the captured step from pinned memory. Such
+        # memory cannot be allocated during a capture, so there is a row for each later capture.
         self.pinned = [self._pin_memory()]
         self.captures = 0
         self.pointers: list[int] = []
@@ -130,7 +131,10 @@ class FusedUpdate:
     def _make_launches(
         self, slots: Sequence[Slot], gradients: Tensors, *, separate: bool
     ) -> list[tuple[Any, Tensor, bool]]:
-        """Return kernel, slot index of each program, and whether the slots allow vectors."""
+        """Return, for each launch, its kernel, the slot of each program, and if slots are aligned.
+
+        Programs of aligned slots use vectorized loads and stores.
+        """
         batches: dict[Any, list[int]] = defaultdict(list)
         for i, (slot, gradient) in enumerate(zip(slots, gradients, strict=True)):
             batches[gradient.dtype, _is_aligned(slot), i if separate else 0].append(i)
@@ -150,7 +154,10 @@ class FusedUpdate:
         return launches
 
     def _set_addresses(self, tensors: Tensors) -> None:
-        """Write the addresses of element 0 of the whole parameters, if they have changed."""
+        """Write the addresses of `tensors` (gradients and results) if they have changed.
+
+        For a slice, this is the address of element 0 of the whole tensor.
+        """
         firsts = self.firsts * (len(tensors) // len(self.firsts))
         pointers = [_address_of_element_0(x, n) for x, n in zip(tensors, firsts, strict=True)]
         is_capturing = _is_capturing(self.device)
@@ -183,7 +190,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _address_of_element_0(part: Tensor, first: int) -> int:
-    """Return the address of a tensor whose `part` starts at element `first`."""
+    """Return the address of element 0 of a tensor, given its `part` that starts at `first`."""
     return part.data_ptr() - first * part.itemsize
 
 
@@ -223,7 +230,10 @@ class StreamedUpdate:
             self.fused = FusedUpdate(rule, staged, parts, storage, separate=True)
 
     def _divide(self, parameter: int, slot: Slot) -> list[Piece]:
-        """Divide a slot into pieces that fit into a buffer, of whole chunks, groups and rows."""
+        """Divide a slot into pieces of whole chunks, groups and rows.
+
+        Each piece fits into a staging buffer.
+        """
         weight, group_size = slot.offloaded, self.storage.group_size
         row = 1 if weight is None else weight.shape[-1]
         count = slot.parameter.numel()

@@ -32,8 +32,8 @@ PRESET_OPTIONS = ("first_moment", "second_moment", "weights", "state_rounding")
 PRESETS: dict[str, dict[str, Any]] = {
     name: dict(zip(PRESET_OPTIONS, values, strict=True))
     for name, values in {
-        # The paper COAT, section 4, without master weights (paper LLMQ, section 3): 2.06 bytes of
-        # states a parameter.
+        # The paper COAT, section 4, without master weights (paper LLMQ, section 3): the states take
+        # 2.06 bytes per parameter.
         "coat": ("e4m3+expand", "e4m3+expand", "stochastic", "stochastic"),
         # COAT as published: moments rounded to nearest (section 3), FP32 weights (appendix A).
         "coat-paper": ("e4m3+expand", "e4m3+expand", "fp32", "nearest"),
@@ -42,9 +42,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "fp8-lm": ("e4m3", "fp16", "fp16", "stochastic"),
     }.items()
 }
-# Supported by the kernels.
+# Group sizes that the kernels support.
 SMALLEST_GROUP, LARGEST_GROUP = 16, 1024
-# `torch.optim.Muon` refuses more Newton–Schulz iterations, too.
+# `torch.optim.Muon` has the same limit of Newton–Schulz iterations, too.
 ADJUSTMENTS, MOST_NS_STEPS = ("original", "match_rms_adamw"), 100
 # The key of the parameter in dicts and tables that also contain states.
 PARAMETER = "parameter"
@@ -62,10 +62,10 @@ class Method:
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """Groups with equal options share one instance."""
+    """How a group stores its states. Groups with equal options share one instance."""
 
     method: Method
-    moments: Mapping[str, StateFormat]  # by name
+    moments: Mapping[str, StateFormat]  # formats, by the name of the state
     weights: str  # one of `WEIGHTS`
     group_size: int  # elements that share a scale
     state_rounding: str  # one of `STATE_ROUNDINGS`, for moments and FP16 master copies
@@ -76,7 +76,7 @@ class Storage:
         method = method_of(group)
         formats = tuple(group[option] for option in method.moments)
         weights, size = group["weights"], group_size or group["group_size"]
-        # Missing in checkpoints of older versions.
+        # Checkpoints of older versions lack this option.
         state_rounding = group.get("state_rounding", "stochastic")
         if group_size == 0:
             weights = "fp32" if weights == "fp16" else weights
@@ -94,7 +94,7 @@ class Storage:
         return {**self.moments, "master": master} if master else dict(self.moments)
 
     def rounded(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Return the states, and `PARAMETER`, that an update rounds stochastically."""
+        """Return the names of the states, or `PARAMETER`, that an update rounds stochastically."""
         found: tuple[str, ...] = ()
         if self.state_rounding == "stochastic":
             formats = self.states(dtype).items()
@@ -136,7 +136,7 @@ def format_of_state(state: str, name: str) -> StateFormat:
 
 
 def preset_options(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a preset, replaced by the values in `given` that are not None."""
+    """Return the options of a preset. Values in `given` that are not None override them."""
     check_choice("preset", preset, tuple(PRESETS))
     return PRESETS[preset] | {name: x for name, x in given.items() if x is not None}
 

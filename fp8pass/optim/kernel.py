@@ -26,12 +26,12 @@ from fp8pass.optim.rounding import FIRST_FACTOR, FOLDED_FACTORS, ROTATIONS, SECO
 from fp8pass.optim.state_formats import DIGITS, MAX_POWER, MIN_POWER, SPARE, StateFormat
 from fp8pass.optim.update import Group
 
-CHUNK = 16384  # elements of a program
-TILE = 1024  # elements at once; whole groups
-STAGES = 3  # of Triton's pipeline, which prefetches tiles
-MAX_PARTS = 4  # of a group; each thread has elements of all parts
-# Fastest on an H200. Longer chunks are 1% faster for a 7B model, but a small model then has too few
-# programs (benchmarks/results/optimizer_sweep.json).
+CHUNK = 16384  # elements that a program updates
+TILE = 1024  # elements that a program updates at once; whole groups
+STAGES = 3  # stages of Triton's pipeline, which prefetches tiles
+MAX_PARTS = 4  # most parts of a group; each thread has elements of all parts
+# The fastest launch options on an H200. Longer chunks are 1% faster for a 7B model, but a small
+# model then has too few programs (benchmarks/results/optimizer_sweep.json).
 LAUNCH = {"num_warps": 1, "maxnreg": 168}
 GRADIENT = "gradient"
 
@@ -53,8 +53,8 @@ class Axes(NamedTuple):
 def axes() -> Axes:
     """Return the order of axes for which each thread has elements of all parts.
 
-    After the last axis, Triton distributes threads along the first axis up to version 3.6, and
-    along the second axis in later versions.
+    Triton distributes threads along the last axis first. Next is the first axis in versions up to
+    3.6, and the second axis in later versions.
     """
     import triton
 
@@ -243,7 +243,8 @@ pair_in_tile += tl.arange(0, {pairs})[None, None, :]
 _DRAW = "bits, rotated_16 = random_bits(key, (first // 2) + pair_in_tile)"
 _ROTATE = "rotated_{by} = bits << {by} | bits >> {rest} & {mask}"
 
-# Triton prefetches tiles, but not loads of less than four bytes, such as scales and powers.
+# Triton prefetches tiles, but not loads of less than four bytes, such as scales and powers. `_ASK`
+# and `_READ` prefetch these.
 _ASK = "{x}_next = tl.load({x}_first + row, row * {group} < left, other=1.0)"
 _READ = """
 {x}_at = {x}_first + group
@@ -306,7 +307,7 @@ for bit in tl.static_range(8):
 # Adds the sign bit of a float code to the bits of its magnitude.
 _SIGNED = "{x}_code = {x}_code | to_bits({x}) >> {down} & {sign}"
 
-# Two's complement.
+# Converts the magnitude to a signed code in two's complement.
 _INTEGER = """
 {x}_code = {x}_code >> {shift}
 {x}_code = tl.where({x} < 0, -{x}_code, {x}_code)
@@ -314,7 +315,8 @@ _INTEGER = """
 
 _DECODE = "{x} = {code}.to({dtype}, bitcast=True).to(tl.float32) * {x}_scale{each_row}"
 
-# Where the parameter differs from the rounded master copy, the user has changed the parameter.
+# Where the parameter differs from the rounded master copy, the user has changed the parameter. The
+# master copy then takes the parameter's value.
 _TAKE_WRITTEN = """
 as_parameter = master.to({dtype}).to(tl.float32)
 master = tl.where(as_parameter == parameter, master, parameter)
@@ -328,10 +330,11 @@ class FusedRule:
     Attributes:
         name: of the kernel.
         numbers: arguments of the kernel that are equal for all parameters, fp32.
-        factors: numbers of each parameter, fp32 [k, n], given the group, step counts fp32 [n], and
-            rows and columns of whole parameters, fp64 [n, 2].
-        write: adds the lines that compute new states and `result`, or the writer's `weights`.
-        decays: factors that multiply states when they are read, by state.
+        factors: returns k numbers for each of n parameters, fp32 [k, n], given the group, step
+            counts, fp32 [n], and the rows and columns of whole parameters, fp64 [n, 2].
+        write: adds lines to the kernel that compute the new states, and either `result` or the new
+            weights (`UpdateWriter.weights`).
+        decays: for a state by name, the text that multiplies it by its decay when it is read.
         result: name of a BF16 tensor that the kernel computes. If it is empty, the kernel updates
             the parameters.
     """
@@ -363,7 +366,7 @@ class UpdateWriter:
 
     @property
     def weights(self) -> str:
-        """The exact weights: the master copy or the parameter."""
+        """The kernel's variable with the exact weights: the master copy or the parameter."""
         return "master" if "master" in self.states else PARAMETER
 
     def write(self) -> str:
@@ -413,7 +416,7 @@ class UpdateWriter:
             self._locate(self.rule.result, torch.bfloat16)
             self._store(self.rule.result, self.rule.result, torch.bfloat16)
             return
-        if self.weights == "master":  # before the parameter, which is the stored copy, rounded
+        if self.weights == "master":  # first, because the parameter is the rounded stored copy
             self._write_state("master", self.states["master"])
         # Writing the weights first, and then the states in reverse, takes the fewest registers.
         value = self.weights
@@ -496,7 +499,7 @@ class UpdateWriter:
             return
         if format.signed and format.expands:
             self.add(_SIGN, x=x)
-        # Round up above this share of the distance between the neighboring codes.
+        # Values above this share of the distance between their neighboring codes are rounded up.
         share = f"uniform({self._bits(x)})" if x in self.rounded else "0.5"
         self.add(_SEARCH, x=x, share=share)
         self._store(x, f"{x}_code", format.storage_dtype)

@@ -3,7 +3,7 @@
     m ← μ m + (1 - μ) g        u = μ m + (1 - μ) g, or m without Nesterov momentum
     w ← w (1 - lr·λ) - lr · r · NS(u)
 
-`r` adjusts the learning rate to the shape of the matrix. The first line and the last line are
+`r` adjusts the learning rate to the shape of the matrix. Apart from NS(u), both lines are
 elementwise updates, each in one Triton kernel or in PyTorch (`update.py`). `newton_schulz.py`
 computes NS(u) of whole matrices.
 """
@@ -32,8 +32,8 @@ from fp8pass.optim.update import Batch, Group, PreparedUpdate, Rule, Tensors, up
 from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
-# A round ends after this number of elements on each rank, and at least one matrix for each rank.
-# Small rounds need little memory for the directions.
+# A round ends when it has this number of elements on each rank, and at least one matrix for each
+# rank. Small rounds need little memory for the directions.
 ROUND = 1 << 26
 MOMENTUM = "momentum_buffer"
 _MOMENTUM = """
@@ -72,11 +72,12 @@ class Muon(Optimizer):
         adjust_lr_fn: factor of the learning rate for a matrix [M, N]. `original` (also None) is
             max(1, M / N)^½. `match_rms_adamw` is 0.2 max(M, N)^½ ("Muon is Scalable for LLM
             Training", section 2.2), for learning rates that were tuned for AdamW.
-        momentum_format: `int8` (127 equal steps on each side of zero), or `e4m3`, `e5m2` or `de8`
-            (8-bit dynamic exponent), each also with `+expand`; `fp16`, `bf16`, `fp32`.
+        momentum_format: format of the momentum: `int8` (127 equal steps on each side of zero);
+            `e4m3`, `e5m2` or `de8` (8-bit dynamic exponent), each also with `+expand`; `fp16`,
+            `bf16` or `fp32`.
         weights: how 16-bit parameters receive small updates, as in `AdamW`.
         state_rounding: rounding of momentum and FP16 master copies, `stochastic` or `nearest`.
-        group_size: number of consecutive elements that share a scale, a power of two.
+        group_size: number of consecutive elements that share a scale. It must be a power of two.
         seed: seed of stochastic rounding.
         offload: `("states",)` stores the states in host memory, as in `AdamW`.
 
@@ -177,7 +178,7 @@ class EagerRound:
     ) -> None:
         self.slots, self.storage = slots, storage
         self.staging, self.offloaded = staging, offloaded
-        # The directions already contain the factor of the gradients.
+        # A `control` for `apply`: the factor is 1, because directions are already scaled.
         self.unscaled = torch.tensor([1.0, 0.0], device=slots[0].parameter.device)
 
     def accumulate(
@@ -228,7 +229,7 @@ def _update_in_rounds(
     group: Group,
     control: Tensor,
 ) -> None:
-    """Update matrices of one dtype and device. Only the directions of a round are in memory."""
+    """Update matrices of one dtype and device. Directions are in memory for one round at a time."""
     function = partial(
         newton_schulz,
         coefficients=group["ns_coefficients"],
@@ -245,7 +246,7 @@ def _update_in_rounds(
 
 
 def _divide_into_rounds(parameters: Tensors) -> Iterator[list[int]]:
-    """Yield the indices of each round, equal on all ranks."""
+    """Yield the indices of the parameters of each round. All ranks have the same rounds."""
     members: list[int] = []
     size = 0
     for i, parameter in enumerate(parameters):
@@ -276,7 +277,7 @@ def update_weights(batch: Batch, direction: Tensor) -> None:
 
 
 def factors(group: Group, steps: Tensor, shapes: Tensor) -> Tensor:
-    """Return 1 - lr·λ and lr·r of matrices with `shapes`, fp64 [n, 2], in fp32 [2, n]."""
+    """Return 1 - lr·λ and lr·r of n matrices, fp32 [2, n], given their `shapes`, fp64 [n, 2]."""
     lr = group["lr"]
     if isinstance(lr, Tensor):
         lr = lr.to(shapes).reshape(())
@@ -327,7 +328,7 @@ def split_parameters(
     Args:
         model: a module, also a compiled or distributed module.
         skip: paths, or patterns with *, of modules or parameters that AdamW trains, such as
-            positions that are plain parameters.
+            position embeddings that are plain parameters.
 
     Returns:
         The parameters for Muon, and the parameters for AdamW, both in the order of the model.

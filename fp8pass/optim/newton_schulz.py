@@ -1,9 +1,9 @@
 """Orthogonalization of matrices by a Newton–Schulz iteration, spread over ranks.
 
-The iteration needs whole matrices, so ranks send their shards to one owner of each matrix, which
-returns shards of the result. If one mesh dimension divides a matrix (FSDP2, HSDP, tensor
-parallelism), ranks exchange shards in two all-to-alls. Otherwise every rank gathers the matrix, and
-the owner broadcasts the result.
+The iteration needs whole matrices, so each matrix has an owner, a rank that computes the iteration.
+If only one mesh dimension shards a matrix (FSDP2, HSDP, tensor parallelism), the ranks send their
+shards to the owner, which returns shards of the result, in two all-to-alls. Otherwise every rank
+gathers the matrix, and the owner broadcasts the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def newton_schulz(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
         X ← X / max(‖X‖, ε)        X ← a X + (b A + c A²) X    with A = X Xᵀ
 
     From Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). After five
-    default steps, most singular values are between 0.7 and 1.2. Tall matrices are transposed.
+    steps with the default coefficients, most singular values are between 0.7 and 1.2. Tall matrices
+    are transposed.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -48,7 +49,7 @@ def orthogonalize(
     """Apply `function` to whole BF16 matrices, and return the local shards of the results.
 
     `matrices` have the same order on all ranks. `first_owner` selects the rank that owns the first
-    matrix, so that several calls with one matrix are spread over ranks.
+    matrix, so that several calls with one matrix each are spread over ranks.
     """
     results: list[Any] = [None] * len(matrices)
     shared: dict[Any, list[int]] = defaultdict(list)
@@ -77,9 +78,9 @@ def ranks_of(matrix: Tensor) -> int:
 
 
 def find_dimension(matrix: Tensor) -> int | None:
-    """Return the mesh dimension along which ranks share a matrix, if any.
+    """Return the mesh dimension along which ranks share the work on a matrix, if any.
 
-    Prefer a dimension that divides the matrix, then the longest dimension.
+    Prefer dimensions that shard the matrix. Among these, prefer the dimension with the most ranks.
     """
     if not isinstance(matrix, DTensor) or matrix.device_mesh.size() == 1:
         return None
@@ -99,14 +100,14 @@ class Ranks:
 
     group: Any
     size: int
-    first_owner: int  # of the first matrix, modulo `size`
+    first_owner: int  # the rank that owns the first matrix, modulo `size`
 
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
     def owned(self, count: int) -> list[list[int]]:
-        """Return the indices of the matrices of each rank."""
+        """Return, for each rank, the indices of the matrices that it owns, among `count`."""
         firsts = [(rank - self.first_owner) % self.size for rank in range(self.size)]
         return [list(range(first, count, self.size)) for first in firsts]
 
@@ -121,7 +122,7 @@ class Ranks:
         sends = torch.cat([empty, *(x.reshape(-1) for tensors in sent for x in tensors)])
         counts = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         received = sends.new_empty(sum(map(sum, counts)))
-        # gloo cannot send BF16 in all versions of PyTorch.
+        # In some versions of PyTorch, gloo cannot send BF16. So the data are sent as bytes.
         dist.all_to_all_single(
             received.view(torch.uint8),
             sends.view(torch.uint8),
@@ -136,7 +137,7 @@ class Ranks:
 def exchange_shards(
     matrices: Sequence[DTensor], ranks: Ranks, dimension: int, function: Orthogonalize
 ) -> list[Tensor]:
-    """Return shards of the results, for matrices that only one mesh dimension divides."""
+    """Return this rank's shards of the results, for matrices sharded by one mesh dimension only."""
     shards = [x.to_local() for x in matrices]
     shapes = [_shard_shapes(x, dimension) for x in matrices]
     axes = [x.placements[dimension].dim for x in matrices]  # type: ignore[attr-defined]
@@ -167,7 +168,7 @@ def exchange_shards(
 def broadcast_results(
     matrices: Sequence[DTensor], ranks: Ranks, function: Orthogonalize
 ) -> list[Tensor]:
-    """Return shards of the results, which the owners broadcast."""
+    """Return this rank's shards of the results. The owners broadcast the whole results."""
     wholes = [whole(x).contiguous() for x in matrices]
     owned = ranks.owned(len(matrices))
     for i in owned[ranks.rank]:

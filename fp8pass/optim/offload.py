@@ -46,25 +46,31 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, 
 
 log = logging.getLogger("fp8pass")
 
-# Smaller parameters, such as norms and biases, are many, but need little memory.
+# Number of elements. Models have many smaller parameters, such as norms and biases, but these need
+# little memory.
 SMALLEST_OFFLOADED = 1 << 16
-# One buffer is filled, the second is updated, and the third is emptied.
+# Number of staging buffers: one is filled, the second is updated, and the third is emptied.
 DEPTH = 3
-# Enough for a weight of 4096 × 4096 elements with its states. Launching a piece takes the CPU a
-# fifth of the time that the link needs to copy the piece.
+# Size of a staging buffer. It fits a weight of 4096 × 4096 elements with its states. Launching a
+# piece takes the CPU a fifth of the time that the link needs to copy the piece.
 STAGED_BYTES = 96 << 20
-# Bytes.
+# Alignment of the tensors in a staging buffer, in bytes.
 STAGING_ALIGNMENT = 512
-# Most elements that the smallest possible piece, of whole rows and whole chunks, may have.
+# A weight is not offloaded if its smallest possible piece, which has whole rows and whole chunks,
+# has more elements than this number.
 LARGEST_PIECE = STAGED_BYTES // 16
-# Copies in, first kernels, second kernels, copies out. Smaller numbers run first.
+# Priorities of the streams for copies in, first kernels, second kernels, and copies out. Streams
+# with smaller numbers run first.
 PRIORITIES = (0, -1, -1, 0)
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (source, target)
 
 
 def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool:
-    """Whether a parameter's `name` ("states" or "gradients") are in host memory."""
+    """Whether a parameter's states or sums of gradients are in host memory.
+
+    `name` selects "states" or "gradients".
+    """
     if isinstance(parameter, QuantizedWeight):
         if parameter.source is None:  # a frozen weight that exists only in FP8
             return False
@@ -100,8 +106,9 @@ class InUse:
 class Staging:
     """The staging buffers of a device, and the streams that fill, use and empty them.
 
-    At most `most_waiting` bytes of gradients wait for their update, about the gradients of two
-    decoder layers. With less than one layer the GPU would wait for the CPU.
+    At most `most_waiting` bytes of gradients wait for their update. Optimizers set this limit to
+    about the gradients of two decoder layers. If the gradients of one layer exceeded the limit, the
+    GPU would wait for the CPU.
     """
 
     def __init__(self, device: torch.device, most_waiting: int) -> None:
@@ -194,14 +201,14 @@ class Staging:
             self.release()
 
     def abandon(self) -> None:
-        """Wait on the CPU, and drop the tensors in use."""
+        """Block the CPU until all streams are idle, and drop references to the tensors in use."""
         for stream in self._streams:
             if stream is not None:
                 stream.synchronize()
         self._in_use.clear()
 
     def synchronize(self) -> None:
-        """Wait on the CPU until all copies to the host have ended."""
+        """Block the CPU until all copies to the host have ended."""
         if self._out is not None:
             self._out.synchronize()
 
@@ -222,7 +229,7 @@ def _wait(later: Any, earlier: Any) -> None:
 
 
 def largest_piece(bytes_per_element: float, multiple: int) -> int:
-    """Return the number of elements that fit into a staging buffer, a multiple of `multiple`."""
+    """Return the largest multiple of `multiple` elements that fits into a staging buffer."""
     room = STAGED_BYTES - 16 * STAGING_ALIGNMENT
     return max(1, math.floor(room / bytes_per_element) // multiple) * multiple
 
@@ -264,7 +271,7 @@ def offload_weights(
         moved.append((users, _quantize_weight(weight, device, arena)))
         for layer in users:
             layer.weight = None  # type: ignore[assignment]
-    # `model.to` would move the new weights to the device.
+    # Before the new weights are assigned, because `model.to` would move them to the device.
     model.to(device)
     for users, parameter in moved:
         for layer in users:
@@ -274,7 +281,7 @@ def offload_weights(
 
 
 def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, list[nn.Linear]]:
-    """Map each weight that can be offloaded to the layers that share it."""
+    """Return the weights that can be offloaded, and the layers that share each weight."""
     layers, reasons = choose_layers(model, skip, _why_not_offloaded)
     for path, why in reasons.items():
         log.info("offload_weights moves the weight of %s to the device: %s.", path, why)
