@@ -31,7 +31,7 @@ WAITING = 16
 
 
 class How(NamedTuple):
-    """Parameters that are updated together have an equal `How`."""
+    """How a parameter is updated. Parameters that are updated together have an equal `How`."""
 
     storage: Storage
     fuses: bool  # a Triton kernel computes the update
@@ -44,9 +44,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
     A subclass defines the options of parameter groups, and `_make_update`.
     """
 
-    # GradScaler then sets `grad_scale` and `found_inf` instead of unscaling gradients.
+    # With this attribute, GradScaler sets `grad_scale` and `found_inf` instead of unscaling
+    # gradients.
     _step_supports_amp_scaling = True
-    # Keys that set several options.
+    # Keys of a parameter group that set several options, such as `preset`.
     _shorthands: tuple[str, ...] = ()
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -89,9 +90,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Update all parameters that have a gradient, and return the result of `closure`.
 
         Raises:
-            RuntimeError: a gradient is sparse, a parameter is a DTensor and its gradient is not, or
-                a weight exists only in FP8. In this case no parameter has been updated.
-            ConfigError: an option of the group has an invalid value.
+            RuntimeError: a gradient is sparse, or a weight exists only in FP8. In these two cases
+                no parameter has been updated. Also raised if a parameter is a DTensor and its
+                gradient is not.
+            ConfigError: an option of a group has an invalid value.
         """
         loss = None
         if closure is not None:
@@ -134,12 +136,12 @@ class Optimizer(torch.optim.Optimizer, ABC):
                 gradients = [g.contiguous() for g in gradients]
             self._prepare(group, batch, gradients, how)(gradients, group, control)
             if how.fuses:
-                # As in-place operators do. A backward that needs the old weights then raises an
-                # error.
+                # In-place operators increment the version, too. A backward that needs the old
+                # weights then raises an error.
                 torch.autograd.graph.increment_version([local(p) for p in batch])
 
     def count_updates(self, group: Group, parameter: Tensor) -> Tensor:
-        """Return the number of updates of a parameter, fp32 []. Create a missing state."""
+        """Return the number of updates of a parameter, fp32 []. Create its states if missing."""
         if not self.state.get(parameter):
             self._make_slot(storage_of(group, parameter), group, parameter)
         return self.state[parameter]["step"].to(parameter.device)
@@ -157,7 +159,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             staging.join()
 
     def abandon(self) -> None:
-        """Wait on the CPU for all updates, and release gradients."""
+        """Block the CPU until all updates have ended, and drop references to gradients."""
         for staging in self._staging.values():
             staging.abandon()
 
@@ -171,7 +173,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._prepared.clear()
 
     def _control(self, group: Group, device: torch.device) -> Tensor:
-        """Return fp32 [2]: the factor of gradients, and 1 if a gradient is not finite."""
+        """Return fp32 [2]: the factor that multiplies gradients, and a flag.
+
+        The flag is 1 if any gradient is not finite.
+        """
         key = device, bool(group.get("maximize"))
         if key not in self._constants:
             sign = -1.0 if group.get("maximize") else 1.0
@@ -187,7 +192,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
     def _prepare(
         self, group: Group, parameters: Tensors, gradients: Tensors, how: How
     ) -> PreparedUpdate:
-        """Reuse an update until an option, parameter, dtype or state tensor changes."""
+        """Return the prepared update of parameters of one `How`.
+
+        An update is reused until an option, parameter, dtype or state tensor changes.
+        """
         key = tuple(map(id, parameters))
         # An eager update does not need the address, which a FakeTensor lacks.
         layouts = [
@@ -202,8 +210,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
             if old == signature and all(states[i].get(name) is x for i, name, x in tensors):
                 return prepared
         slots = [self._make_slot(how.storage, group, p) for p in parameters]
-        # A fused update replaces step tensors, so other prepared updates would count steps in old
-        # tensors.
+        # A fused update replaces step tensors, so other prepared updates of the same parameters
+        # would count steps in the old tensors.
         for other in [x for x in self._prepared if not set(key).isdisjoint(x)]:
             del self._prepared[other]
         prepared = self._make_update(group, parameters, slots, gradients, how)
@@ -227,7 +235,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
     def _make_update(
         self, group: Group, parameters: Tensors, slots: Sequence[Slot], gradients: Tensors, how: How
     ) -> PreparedUpdate:
-        """Return the update of parameters of one dtype and device. `gradients` are examples."""
+        """Return the update of parameters of one dtype and device.
+
+        The gradients of all steps have the dtypes of `gradients`.
+        """
 
     def _staging_of(self, device: torch.device) -> Staging:
         if device not in self._staging:
@@ -240,7 +251,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self._arenas.setdefault(device, Arena(device))
 
     def _make_slot(self, storage: Storage, group: Group, parameter: Tensor) -> Slot:
-        """Create or convert the state if necessary."""
+        """Return the slot of a parameter. Create or convert the states if necessary."""
         state = self.state[parameter]
         offloaded = is_offloaded(group, "states", parameter)
         device = torch.device("cpu") if offloaded else parameter.device

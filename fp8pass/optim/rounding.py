@@ -16,12 +16,12 @@ from fp8pass.dialect.scaling import BF16_BITS
 
 # lowbias32, an integer hash (Wellons 2018). The second factor is 0x846CA68B as int32.
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
-# Digits of e.
+# Factors of the hash in `random_bits`: digits of e.
 FOLDED_FACTORS = (0xB7E15163, 0xADF85459)
 LOW_WORD = 0xFFFFFFFF
-# The hash of an element is rotated left by this number of bits for each tensor. Rounding uses the
-# upper bits. A parameter with a `master` copy is not rounded stochastically, so both may share a
-# rotation.
+# For each kind of tensor, the number of bits by which the hash of an element is rotated left.
+# Rounding uses the upper bits. A parameter with a `master` copy is not rounded stochastically, so
+# `master` and `parameter` may have the same rotation.
 ROTATIONS = {"exp_avg_sq": 0, "exp_avg": 8, "momentum_buffer": 8, "master": 16, "parameter": 16}
 
 
@@ -33,7 +33,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def keys(seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
-    """Return int32 [n], given indices of parameters [n] and their step counts [n]."""
+    """Return hash keys, int32 [n], given the indices [n] and step counts [n] of parameters."""
     seeds = torch.full_like(parameters, wrap_to_int32(seed))
     return mix(mix(mix(seeds) + parameters) + steps.int())
 

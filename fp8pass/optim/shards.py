@@ -1,8 +1,9 @@
 """Parameters that are distributed over ranks: local shards, gradients, and layout of the states.
 
-A group of a DTensor never contains elements of two rows, so any number of ranks can load a
-distributed checkpoint. If columns are sharded, a group never crosses a shard, and groups may be
-smaller. States of vectors, and of matrices with a row length that no group size divides, are FP32.
+A quantization group of a DTensor never contains elements of two rows, so any number of ranks can
+load a distributed checkpoint. If columns are sharded, a group never crosses a shard boundary, and
+groups may be smaller. States of vectors, and of matrices with a row length that no group size
+divides, are FP32.
 
     parameter [M, ...] with N elements a row    placements: shards of rows or columns, replicas
     scales    [M, N / G]                        the placements of the parameter
@@ -73,7 +74,7 @@ def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, or the source of an offloaded weight."""
+    """Return the local shard of a DTensor, the source of an offloaded weight, or else `x`."""
     if isinstance(x, QuantizedWeight):
         return x if x.source is None else x.source
     return x.to_local() if isinstance(x, DTensor) else x
@@ -94,12 +95,18 @@ def whole(x: Tensor) -> Tensor:
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Replace the local shard by `change(shard)`, which may be in host memory."""
+    """Apply `change` to a tensor or to the local shard of a DTensor.
+
+    The result of `change` may be in host memory.
+    """
     return same_placements(x, change(x.to_local())) if isinstance(x, DTensor) else change(x)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Redistribute a parameter's gradient, which may be a partial sum over ranks, or replicated."""
+    """Return the local shard of a parameter's gradient, with the placements of the parameter.
+
+    Before this redistribution, the gradient may be a partial sum over ranks, or replicated.
+    """
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(parameter, DTensor):
@@ -119,14 +126,14 @@ def zeros_like_shard(parameter: Tensor) -> Tensor:
 
 
 def like_parameter(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Wrap a local shard with the placements of `parameter`, if it is a DTensor."""
+    """Return a DTensor with the placements of `parameter`, or the shard if `parameter` is plain."""
     if not isinstance(parameter, DTensor):
         return shard
     return _distribute(shard, parameter, parameter.shape)
 
 
 def like_groups(groups: Tensor, parameter: Tensor, group_size: int) -> Tensor:
-    """Wrap local `groups` [R], one value for each group, if `parameter` is a DTensor."""
+    """Wrap local `groups` [R], one value for each group, in a DTensor if `parameter` is one."""
     if not isinstance(parameter, DTensor):
         return groups
     shard = parameter.to_local()

@@ -34,11 +34,14 @@ class Slot:
     states: dict[str, Quantized]  # data are shaped like the parameter, scales and powers are [R]
     entries: State  # the parameter's entries in `optimizer.state`
     offloaded: QuantizedWeight | None = None  # the parameter, if its weights are in host memory
-    first: int = 0  # position of the first element in the parameter
+    first: int = 0  # position of the slot's first element in the parameter
     shape: tuple[int, ...] = ()  # of the whole parameter, also if the slot is a shard or a slice
 
     def narrow(self, first: int, size: int, group_size: int) -> Slot:
-        """Return up to `size` elements from `first` on, a multiple of `group_size`."""
+        """Return the slot of up to `size` elements from `first` on.
+
+        `first` is a multiple of `group_size`.
+        """
         elements = slice(first, first + size)
         groups = slice(first // group_size, group_count(first + size, group_size))
         states = {
@@ -103,7 +106,10 @@ def quantize_state(
 def state_entries(
     name: str, stored: Quantized, parameter: Tensor, format: StateFormat, group_size: int
 ) -> State:
-    """Return entries, given data shaped like the local parameter, and scales and powers [R]."""
+    """Return the entries of the state `name`.
+
+    The data in `stored` are shaped like the local parameter. Scales and powers are [R].
+    """
     state = {state_key(name, format): like_parameter(stored.data, parameter)}
     for part in format.parts:
         groups = like_groups(getattr(stored, part), parameter, group_size)
@@ -112,12 +118,12 @@ def state_entries(
 
 
 def group_count(elements: int, group_size: int) -> int:
-    """Count groups, of which the last may be shorter."""
+    """Return the number of groups. The last group may be shorter."""
     return -(-elements // group_size)
 
 
 def to_rows(x: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
-    """Return rows [R, G], padded with zeros."""
+    """Return the elements of `x` as rows [R, G], padded with zeros."""
     rows = torch.zeros(group_count(x.numel(), group_size), group_size, dtype=dtype, device=x.device)
     rows.view(-1)[: x.numel()].copy_(x.reshape(-1))
     return rows

@@ -35,7 +35,7 @@ from fp8pass.option_checks import ConfigError, unknown
 
 EXPAND = "+expand"
 DYNAMIC_DECADES = 7
-# Consecutive elements of a sum of gradients that share a scale.
+# Number of consecutive elements that share a scale in a sum of gradients.
 SUM_GROUP_SIZE = 128
 # Noise bits of stochastic rounding to dynamic formats (`de8`).
 DIGITS = 23
@@ -63,11 +63,11 @@ class StateFormat:
     signed: bool = True  # whether the state has negative values
     mantissa: int = 0  # bits of the magnitude below the exponent; 0 if codes are indices
     expands: bool = False  # whether Dynamic Range Expansion is used
-    values: tuple[float, ...] = ()  # values of all codes, ascending; () if PyTorch has a dtype
+    values: tuple[float, ...] = ()  # of all codes, ascending; () if PyTorch has the dtype
 
     @property
     def grouped(self) -> bool:
-        """Whether codes have a scale for each group."""
+        """Whether each group of codes has a scale."""
         return math.isfinite(self.max)
 
     @property
@@ -94,7 +94,7 @@ class StateFormat:
         """Relative correction of codes that preserves the mean of dequantized values.
 
         Stochastic rounding preserves the mean of codes, but the mean of the p-th power loses (1 -
-        p) · p/2 · variance / code². For floats variance / code² is a twelfth of the squared
+        p) · p/2 · variance / code². In float formats, variance / code² is a twelfth of the squared
         distance between adjacent codes, averaged over a binade. Dynamic formats need no correction.
         """
         return 4.0**-self.mantissa / (32 * math.log(2)) if self.mantissa else 0.0
@@ -134,7 +134,7 @@ _GROUPED = {
     "de8": StateFormat("de8", torch.uint8, 1.0),
     "int8": StateFormat("int8", torch.int8, 127.0, 1.0, mantissa=7),
 }
-# FP16's range is wide enough for any group.
+# FP16 does not need expansion, because its range is wide enough for any group.
 EXPANDABLE = ("e4m3", "e5m2", "de8")
 ALL_FORMATS = (*_GROUPED, *(f"{name}{EXPAND}" for name in EXPANDABLE), *PLAIN)
 # AdamW divides moments elementwise, so small elements need small errors. The errors of `int8` are
@@ -155,8 +155,8 @@ def moment_format(
     base = _GROUPED[name.removesuffix(EXPAND)]
     values = dynamic_values(signed=signed) if base.name == "de8" else ()
     smallest = min((x for x in values if x > 0), default=base.min)
-    # Both signs must exist. Otherwise the most negative value of a group would be clipped in every
-    # addition to a sum of gradients.
+    # The largest code must exist with both signs. Otherwise the most negative value of a group
+    # would be clipped in every addition to a sum of gradients.
     largest = min(max(values), -min(values)) if values and signed else base.max
     expands = name.endswith(EXPAND)
     return replace(
@@ -175,8 +175,8 @@ class Quantized(NamedTuple):
 def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quantized:
     """Convert fp32 rows `x` [R, G] to `format`. Each row is a group.
 
-    A row becomes zero if all its values are subnormal in fp32. Random int32 `bits` [R, G] round
-    stochastically.
+    A row becomes zero if all its values are subnormal in fp32. With random int32 `bits` [R, G],
+    rounding is stochastic, otherwise to nearest.
     """
     if not format.grouped:
         return Quantized(x.to(format.dtype) if bits is None else round_to_bf16(x, bits))
@@ -199,7 +199,7 @@ def quantize(x: Tensor, format: StateFormat, bits: Tensor | None = None) -> Quan
 
 
 def dequantize(stored: Quantized, format: StateFormat) -> Tensor:
-    """Return fp32 [R, G]."""
+    """Return the dequantized values, fp32 [R, G]."""
     data, scale, power = stored
     if not format.grouped:
         return data.float()
@@ -224,7 +224,7 @@ def values_of(format: StateFormat, device: torch.device) -> Tensor:
 def _compute_expansion(
     magnitude: Tensor, amax: Tensor, format: StateFormat
 ) -> tuple[Tensor, Tensor]:
-    """Return scale and power, bf16 [R]."""
+    """Return the scale and the power of each group, bf16 [R]."""
     high = amax.log2()
     low = torch.where(magnitude < SMALLEST_SCALE, torch.inf, magnitude).amin(-1).log2()
     low = torch.maximum(low, high - format.span / MIN_POWER)
@@ -236,7 +236,7 @@ def _compute_expansion(
 
 
 def _select_by_group(x: Tensor, amax: Tensor, *, not_finite: float) -> Tensor:
-    """Return bf16 `x`, 1 where `amax` is 0, and `not_finite` where it is not finite."""
+    """Return bf16 `x`, but 1 where `amax` is 0, and `not_finite` where `amax` is not finite."""
     x = torch.where(amax.isfinite(), x, not_finite)
     return torch.where(amax == 0, 1.0, x).to(GROUP_SCALE_DTYPE)
 

@@ -26,12 +26,12 @@ from fp8pass.optim.state_formats import SUM_GROUP_SIZE, Quantized, StateFormat, 
 from fp8pass.optim.update import batch_size
 from fp8pass.runtime.arena import Arena
 
-BUCKET = 1 << 25  # elements that ranks send at once
+BUCKET = 1 << 25  # most elements that ranks send at once
 
 
 @dataclass(frozen=True)
 class SumPiece:
-    first: int  # position in the parameter
+    first: int  # position of the piece in the parameter
     stored: Quantized  # data [R, G] and scales bf16 [R]; in a staging buffer if offloaded
     # Copies of an offloaded sum. Data and scales share a tensor of bytes, because launching a copy
     # takes the CPU as long as launching a kernel.
@@ -48,7 +48,7 @@ class GradientSum:
     offload: tuple[Arena, Staging] | None = None
     number: int = 0  # of the parameter; selects the staging buffer of the first piece
     pieces: list[SumPiece] = field(default_factory=list, repr=False)
-    count: int = 0  # of gradients
+    count: int = 0  # gradients in the sum
 
     def add(self, gradient: Tensor, seed: int, step: Tensor) -> None:
         """Add a contiguous local gradient. `step`, fp32 [], counts the parameter's updates."""
@@ -113,7 +113,7 @@ class GradientSum:
         read: bool,
         write: bool,
     ) -> None:
-        """Call `compute` for each piece: its stored sum, part of the gradient, and position.
+        """Call `compute` with the stored sum, the gradient and the position of each piece.
 
         `read` copies offloaded sums to the device first, and `write` copies them back.
         """
@@ -185,7 +185,7 @@ def _load_kernels(device: torch.device, format: StateFormat) -> Any:
 
 
 def _chunks(gradient: Tensor, sum_: Quantized) -> Iterator[tuple[int, Tensor, Quantized]]:
-    """Yield position, gradient and sum. Small chunks need small temporaries."""
+    """Yield the position, gradient and sum of each chunk. Small chunks need small temporaries."""
     size = batch_size(gradient.device) // SUM_GROUP_SIZE * SUM_GROUP_SIZE
     for begin in range(0, len(gradient), size):
         rows = slice(begin // SUM_GROUP_SIZE, group_count(begin + size, SUM_GROUP_SIZE))
@@ -215,7 +215,10 @@ def norm_of_sums(sums: Mapping[Tensor, GradientSum], parameters: Iterable[Tensor
 
 
 def split_into_buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group consecutive parameters of one dtype and device with at most `BUCKET` elements."""
+    """Yield buckets of consecutive parameters of one dtype and device.
+
+    A bucket with several parameters has at most `BUCKET` elements.
+    """
     for _, same in groupby(parameters, lambda p: (p.dtype, p.device)):
         bucket: list[Tensor] = []
         for parameter in same:

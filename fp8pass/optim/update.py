@@ -2,8 +2,8 @@
 
 Tests compare the Triton kernels with this reference. The arithmetic is in fp32 (paper COAT,
 appendix A). Where a parameter differs from its rounded master copy, the user has changed the
-parameter, and the update uses it. Parameters are concatenated to one matrix with one row for each
-group, so that small parameters share launches.
+parameter, and the update starts from the parameter. Parameters are concatenated to one matrix with
+one row for each group, so that small parameters share launches.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fp8pass.optim.group_options import PARAMETER, Storage
 from fp8pass.optim.slots import Slot, group_count
 from fp8pass.optim.state_formats import Quantized, StateFormat, dequantize, quantize
 
-# Elements that are updated at once. On a CPU, ten fp32 temporaries fit into the cache. On other
-# devices, they are small compared with the states.
+# Number of elements that are updated at once. On a CPU, ten fp32 temporaries of this size fit into
+# the cache. On other devices, the temporaries are small compared with the states.
 CPU_BATCH = 1 << 17
 DEVICE_BATCH = 1 << 24
 Group = dict[str, Any]  # a parameter group with its options
 Tensors = Sequence[Tensor]
 # Updates the same parameters in every step, given gradients, the group, and `control`, fp32 [2].
 # Gradients are multiplied by `control[0]`. A fused update does nothing if `control[1]` is not 0.
-# The caller must check `control[1]` for other updates.
+# Before other updates, the caller must check `control[1]`.
 PreparedUpdate = Callable[[Tensors, Group, Tensor], None]
 
 
@@ -89,14 +89,14 @@ class Batch:
         self.dtype = slots[0].parameter.dtype
 
     def count_step(self) -> None:
-        """Increment the step counts of slots that begin their parameter."""
+        """Increment the step counts of slots that contain the first element of their parameter."""
         for slot in self.slots:
             if slot.first == 0:
                 slot.step.add_(1)
         self.steps = torch.stack([s.step for s in self.slots])
 
     def join(self, tensors: Tensors, dtype: torch.dtype, fill: int = 0) -> Tensor:
-        """Concatenate to [R, G], padded with `fill`."""
+        """Concatenate one tensor for each slot to rows [R, G], padded with `fill`."""
         shape = sum(self.counts), self.storage.group_size
         joined = tensors[0].new_full(shape, fill, dtype=dtype)
         for part, tensor in zip(self._parts(joined), tensors, strict=True):
@@ -104,7 +104,7 @@ class Batch:
         return joined
 
     def _split(self, joined: Tensor, into: Iterable[Tensor]) -> None:
-        """Copy [R, G] into tensors."""
+        """Copy rows [R, G], without the padding, into one tensor for each slot."""
         for part, tensor in zip(self._parts(joined), into, strict=True):
             tensor.copy_(part.view_as(tensor))
 
@@ -118,14 +118,14 @@ class Batch:
         return x.repeat_interleave(counts).unsqueeze(-1)
 
     def read(self, name: str) -> Tensor:
-        """Return fp32 [R, G]."""
+        """Return the dequantized values of the state `name`, fp32 [R, G]."""
         stored, format = [s.states[name] for s in self.slots], self._formats[name]
         data = self.join([x.data for x in stored], format.storage_dtype, format.zero_code)
         parts = (torch.cat([getattr(x, part) for x in stored]) for part in format.parts)
         return dequantize(Quantized(data, *parts), format)
 
     def read_weights(self) -> Tensor:
-        """Return fp32 [R, G], from master copies if the storage has them."""
+        """Return the weights, fp32 [R, G], from master copies if the storage has them."""
         weights = self.join([s.parameter for s in self.slots], torch.float32)
         if "master" not in self._formats:
             return weights
@@ -133,7 +133,10 @@ class Batch:
         return torch.where(copies.to(self.dtype).float() == weights, copies, weights)
 
     def write(self, values: dict[str, Tensor]) -> None:
-        """Round and store fp32 [R, G] of states, and of weights as `PARAMETER`."""
+        """Round and store new values, fp32 [R, G], by the name of the state.
+
+        The key of the weights is `PARAMETER`.
+        """
         if PARAMETER in values and "master" in self._formats:
             values = {**values, "master": values[PARAMETER]}
         bits = self._draw([x for x in self.storage.rounded(self.dtype) if x in values])
@@ -148,7 +151,7 @@ class Batch:
             self.write_parameter(weights)
 
     def write_parameter(self, values: Tensor) -> None:
-        """Round [R, G] to nearest."""
+        """Round `values` [R, G] to nearest, and store them in the parameters."""
         self._split(values, [s.parameter for s in self.slots])
 
     @property
@@ -156,7 +159,7 @@ class Batch:
         return self.storage.states(self.dtype)
 
     def _draw(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return int32 [R, G] for each of the named tensors."""
+        """Return random bits, int32 [R, G], for the rounding of each of the named tensors."""
         if not names:
             return {}
         device = self.steps.device
@@ -185,5 +188,5 @@ class Batch:
         return stored
 
 
-# Updates a batch in place, given fp32 [R, G].
+# Updates a batch in place, given its gradients, fp32 [R, G].
 Rule = Callable[[Batch, Tensor], None]
