@@ -60,7 +60,7 @@ def find_linears(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[nn.Linear,
 
 
 def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return, by path, module and name of the stacked weights of experts, parameters [E, N, K].
+    """Return, by path, the module and the name of each stacked weight of experts [E, N, K].
 
     The path or the class of the module contains the word "expert".
     """
@@ -76,10 +76,10 @@ def find_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def choose_experts(
     model: nn.Module, skip: tuple[Pattern, ...], why_not: Callable[[Tensor], str]
 ) -> tuple[dict[Tensor, list[tuple[nn.Module, str]]], dict[str, str]]:
-    """Choose the frozen weights of experts.
+    """Choose the frozen weights of experts that can be quantized.
 
-    Returns the modules that have each chosen weight, with the weight's name in the module. Also
-    returns, by path, why other weights cannot be quantized.
+    Returns, for each chosen weight, the modules that have the weight, and its name in each module.
+    Also returns, by path, why other weights cannot be quantized.
     """
     chosen: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     reasons: dict[str, str] = {}

@@ -8,8 +8,8 @@ The loaders of transformers and compressed-tensors represent a linear layer as a
     weight_scale        [M, 1], [M], [M / m, K / k] or one scale, as in compressed-tensors
 
 The weights of experts are stacked: [E, N, K], with scales [E, N / 128, K / 128] or one per expert.
-A scale multiplies the data. Blocks that do not divide the rows become blocks within a row: each row
-gets a copy of its scales.
+A scale multiplies the data. Blocks that are not square, or that do not divide the number of rows,
+become blocks of one row: each row gets a copy of its scales.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp8pass.weights.layout import Layout
 from fp8pass.weights.quantized_parameter import WITH_SCALES, QuantizedWeight, save_weights
 
 SCALE_SUFFIXES = "_scale_inv", "_scale"
-# Classes of transformers that compute only products.
+# Classes in transformers with weights that are used only as operands of GEMMs.
 LOADED_CLASSES = "FP8Linear", "FP8Experts"
 OPERAND_DTYPES = torch.bfloat16, torch.float16, torch.float32
 
@@ -45,7 +45,8 @@ def has_fp8_layers(model: nn.Module) -> bool:
 def use_fp8_layers(model: nn.Module, skip: tuple[Pattern, ...]) -> tuple[int, dict[str, str]]:
     """Turn the FP8 data of a checkpoint into quantized weights. Linear layers become `nn.Linear`.
 
-    Returns the number of weights. Also returns, by path, why other FP8 data are left unchanged.
+    Returns the number of quantized weights. Also returns, by path, why other FP8 data are left
+    unchanged.
     """
     chosen, reasons = _choose_weights(model, skip)
     replaced = {}
@@ -66,7 +67,7 @@ def use_fp8_layers(model: nn.Module, skip: tuple[Pattern, ...]) -> tuple[int, di
 def _choose_weights(
     model: nn.Module, skip: tuple[Pattern, ...]
 ) -> tuple[dict[nn.Module, dict[str, nn.Parameter]], dict[str, str]]:
-    """Return quantized weights by module and name, and, by path, why other data are left."""
+    """Return quantized weights by module and name, and, by path, why other FP8 data are left."""
     found, dtype = list(_fp8_weights(model)), _find_dtype(model)
     warn_about_idle_patterns("skip", skip, "FP8 weight", [path for path, *_ in found])
     reasons: dict[str, str] = {}
@@ -93,7 +94,7 @@ def _choose_weights(
 def _why_not(module: nn.Module, model: nn.Module) -> str:
     """Return why FP8 data of this module cannot be used, or '' if the module allows it."""
     if (kind := type(module)) is not nn.Linear and kind.__name__ not in LOADED_CLASSES:
-        return f"{kind.__name__} may compute something other than products"
+        return f"{kind.__name__} may use its weights in other operations than GEMMs"
     if module is model:
         return "it is the whole model: pass the module that contains it"
     return "accelerate moves it between devices" if hasattr(module, "_hf_hook") else ""
@@ -163,7 +164,10 @@ def _find_block(shape: torch.Size, scales: torch.Size) -> Block | None:
 
 
 def _make_linear(layer: nn.Linear, weight: nn.Parameter) -> nn.Linear:
-    """Return an `nn.Linear` with a quantized weight, the bias, and other tensors as buffers."""
+    """Return an `nn.Linear` with a quantized weight and the layer's bias.
+
+    The other tensors of the layer become buffers.
+    """
     found = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     found.weight, found.bias = weight, layer.bias
     scales = _name_of_scales(weight)
@@ -176,14 +180,14 @@ def _make_linear(layer: nn.Linear, weight: nn.Parameter) -> nn.Linear:
 
 
 def _use_experts(module: nn.Module, weights: dict[str, nn.Parameter]) -> None:
-    """Give experts quantized weights and the forward of experts in 16 bits."""
+    """Give a module of experts quantized weights, and the forward of experts in 16 bits."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     for name, weight in weights.items():
         setattr(module, name, weight)
         delattr(module, _name_of_scales(weight))
         setattr(module, _name_of_scales(weight), None)  # as in `_make_linear`
-    module.forward = partial(grouped_mm_experts_forward, module)  # unlike a method, it is pickled
+    module.forward = partial(grouped_mm_experts_forward, module)  # can be pickled, unlike a method
     add_hooks(module)
 
 

@@ -17,9 +17,9 @@ class Layout:
     Attributes:
         name: the tensor with the scales.
         shape, dtype: of this tensor.
-        rows: number of rows of a matrix that share a scale.
-        quantization: the blocks of the quantized weight.
-        experts: number of matrices.
+        rows: number of rows of a matrix that share a scale in the checkpoint.
+        quantization: the quantization of the weight, with blocks of at most `rows` rows.
+        experts: number of stacked matrices.
     """
 
     name: str
@@ -30,7 +30,10 @@ class Layout:
     experts: int = 1
 
     def expand(self, stored: Tensor, rows: int) -> Tensor:
-        """Return fp32 scales for a quantized weight. Each of its matrices has `rows` rows."""
+        """Return the fp32 scales of the quantized weight, given the `stored` scales.
+
+        Each matrix of the weight has `rows` rows.
+        """
         columns = stored.shape[-1] if self.quantization.is_in_groups else 1
         scales = stored.float().reshape(self.experts, -1, columns)
         count = rows // self.quantization.block[0]

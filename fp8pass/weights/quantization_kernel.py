@@ -1,6 +1,6 @@
 """Quantize the rows of several matrices with one launch of a Triton kernel.
 
-Single launches would take more time on the CPU than the kernels on the GPU.
+One launch for each matrix would take more time on the CPU than the kernels take on the GPU.
 """
 
 from __future__ import annotations

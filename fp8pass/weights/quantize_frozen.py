@@ -53,9 +53,9 @@ def quantize_frozen(model: nn.Module, *, skip: str | Sequence[str] = ()) -> nn.M
 
     Args:
         model: a module on any device, frozen in part or as a whole (`requires_grad_(False)`), with
-            weights in BF16, or in FP32 for autocast, which are rounded to BF16. Quantize before
-            DistributedDataParallel wraps the model. Experts are parameters [E, N, K] of modules
-            with "expert" in their path or class.
+            weights in BF16, or in FP32 for autocast. FP32 weights are rounded to BF16. Quantize
+            before DistributedDataParallel wraps the model. Experts are parameters [E, N, K] of
+            modules with "expert" in their path or class.
         skip: shell-style patterns of layer paths. Matching layers are not quantized. Output heads
             and layers that cannot run in FP8 are never quantized.
 

@@ -4,8 +4,9 @@ With a scale for each row, the FP8 data have the same bits as if the graph quant
 by row (section 3.2 of the LLMQ paper). Weights of FP8 checkpoints may have scales for blocks.
 Quantized weights can be moved, converted, copied and pickled. There are three kinds:
 
-- A weight with a `source` is exact, and the FP8 data are a cache. Other operators read and write
-  the source, which is quantized again before the FP8 data are used.
+- A weight with a `source` is exact, and the FP8 data are a cache. Operators outside of compiled
+  graphs read and write the source. After a write, the source is quantized again before the FP8 data
+  are used.
 - If the FP8 data are the only copy (`is_only_copy`), the weight can only be replaced as a whole.
 - A weight that FSDP2 gathered cannot be changed. Its shards can be changed instead.
 """
@@ -28,7 +29,7 @@ from fp8pass.weights.layout import Layout
 aten = torch.ops.aten
 fp8 = torch.ops.fp8pass
 
-WITH_SCALES = "Load the scales, weight_scale_inv or weight_scale, too, or dequantized weights."
+WITH_SCALES = "Load dequantized weights, or also load scales (weight_scale_inv or weight_scale)."
 
 
 class QuantizedWeight(Tensor):
@@ -42,7 +43,7 @@ class QuantizedWeight(Tensor):
 
     experts: int  # number of experts, 0 for a single matrix
     quantization: str
-    # Exact, [M, K], in host memory. Optimizers may write to it.
+    # The exact weight [M, K], in host memory. Optimizers may write to it.
     source: Tensor | None = None
     is_only_copy: bool = False
     # How the checkpoint stores the scales, if the FP8 data come from a checkpoint.
@@ -66,7 +67,7 @@ class QuantizedWeight(Tensor):
         return found
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return no values, because compilers print fake weights."""
+        """Return a text without values, because compilers print fake weights."""
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @property
@@ -121,14 +122,14 @@ class QuantizedWeight(Tensor):
         return self.fp8_data.is_shared()
 
     def exact(self) -> Tensor:
-        """Copy the source to the weight's device, or dequantize."""
+        """Return a copy of the source on the weight's device, or the dequantized FP8 data."""
         if self.source is None:
             return self.dequantize()
         self.wait_for_source()
         return self.source.to(self.device, copy=True)
 
     def values_on_host(self) -> Tensor:
-        """Return the source itself, or a copy of the dequantized values."""
+        """Return the source itself, or a copy of the dequantized FP8 data in host memory."""
         if self.source is None:
             return self.dequantize().cpu()
         self.wait_for_source()
@@ -208,7 +209,7 @@ class QuantizedWeight(Tensor):
         return is_same and (self.checkpoint is None or other.checkpoint is not None)
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
-        """Quantize the source, or new `rows` [R, K] from row `first` on."""
+        """Quantize the source, or quantize `rows` [R, K] and replace rows from `first` on."""
         if rows is None:
             assert self.source is not None
             self.wait_for_source()
@@ -287,9 +288,9 @@ class WeightView(Tensor):
         kwargs = kwargs or {}
         if written := _find_written(func, args, kwargs, WeightView):
             raise RuntimeError(
-                f"{func} writes to a part or a view {tuple(written[0].shape)} of a quantized "
-                "weight, which does not change the weight. Write to the whole weight with "
-                "weight.copy_(values)."
+                f"{func} writes to a part or a view of shape {tuple(written[0].shape)} of a "
+                "quantized weight, but this would not change the weight. Write to the whole weight "
+                "with weight.copy_(values)."
             )
         args, kwargs = compat.tree_map_only(
             WeightView, lambda x: x.values_of_weight, (args, kwargs)
@@ -309,7 +310,7 @@ def _protect_views(func: Any, found: Any) -> Any:
 
 
 def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]) -> Any:
-    """Write to copies of the exact values, which then replace the weights."""
+    """Apply the operator to copies of the exact values. Write these copies back to the weights."""
     if func is aten.copy_.default:
         written[0].change(args[1])
         return written[0]
