@@ -1,9 +1,9 @@
 """Training on several ranks: communication in FP8, and memory budgets for pipelines.
 
 compression.py         `compress`: replaces the communication of DDP and FSDP2
-replicas.py            `average_sums`: averages sums of micro-batches over copies of a model
+replicas.py            `average_sums`: averages sums of gradients over copies of a model
 gradient_sums.py       sums of gradients over ranks, sent in FP8
-local_sums.py          quantized sums of gradients that are not reduced yet
+local_sums.py          quantized sums of gradients that ranks have not reduced yet
 weight_gather.py       FSDP2 all-gathers of quantized weights, and which layers allow them
 wire.py                packs gradients into FP8 buffers, and adds up received buffers
 wire_kernels.py        the Triton kernels of `wire.py` and `weight_gather.py`

@@ -86,7 +86,7 @@ def compress(
         monitor: measures the gradients that this rank sends, in the steps that the monitor samples.
         sums: format of the sums of gradients that are not reduced, under DDP's `no_sync()` or
             FSDP2's `set_requires_gradient_sync(False)`: `e4m3`, `e5m2`, `de8`, `fp16`, or `none`
-            for PyTorch's own sums. Formats of 8 bits fit up to 8 gradients, as in
+            for PyTorch's own sums. Formats of 8 bits are for sums of up to 8 gradients, as in
             `step_in_backward`. `zero_grad` does not drop these sums; `sums.drop()` of the returned
             object does.
 
@@ -156,9 +156,9 @@ def _check_model(reducers: dict[str, nn.Module], gradients: bool, weights: bool)
 
 
 def _check_ranks_agree(groups: Iterable[dist.ProcessGroup], arguments: str) -> None:
-    """Raise ConfigError on all ranks if their arguments differ; training would block.
+    """Raise ConfigError on all ranks if their arguments differ, because training would block.
 
-    A rank with invalid arguments also calls this function, because the others wait for it.
+    A rank with invalid arguments also calls this function, because the other ranks wait for it.
     """
     found = {arguments}
     with _warn_after_waiting():
@@ -187,7 +187,7 @@ def _warn_after_waiting() -> Iterator[None]:
 
 
 def _find_groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
-    """Return a group for each mesh dimension of the first distributed module."""
+    """Return the process groups of the mesh dimensions of the first distributed module."""
     for module in modules:
         if isinstance(module, DistributedDataParallel | Replicated):
             return [_find_group(module)]
@@ -287,7 +287,7 @@ class FSDPReduceScatter:
 
 
 # The hook has no annotations: DDP compares them with classes, but annotations in this module are
-# strings. The hook is a function of the module, because a copied DDP finds the hook by its name.
+# strings. The hook is a module-level function, because a copied DDP finds the hook by its name.
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]
     return state.reduce(bucket)
 

@@ -9,8 +9,8 @@ Each parameter starts a new quantization group:
     padded   p p p p|p 0 0 0|q q 0 0|s s s s  in groups of 4
 
 With tensor parallelism, ranks hold equal copies of one parameter (a norm) next to different shards
-of another. With a common scale, each rank would round its copy differently, and copies would drift
-apart.
+of another parameter. If both had a common scale, each rank would round its copy of the first
+parameter differently, and the copies would drift apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fp8pass.stability.monitor.statistics import TensorName, measure
 class Traffic:
     """Counts of sent values and bytes."""
 
-    elements: int = 0  # once for each rank that receives a value
+    elements: int = 0  # sent values, counted once for each receiving rank
     bytes: int = 0
 
     def add(self, elements: int, sent: int, copies: float) -> None:
@@ -58,7 +58,7 @@ class ParameterLayout:
 
     @cached_property
     def _runs(self) -> tuple[int, ...]:
-        """The lengths of sequences of parameters without padding between them."""
+        """The numbers of elements of sequences of parameters without padding between them."""
         runs = [0]
         for size in self.sizes:
             runs[-1] += size

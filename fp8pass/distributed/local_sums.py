@@ -1,8 +1,8 @@
 """Quantized sums of the gradients that DDP and FSDP2 do not reduce yet.
 
 Under `no_sync()` (DDP) and `set_requires_gradient_sync(False)` (FSDP2), PyTorch adds up whole
-gradients on each rank. `LocalSums` stores them quantized instead, and adds a sum to the gradient of
-the first backward that is reduced (section 5 of the paper AGoQ).
+gradients on each rank. `LocalSums` stores quantized sums instead. It adds the sum of a parameter to
+the parameter's gradient in the next backward that reduces gradients (section 5 of the paper AGoQ).
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class LocalSums:
     def __init__(self, format: StateFormat) -> None:
         self.format = format
         self._next = count()
-        # DDP's parameters. Their hooks refer to this object, so it must not refer to them.
+        # The numbers of DDP's parameters. Hooks of the parameters refer to this object, so the
+        # object must not have strong references to the parameters.
         self._numbers = compat.WeakIdKeyDictionary()
         self._sums: dict[int, GradientSum] = {}  # by the number of the parameter
-        # Reductions so far, fp32 [], for the random bits of stochastic rounding.
+        # Number of reductions so far, fp32 [], for the random bits of stochastic rounding.
         self._reductions: dict[torch.device, Tensor] = {}
-        self._moved: set[int] = set()  # the sums of the current reduction
+        self._moved: set[int] = set()  # numbers of the parameters in the current reduction
 
     def watch_fsdp(self, module: FSDPModule) -> None:
         """Take the gradients of a module's own parameters, before FSDP2 accumulates them."""
@@ -77,9 +78,10 @@ class LocalSums:
     def add_to_bucket(self, bucket: Any) -> None:
         """Add the sums of the parameters in a bucket of DDP to their gradients."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            # Tools disable the hooks while they run backwards, which must not change the sums.
+            # Tools disable the hooks during their backwards, which must not change the sums.
             if parameter in self._numbers and compat.runs_gradient_hooks(parameter):
-                # `gradient` has the memory of the parameter's layout, but contiguous strides.
+                # The memory of `gradient` has the parameter's layout, but its strides are
+                # contiguous.
                 placed = gradient.as_strided(parameter.size(), parameter.stride())
                 self.move_to(self._numbers[parameter], placed)
 

@@ -1,8 +1,9 @@
 """Memory budgets for the stages of a pipeline.
 
-The paper AGoQ (section 4.2, DBCA-PP) gives every rank the memory that the first rank, which holds
-the most micro-batches, needs in 4 bits. If rank i holds N_i micro-batches, it saves tensors in B_i
-= 4 · N_1 / N_i bits (Eq. 22). This module computes N_i from PyTorch's schedule.
+In the paper AGoQ (section 4.2, DBCA-PP), the first rank holds the most micro-batches, and saves
+tensors in 4 bits. Every rank gets the memory that the first rank needs. If rank i holds N_i
+micro-batches, it saves tensors in B_i = 4 · N_1 / N_i bits (Eq. 22). This module computes N_i from
+PyTorch's schedule.
 
     for stage, config in zip(stages, pipeline_configs("1F1B", len(stages), microbatches=8)):
         stage.compile(backend=fp8pass.backend(config))
@@ -21,8 +22,8 @@ from fp8pass.config import Config, checked_config
 from fp8pass.dialect.formats import SAVED_FORMATS
 from fp8pass.option_checks import LARGEST_SHARE, ConfigError, is_whole, unknown
 
-# Change of the number of micro-batches that a rank holds. A backward in two parts releases its
-# micro-batch after the second part (W), which computes weight gradients.
+# For each kind of action, the change of the number of micro-batches that a rank holds. A backward
+# in two parts releases its micro-batch after the second part (W), which computes weight gradients.
 HELD_CHANGE = {"F": 1, "B": -1, "W": -1}
 
 
@@ -44,7 +45,8 @@ def pipeline_configs(
 
     In this function, `base.memory_budget` is the budget of a rank. A number of bytes ("24GiB")
     also works for unequal stages, if each stage is compiled as one graph. A share is only useful if
-    stages are similar: a stage that saves more, such as logits, gets proportionally more memory.
+    stages are similar: a stage that saves more, such as the last stage with its logits, gets
+    proportionally more memory.
 
     Args:
         schedule: a schedule of `torch.distributed.pipelining`. If stages are compiled before the
@@ -56,8 +58,9 @@ def pipeline_configs(
         base: all other options; by default `Config(save_format="e2m1")`.
 
     Raises:
-        ConfigError: the schedule is unknown or does not support these numbers; or `base` has no
-            `memory_budget`, and its `save_format` is already the largest format.
+        ConfigError: the schedule is unknown, or does not support this number of stages, ranks or
+            micro-batches. Also raised if `base` has no `memory_budget` and its `save_format` is
+            already the largest format.
         TypeError: `base` is not a `Config`.
     """
     base = Config(save_format="e2m1") if base is None else checked_config(base, "base")
@@ -90,9 +93,9 @@ def most_held(actions: list[PipelineAction]) -> int:
 
 
 def _compute_budget(base: Config, held: int, most: int) -> float | int:
-    """Return bytes, or a share of the default, of one micro-batch in one stage.
+    """Return the budget of one micro-batch in one stage: bytes, or a share of the default.
 
-    The rank holds `held` micro-batches at its peak, and another rank `most`.
+    The rank of the stage holds `held` micro-batches at its peak. The maximum over ranks is `most`.
     """
     if isinstance(base.memory_budget, (str, int)):
         return int(base.budget_bytes(0) // held)
@@ -157,7 +160,7 @@ def _plan(schedule: type, numbers: dict[str, int | None]) -> object:
 
 
 def planned_schedule(schedule: type, stages: int, ranks: int, microbatches: int) -> object:
-    """Return a schedule without models, which cannot run."""
+    """Return a schedule of stages without models. The schedule cannot run."""
     place = {"num_stages": stages, "group_size": ranks, "group_rank": 0, "submod": None}
     local = [SimpleNamespace(stage_index=i, **place) for i in range(0, stages, ranks)]
     is_single = issubclass(schedule, schedules.PipelineScheduleSingle)

@@ -2,7 +2,7 @@
 
 `step_in_backward(accumulate=N, max_norm=...)` adds the gradients of N micro-batches to quantized
 sums. `average_sums` averages these sums over ranks, once for each update (section 5 of the paper
-AGoQ). DistributedDataParallel would reduce the last gradient alone.
+AGoQ). DistributedDataParallel would reduce only the gradient of the last micro-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Replicas:
         self._sums = GradientSums(self.traffic)
 
     def average(self, flat: Tensor, sizes: tuple[int, ...]) -> None:
-        """Replace `flat` [N], the gradients of parameters of `sizes`, by its average over ranks."""
+        """Replace `flat` [N] by its average over ranks.
+
+        `flat` contains the gradients of several parameters, which have `sizes` elements.
+        """
         self._sums.all_reduce(flat, sizes, self.group, 1 / self.group.size())
 
     def any(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
@@ -50,17 +53,17 @@ def average_sums(attached: Attached, group: Any = None) -> Replicas:
         fp8pass.distributed.average_sums(attached)
 
     Call it on all ranks. Each rank has a whole copy of the model, without DistributedDataParallel.
-    The optimizers' parameters and the buffers are copied from the first rank of the group. All
-    ranks must run the same number of backwards. Gradients are sent in E4M3 with a
-    scale for each group of 128.
+    The optimizers' parameters and the model's buffers are copied from the first rank of the group.
+    All ranks must run the same number of backwards. Gradients are sent in E4M3 with a scale for
+    each group of 128.
 
     Args:
         attached: the object that `step_in_backward` returned.
         group: process group; by default all ranks.
 
     Raises:
-        ConfigError: `step_in_backward` has no `max_norm` (`math.inf` does not clip), or a parameter
-            is a DTensor or in host memory.
+        ConfigError: `step_in_backward` was called without `max_norm` (`math.inf` does not clip), or
+            a parameter is a DTensor or in host memory.
     """
     if attached.max_norm is None:
         raise ConfigError(

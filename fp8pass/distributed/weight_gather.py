@@ -57,7 +57,7 @@ class PackedWeights:
 
 
 class ShardKey(NamedTuple):
-    """Modules with equal keys share a send buffer."""
+    """Properties of the shards of a module. Modules with equal keys share a send buffer."""
 
     device: torch.device
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class WeightGather:
     """FSDP2's all-gather extension for the weights of one module.
 
     FSDP2 calls the extension once for each weight, in order. The first call sends and unpacks all
-    weights as one tensor, because FSDP2 spends as much CPU time on a tensor as a kernel launch
+    weights as one tensor, because FSDP2 spends as much CPU time on each tensor as a kernel launch
     takes.
     """
 
@@ -177,7 +177,7 @@ def unpack(gathered: Tensor, whole: PackedWeights) -> None:
 def gather_quantized_weights(
     model: nn.Module, skip: tuple[Pattern, ...], traffic: Traffic
 ) -> tuple[str, ...]:
-    """Return the paths of the layers whose weights are gathered in FP8."""
+    """Make FSDP2 gather the weights of linear layers in FP8. Return the paths of these layers."""
     reasons = find_reasons_against_fp8(model, skip)
     gathers: dict[nn.Module, list[WeightGather]] = {}
     buffers = SendBuffers()
@@ -220,7 +220,7 @@ def _log_layers(model: nn.Module, reasons: dict[nn.Linear, str]) -> tuple[str, .
 
 
 def _attach_to_new_shards(module: nn.Module, gathers: list[WeightGather]) -> None:
-    """Attach `gathers` again after each load and before each forward, which may have new shards."""
+    """Attach `gathers` now, after each load, and before each forward, to shards that are new."""
 
     def attach(*_: Any) -> None:
         for gather in gathers:
@@ -256,7 +256,7 @@ def _why_not(parameter: GatheredParameter) -> str:
 
 
 def _why_not_in_rows(weight: DTensor) -> str:
-    """Return why ranks do not have equal numbers of whole rows."""
+    """Return why ranks do not have equal numbers of whole rows, or ''."""
     *replicas, shard = weight.placements
     ranks, rows = weight.device_mesh.size(-1), weight.shape[0]
     if weight.device.type not in (weight.device_mesh.device_type, "meta"):

@@ -51,10 +51,9 @@ def split_into_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float = 1.0) -> Tensor:
-    """Dequantize `wire`, uint8 [T, R, B], sum it over T in fp32, and write it times `factor` to
-    `into`.
+    """Dequantize `wire`, uint8 [T, R, B], and write `factor` times the sum over T to `into`.
 
-    `into` is [R, N], contiguous, of any float dtype, and is returned.
+    The sum is computed in fp32. `into` is [R, N], contiguous, of any float dtype, and is returned.
     """
     if (kernels := load_kernels(wire.device)) is not None:
         kernels.add_up(wire, into, factor, WIRE_GROUP_SIZE)

@@ -125,7 +125,7 @@ def pack(rows: Tensor, wire: Tensor, group_size: int) -> None:
 
 
 def add_up(wire: Tensor, into: Tensor, factor: float, group_size: int) -> None:
-    """Sum `wire`, uint8 [T, R, B], over T into `into` [R, N]."""
+    """Dequantize `wire`, uint8 [T, R, B], and write `factor` times the sum over T to `into`."""
     terms, count, sent = wire.shape
     length = into.shape[-1]
     grid = triton.cdiv(length, group_size * GROUPS), count, 1
@@ -152,8 +152,8 @@ def _make_table(
 ) -> tuple[int, Tensor, tuple[int, ...]]:
     """Return the number of programs per rank, the kernel's table, and the kernel's constants.
 
-    For each piece, the table, int64 [pieces, 3], has the first program, and offset and length in a
-    rank's buffer, in words.
+    For each piece, the table, int64 [pieces, 3], has the index of the first program, and the offset
+    and the length of the piece in a rank's buffer, in words.
     """
     words = [size // ranks // 4 for size in sizes]
     begins = list(accumulate(words, initial=0))

@@ -117,7 +117,7 @@ class Attached:
             )
 
     def take_gradient(self, parameter: Tensor) -> None:
-        """Update the parameter by a final gradient, or add the gradient to a sum.
+        """Update the parameter with its final gradient, or add the gradient to the parameter's sum.
 
         Then drop the gradient, even after an error, because autograd would add the next gradient to
         the old one.
@@ -204,7 +204,7 @@ class Attached:
 
     @torch.no_grad()
     def _clip_and_update(self, max_norm: float) -> None:
-        """Update all parameters by their sums, scaled to a global norm of at most `max_norm`."""
+        """Update all parameters with their sums, scaled to a global norm of at most `max_norm`."""
         self._backwards = 0
         pending = [p for p, sum_ in self.accumulated.items() if p.requires_grad]
         if not pending:

@@ -36,7 +36,7 @@ NUMBERS = (bool, int, float, str, type(None))
 
 
 class Key(NamedTuple):
-    """Facts that a capture records. A change of `state` makes a graph invalid."""
+    """Values that a capture records. If `state` changes, the captured graph is invalid."""
 
     inputs: Any  # shapes, dtypes, layouts; numbers among the arguments; autocast
     state: Any  # options of optimizers; addresses of parameters; identities of states

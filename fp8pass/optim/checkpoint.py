@@ -155,9 +155,9 @@ def convert(values: Mapping[str, Any], parameter: Tensor, storage: Storage) -> S
     for name in method.torch_states:
         if found.get(name) is None and name not in values:
             raise ConfigError(
-                f"The checkpoint is from another optimizer: a parameter has {', '.join(values)}, "
-                f"but no {name}. Load a checkpoint of fp8pass.optim.{method.name} or "
-                f"torch.optim.{method.name}."
+                "The checkpoint is from another optimizer: a parameter has the states "
+                f"{', '.join(values)}, but no {name}. Load a checkpoint of "
+                f"fp8pass.optim.{method.name} or torch.optim.{method.name}."
             )
     step = torch.as_tensor(values.get("step", 0.0), dtype=torch.float32)
     state: State = {"step": step.to(parameter.device, copy=True)}

@@ -205,7 +205,7 @@ class Piece:
     """Consecutive elements of a parameter with offloaded states."""
 
     parameter: int  # index among the parameters that are updated together
-    slot: Slot  # offloaded tensors are in a staging buffer
+    slot: Slot  # its offloaded tensors are views of the staging buffer
     buffer: int  # index of the staging buffer
     into: Copies  # host memory -> buffer
     out: Copies  # buffer -> host memory

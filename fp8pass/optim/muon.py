@@ -147,7 +147,7 @@ class Muon(Optimizer):
 
 
 class FusedRound:
-    """Updates momentum with a Triton kernel, and weights with a second one."""
+    """Updates the momentum with one Triton kernel, and the weights with another kernel."""
 
     def __init__(self, slots: Sequence[Slot], gradients: Tensors, storage: Storage) -> None:
         of_momentum, of_weights = _divide_storage(storage)

@@ -137,10 +137,10 @@ class Staging:
         return found
 
     def begin(self, values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
-        """Make computations that read `values` and `gradients` wait for the current stream.
+        """Make an update that reads `values` and `gradients` wait for the current stream.
 
-        If more than `most_waiting` bytes of gradients wait, the current stream waits for earlier
-        updates.
+        If more than `most_waiting` bytes of gradients wait for their update, the current stream
+        waits for the earlier updates.
         """
         if self._compute is None:
             return

@@ -27,7 +27,7 @@ SIZE_STEPS = 8
 
 
 class Arena:
-    """Host memory for tensors that are copied to and from `device`, pinned for a GPU.
+    """Host memory for tensors that are copied to and from `device`, pinned if that is a GPU.
 
     Memory of freed tensors is not reused. A block has one dtype, because `torch.save` refuses
     tensors of several dtypes in one storage.
@@ -54,7 +54,7 @@ class Arena:
         return self.empty(x.shape, x.dtype).copy_(x)
 
     def _allocate(self, least: int) -> Tensor:
-        """Allocate a block of at least `least` bytes, which doubles the arena within limits."""
+        """Allocate a block of at least `least` bytes. Within limits, blocks double the arena."""
         size = max(least, min(max(self._total, SMALLEST_BLOCK), LARGEST_BLOCK))
         size = 1 << (size - 1).bit_length()
         self._total += size
@@ -76,7 +76,7 @@ class Buffers:
     """Host memory for tensors that are copied to and from `device`. Freed memory is reused.
 
     A buffer belongs to a tensor, not to a graph, because several forwards may run before their
-    backwards. It is reused when the last reference, usually autograd's, is gone.
+    backwards. It is reused when the last reference to the tensor, usually autograd's, is gone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,13 +118,13 @@ class Buffers:
 
 
 def round_size(size: int) -> int:
-    """Return the bytes of the buffer for `size` bytes."""
+    """Return the size of the buffer for a tensor of `size` bytes."""
     step = max((1 << (size.bit_length() - 1)) // SIZE_STEPS, PINNED_ALIGNMENT)
     return -(-size // step) * step
 
 
 def available() -> int | None:
-    """Return the bytes of available memory, or None if the system does not report them."""
+    """Return the bytes of available host memory, or None if the system does not report them."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)

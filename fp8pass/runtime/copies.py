@@ -8,8 +8,8 @@ Copies run in order on one side stream, after all work that was launched before.
 device wait, not the CPU. Until then, nothing may read the copy, and this module holds references to
 both tensors.
 
-A compiler starts the copy `from_host(..., after)` after computing `after`. `bandwidth` measures
-copies, for plans.
+A compiler starts the copy `from_host(..., after)` after computing `after`. `bandwidth` measures the
+speed of copies, which plans for offloading need.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from fp8pass.config import BUG
 from fp8pass.runtime.arena import Arena, Buffers
 
-# Plans that are made on a CPU use an H200's bandwidth.
+# Bytes per second. Plans that are made on a CPU use this bandwidth of an H200.
 H200 = 51e9
 MEASURED_BYTES = 64 << 20
 REPEATS = 4
@@ -39,7 +39,10 @@ library.define("settled(Tensor(a) copy, Tensor source) -> Tensor(a)")
 
 
 class _Lane(NamedTuple):
-    """Both directions share one stream, so a buffer is read before another tensor reuses it."""
+    """The buffers and the stream for copies to and from one device.
+
+    Both directions share one stream, so a buffer is read before another tensor reuses the buffer.
+    """
 
     buffers: Buffers
     stream: torch.cuda.Stream | None
@@ -53,7 +56,7 @@ class _Unsettled(NamedTuple):
     source: Tensor
 
 
-# Started copies by address; None for a finished copy.
+# Started copies by the address of the copy; None for a finished copy.
 _unsettled: dict[int, _Unsettled | None] = {}
 
 
@@ -91,7 +94,7 @@ def _start(copy: Tensor, source: Tensor, device: torch.device) -> None:
 
 
 def _release_finished() -> None:
-    """Release copies that an exception has left unsettled."""
+    """Drop references to the tensors of finished copies, which an exception may leave unsettled."""
     for address, entry in list(_unsettled.items()):
         if entry is not None and entry.done.query():
             _unsettled[address] = None

@@ -37,7 +37,7 @@ def compile_for_moving(
 ) -> Any:
     """Compile a forward or backward graph with Inductor, for weights with changing addresses.
 
-    `moving` are indices of the Dynamo graph's inputs.
+    `moving` are the indices of these weights among the Dynamo graph's inputs.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     moved = {n: i for i, n in enumerate(placeholders) if compat.input_index(n) in moving}
@@ -51,7 +51,7 @@ def compile_for_moving(
 
 
 def pass_inputs(compiled: Callable[..., Any], pairs: Sequence[tuple[int, int]]) -> Any:
-    """Return input j as result i, for each index pair (i, j)."""
+    """Wrap `compiled`, so that result i is input j, for each index pair (i, j)."""
 
     def run(arguments: list[Any]) -> list[Any]:
         given = [arguments[i] for _, i in pairs]  # `compiled` empties the list

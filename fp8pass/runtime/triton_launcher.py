@@ -12,7 +12,10 @@ from fp8pass import compat
 
 
 class Launcher:
-    """Caches versions of a Triton kernel, because Triton's lookup takes longer than a launch."""
+    """Caches the compiled versions of a Triton kernel.
+
+    Triton's own lookup of a version takes longer than a launch.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -25,17 +28,18 @@ class Launcher:
         numbers: Sequence[float],
         constants: Sequence[Any],
     ) -> None:
-        """Launch on the current stream, with tensors, then numbers, then constants.
+        """Launch the kernel on the current stream.
 
-        Triton compiles versions for aligned tensors and for some numbers, such as 1, so these are
-        in the key.
+        The kernel takes the tensors, then the numbers, then the constants. Triton compiles separate
+        versions for aligned tensors and for some numbers, such as 1, so the key of a version
+        contains alignments and numbers.
         """
         layout = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
         device = tensors[0].device
         key = device, layout, *numbers, *constants
         with torch.cuda.device_of(tensors[0]):
             if (compiled := self._compiled.get(key)) is not None:
-                # Saves two queries of Triton's driver.
+                # Passing the stream saves two queries of Triton's driver.
                 stream = compat.stream_of(device)
                 compiled[grid](*tensors, *numbers, *constants, stream=stream)
             else:
