@@ -187,7 +187,7 @@ def _warn_after_waiting() -> Iterator[None]:
 
 
 def _find_groups(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
-    """Return the process groups of the mesh dimensions of the first distributed module."""
+    """Return the process groups of the first distributed module, one for each mesh dimension."""
     for module in modules:
         if isinstance(module, DistributedDataParallel | Replicated):
             return [_find_group(module)]

@@ -45,7 +45,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float:
-        """Bytes relative to BF16; 1 before the first send."""
+        """Sent bytes relative to the bytes of the values in BF16; 1 before the first send."""
         return self.bytes / (2 * self.elements) if self.elements else 1.0
 
 

@@ -2,7 +2,8 @@
 
 A shard consists of whole rows, so each rank quantizes its shard without communication. The FP8 data
 is the same as if gathered BF16 weights were quantized. In compiled code, the forward's GEMM reads
-the FP8 data, and the backward dequantizes it. Shards, gradients and state dicts are not quantized.
+the FP8 data, and the backward requantizes it for dgrad. Shards, gradients and state dicts are not
+quantized.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def gather_quantized_weights(
             if key not in made:
                 made[key] = WeightGather(layers, traffic, buffers)
             gathers.setdefault(module, []).append(made[key])
-    # The model's hooks run first, so they attach all gathers.
+    # The hooks of the model run before the hooks of its modules, so they attach all gathers.
     if gathers and isinstance(model, FSDPModule):
         gathers[model] = [each for group in gathers.values() for each in group]
     for module, group in gathers.items():

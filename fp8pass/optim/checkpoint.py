@@ -249,7 +249,7 @@ def stage_states(
     for (prefix, name), own in _group_by_state(state_dict).items():
         found = theirs.get((prefix, name), {})
         is_equal = own.keys() == found.keys() and all(own[k].shape == found[k].size for k in own)
-        if is_equal or not _is_of_fp8pass(prefix, state_dict):  # loaded unconverted
+        if is_equal or not _is_of_fp8pass(prefix, state_dict):  # loaded without conversion
             continue
         staged = _make_staging_tensors(name, own, found)
         if not found and name == "master" and any((prefix, x) in theirs for x in MOMENTS):

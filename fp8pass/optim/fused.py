@@ -75,7 +75,7 @@ class FusedUpdate:
         self.pinned = [self._pin_memory()]
         self.captures = 0
         self.pointers: list[int] = []
-        self.are_aligned = False  # the tensors at `addresses`
+        self.are_aligned = False  # whether the tensors at `addresses` are aligned
         self.first_chunk = self._tensor([0] * len(slots), torch.int32)
         self.launches = self._make_launches(slots, gradients, separate=separate)
         # The kernel reads these tensors only for formats with a table of values.
@@ -131,7 +131,7 @@ class FusedUpdate:
     def _make_launches(
         self, slots: Sequence[Slot], gradients: Tensors, *, separate: bool
     ) -> list[tuple[Any, Tensor, bool]]:
-        """Return, for each launch, its kernel, the slot of each program, and if slots are aligned.
+        """Return the launches: kernel, slot index of each program, and whether slots are aligned.
 
         Programs of aligned slots use vectorized loads and stores.
         """

@@ -44,7 +44,7 @@ def wrap_to_int32(seed: int) -> int:
 
 @dataclass(frozen=True)
 class SumStamp:
-    """Inputs of the hash that rounds a sum of gradients. They differ in each addition."""
+    """Inputs of the hash for rounding a sum of gradients. The inputs differ in each addition."""
 
     seed: int
     number: int  # index of the parameter in the optimizer

@@ -54,7 +54,7 @@ class Arena:
         return self.empty(x.shape, x.dtype).copy_(x)
 
     def _allocate(self, least: int) -> Tensor:
-        """Allocate a block of at least `least` bytes. Within limits, blocks double the arena."""
+        """Allocate a block of at least `least` bytes. Within limits, it doubles the arena."""
         size = max(least, min(max(self._total, SMALLEST_BLOCK), LARGEST_BLOCK))
         size = 1 << (size - 1).bit_length()
         self._total += size

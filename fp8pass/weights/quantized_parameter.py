@@ -209,7 +209,7 @@ class QuantizedWeight(Tensor):
         return is_same and (self.checkpoint is None or other.checkpoint is not None)
 
     def requantize(self, first: int = 0, rows: Tensor | None = None) -> None:
-        """Quantize the source, or quantize `rows` [R, K] and replace rows from `first` on."""
+        """Quantize the source, or replace FP8 rows from `first` on by quantized `rows` [R, K]."""
         if rows is None:
             assert self.source is not None
             self.wait_for_source()
