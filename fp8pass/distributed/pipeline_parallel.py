@@ -122,7 +122,7 @@ def read_order(
     if not planned and has_numbers:
         raise ConfigError(
             f"{type(schedule).__name__} has its own stages, ranks and microbatches: leave out "
-            "these arguments. They are for the name or the class of a schedule."
+            "these arguments. Pass them only with the name or the class of a schedule."
         )
     return order
 
@@ -172,5 +172,5 @@ def _check_count(name: str, number: int | None) -> int:
         return number
     raise ConfigError(
         f"{name}={number!r} must be a whole number, at least 1, if schedule is a name or a class. "
-        "A schedule object needs no numbers."
+        "If schedule is an object, leave this argument out."
     )

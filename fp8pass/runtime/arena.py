@@ -65,7 +65,7 @@ class Arena:
                 self.locks = False
                 log.warning(
                     "Cannot pin %.1f GiB of host memory in addition to %.1f GiB (%s), so copies "
-                    "are slower and block the host. Raise the limit of locked memory (ulimit -l), "
+                    "are slower and block the CPU. Raise the limit of locked memory (ulimit -l), "
                     "or offload less.",
                     size / 2**30, (self._total - size) / 2**30, str(error).splitlines()[0],
                 )  # fmt: skip

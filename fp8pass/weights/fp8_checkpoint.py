@@ -142,7 +142,7 @@ def from_checkpoint(
     elif (block := _find_block(data.shape, scales.shape)) is None:
         return f"scales of shape {list(scales.shape)} do not fit a weight {list(data.shape)}"
     elif columns % block[1]:
-        return f"its input size {columns} is not a multiple of its blocks, {block[1]}"
+        return f"its input size {columns} is not a multiple of the block length {block[1]}"
     else:
         side = block[0] if rows % block[0] == 0 and block[0] == block[1] else 1
         quantization, shared = Quantization(E4M3, (side, block[1]), "fp32"), block[0]

@@ -240,7 +240,7 @@ def test_layers_that_cannot_be_used_are_named(caplog):
     with caplog.at_level(logging.INFO, logger="fp8pass"):
         fp8pass.quantize_frozen(model, skip="2")
     assert (
-        "1 in high precision: its input size 200 is not a multiple of its blocks, 128"
+        "1 in high precision: its input size 200 is not a multiple of the block length 128"
         in caplog.text
     )
     assert isinstance(model[1], FP8Linear)
