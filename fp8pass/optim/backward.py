@@ -501,7 +501,10 @@ def _check_no_wrapper(model: nn.Module) -> None:
 
 @cache
 def _watch_wrappers() -> None:
-    """Make wrappers raise ConfigError from now on. `replicate` wraps in the first forward."""
+    """Make wrappers raise ConfigError if they are applied later to an attached module.
+
+    `replicate` wraps a module in its first forward.
+    """
     nn.modules.module.register_module_module_registration_hook(_check_wrapped)
 
 
