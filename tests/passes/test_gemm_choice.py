@@ -24,9 +24,8 @@ from fp8pass import Config, hardware
 from fp8pass.compilation import Compilation, Inputs
 from fp8pass.compile_log import StoredMessages
 from fp8pass.hardware import GPUS, Gpu, known_gpu, planning_for
-from fp8pass.passes import JOINT_PASSES, gemm_choice
+from fp8pass.passes import JOINT_PASSES, gemm_choice, quantizer
 from fp8pass.passes.gemm_choice import Choice, choose_gemms
-from fp8pass.passes.joint import quantize_experts, quantize_linears
 from fp8pass.passes.runner import run_passes
 from fp8pass.plan import Plan
 from fp8pass.tools.fitting.planned import plan_region
@@ -164,7 +163,7 @@ def test_layers_may_run_partly_in_fp8_and_train(on_a_small_gpu, features, recipe
         found.append((list(layers), choose_gemms(g, list(layers), casts_of, config)))
         return found[-1][1]
 
-    monkeypatch.setattr(quantize_linears, "choose_gemms", spy)
+    monkeypatch.setattr(quantizer, "choose_gemms", spy)
     model, x = mlp(features, features, 256), rows(512, features)
     program, seen = compiled(model, Config.recipe(recipe, compiler="eager"))
     program(x).sum().backward()
@@ -331,8 +330,7 @@ def planned(monkeypatch, gpu: str, model, *args, loss_of=None):
         found.append(choose_gemms(*args))
         return found[-1]
 
-    monkeypatch.setattr(quantize_linears, "choose_gemms", spy)
-    monkeypatch.setattr(quantize_experts, "choose_gemms", spy)
+    monkeypatch.setattr(quantizer, "choose_gemms", spy)
     torch._dynamo.reset()
     with planning_for(GPUS[gpu]):
         step = record_step(model, ("",), (args, {}), loss_of or (lambda run, a, _: run(*a).sum()))

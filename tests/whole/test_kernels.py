@@ -21,8 +21,7 @@ from fp8pass.codegen.program.program_batch import Batch
 from fp8pass.config import Config
 from fp8pass.graph.nodes import tensor
 from fp8pass.option_checks import ConfigError
-from fp8pass.passes import gemm_choice
-from fp8pass.passes.joint import quantize_linears
+from fp8pass.passes import gemm_choice, quantizer
 from fp8pass.passes.lowering import fuse_tiles
 
 
@@ -280,7 +279,7 @@ def leave_out(role, monkeypatch):
         choice.gains.update(dict.fromkeys(rest, 0.0))
         return choice
 
-    monkeypatch.setattr(quantize_linears, "choose_gemms", choose)
+    monkeypatch.setattr(quantizer, "choose_gemms", choose)
 
 
 def rows_summed(g):
