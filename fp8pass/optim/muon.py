@@ -139,9 +139,10 @@ class Muon(Optimizer):
             if how.fuses:
                 return FusedRound(found, [gradients[i] for i in members], how.storage)
             offloaded = [is_offloaded(group, "states", parameters[i]) for i in members]
-            return EagerRound(found, how.storage, staging, offloaded)
+            return EagerRound(found, how.storage, staging, offloaded, device)
 
-        staging = self._staging_of(parameters[0].device) if how.streams else None
+        device = parameters[0].device
+        staging = self._staging_of(device) if how.streams else None
         rounds = [(members, make_round(members)) for members in _divide_into_rounds(parameters)]
         return partial(_update_in_rounds, parameters, slots, rounds)
 
@@ -175,11 +176,12 @@ class EagerRound:
         storage: Storage,
         staging: Staging | None,
         offloaded: Sequence[bool],
+        device: torch.device,
     ) -> None:
         self.slots, self.storage = slots, storage
         self.staging, self.offloaded = staging, offloaded
         # A `control` for `apply`: the factor is 1, because directions are already scaled.
-        self.unscaled = torch.tensor([1.0, 0.0], device=slots[0].parameter.device)
+        self.unscaled = torch.tensor([1.0, 0.0], device=device)
 
     def accumulate(
         self, gradients: Tensors, directions: Tensors, group: Group, control: Tensor
