@@ -90,8 +90,8 @@ def reduce_separately(model: nn.Module) -> AbstractContextManager[None]:
     return set_attributes(changes)
 
 
-# Gets the number of a parameter, the gathered parameter, and whether FSDP2 reduces its gradient.
-# Returns the gradient that FSDP2 reduces.
+# A function of the index of a parameter, the gathered parameter, and whether FSDP2 reduces its
+# gradient. It returns the gradient that FSDP2 reduces.
 TakeGradient = Callable[[int, Tensor, bool], "Tensor | None"]
 
 

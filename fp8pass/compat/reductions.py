@@ -27,7 +27,7 @@ def hold_dequantized_rows() -> AbstractContextManager[None]:
 
 
 class _Choices:
-    """Makes the choices of the handler `others`, except for reductions along short rows."""
+    """Delegates choices to the handler `others`, except for reductions along short rows."""
 
     def __init__(self, others: Any) -> None:
         self.others = others

@@ -67,8 +67,8 @@ def average_sums(attached: Attached, group: Any = None) -> Replicas:
     """
     if attached.max_norm is None:
         raise ConfigError(
-            "average_sums needs the sums of all parameters at the end of a backward. Pass "
-            "max_norm to step_in_backward; math.inf does not clip."
+            "average_sums needs the sums of the gradients of all parameters at the end of a "
+            "backward. So pass max_norm to step_in_backward; max_norm=math.inf does not clip."
         )
     if any(isinstance(p, (DTensor, QuantizedWeight)) for p in attached.owners):
         raise ConfigError(

@@ -148,7 +148,7 @@ def _compute(definition: Definition, values: Mapping[Symbol, Tensor]) -> Tensor:
 
 
 def evaluate(expression: Expr, values: Mapping[Symbol, Tensor]) -> Tensor:
-    """Evaluate an expression of symbols on tensors."""
+    """Evaluate a symbolic expression, with tensors as the values of its symbols."""
     operands = sorted(expression.free_symbols, key=str)
     numbered = {s: Symbol(f"x{i}", **s.assumptions0) for i, s in enumerate(operands)}
     function = _compile(expression.xreplace(numbered), tuple(numbered.values()))

@@ -74,7 +74,7 @@ class Exchange:
         return readers[0] if padded else self.wait
 
     def replace_sizes(self, rows: fx.Node, matrix: fx.Node) -> None:
-        """Let nodes that read a number of rows read it from other tensors.
+        """Redirect nodes that read a number of rows to other tensors.
 
         They read `rows` instead of the collective and `self.wait`, and `matrix` instead of
         `self.matrix`.

@@ -6,8 +6,9 @@ the rewritten graph, it has the shape `[c, ...]` for any number of rows c:
     before   x [B, S, V];  m = amax(x, [2], True);  y = sub(x, m);  g = mm(t(y), h)
     after    x [c, V];     m = amax(x, [1], True);  y = sub(x, m);  g = mm(t(y), h)
 
-A result either has rows, or is a sum over rows, like `g`. Rows that the shift of a language model's
-loss drops, `x[:, :-1]`, are computed anyway, and `RowGraph.restore` drops them from the results.
+A result either has rows, or is a sum over rows, like `g`. The loss of a language model drops the
+last row of each sequence, `x[:, :-1]`. These rows are computed anyway, and `RowGraph.restore`
+removes them from the results.
 """
 
 from __future__ import annotations

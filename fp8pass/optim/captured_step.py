@@ -179,10 +179,10 @@ class CapturedStep:
         self._key = key
         if self._waited == PATIENCE:
             log.warning(
-                "capture_step has captured none of the last %d calls, because shapes of the batch, "
-                "numbers among the arguments, or options of an optimizer other than its learning "
-                "rate change. Pass numbers that change as tensors on the GPU, and pad batches to "
-                "one shape.",
+                "capture_step has captured none of the last %d calls, because something changes "
+                "between calls: shapes of the batch, numbers among the arguments, or options of an "
+                "optimizer (except learning rates). Pass numbers that change as tensors on the "
+                "GPU, and pad batches to one shape.",
                 PATIENCE,
             )
         return self._equal >= WARM_UP

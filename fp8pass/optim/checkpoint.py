@@ -81,7 +81,7 @@ class SavedState:
         return self.format == format and self.parts[0].numel() == groups
 
     def copy(self, device: torch.device) -> Quantized:
-        """Copy the local shards to `device`. Scales and powers of the result are [R]."""
+        """Copy the local shards to `device`. Scales and powers have shape [R]."""
         data, *parts = (
             local(x).detach().to(device, copy=True).contiguous() for x in (self.data, *self.parts)
         )

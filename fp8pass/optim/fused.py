@@ -4,9 +4,9 @@
 addresses of parameters and states. A step rewrites the addresses of gradients and of Muon's
 directions only if they have changed. The CPU never waits for the GPU.
 
-`StreamedUpdate` copies offloaded states through staging buffers in pieces. For a piece, the tables
-contain the address that element 0 of the whole parameter would have. The position of an element
-then selects the same random bits as in an update of the whole parameter, so results are equal.
+`StreamedUpdate` copies offloaded states through staging buffers in pieces. The address of a piece
+in the tables is its address in the buffer, minus the offset of its first element in the parameter.
+So the position of an element selects the same random bits as in an update of the whole parameter.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Verdict:
         norm = float(x.double().norm())
         if norm > 10 * max(norms) + 1e-6 or (norm == 0 and min(norms) > 1e-6):
             self.complaints.append(
-                f"{name} has norm {norm:.3g}, not {min(norms):.3g} to {max(norms):.3g}"
+                f"{name} has norm {norm:.3g}, outside of {min(norms):.3g} to {max(norms):.3g}"
             )
 
 

@@ -24,8 +24,8 @@ def choose_layers(
     `skip` excludes layer paths. `why_not` returns why a weight cannot be quantized, or ''. Layers
     are left out if `considers` is false for their weight.
 
-    Returns the layers of each chosen weight. Also returns, by path, why other layers cannot be
-    quantized.
+    Returns the layers of each chosen weight. Also returns the paths of other layers, each with the
+    reason why it cannot be quantized.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}.")

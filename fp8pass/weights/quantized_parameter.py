@@ -37,8 +37,8 @@ class QuantizedWeight(Tensor):
 
     The data of experts are a matrix, too, with M = E·N. `quantization` describes the scales.
 
-    Operators outside of compiled graphs read the source. If there is no source, they read the
-    dequantized data.
+    Operators outside of compiled graphs read the source, which is the exact weight. If there is no
+    source, they read the dequantized data.
     """
 
     experts: int  # number of experts, 0 for a single matrix

@@ -44,7 +44,7 @@ LONGEST_CONTRACTION = 16384
 
 @dataclass(frozen=True)
 class Term:
-    """A GEMM and the place of its result in a sum."""
+    """A GEMM whose result is a term of a sum, and the place of this term."""
 
     gemm: fx.Node
     place: sums.Term  # the term's place in the sum
@@ -188,7 +188,7 @@ def _join_scales(add: Any, scales: list[Any]) -> fx.Node:
 
 
 def _multiply_scales(add: Any, term: Term) -> fx.Node:
-    """Emit the product of a term's scales; 0 if the gradient is zero and so needs no large `c`."""
+    """Emit the product of a term's scales. If the gradient is zero, emit 0, to keep `c` small."""
     _, scale, _, weight_scale = term.gemm.args[:4]
     amax = scale.args[0]  # type: ignore[union-attr]
     product = add(aten.mul.Tensor, scale, weight_scale)

@@ -50,8 +50,9 @@ if TYPE_CHECKING:
 
 
 # Prices of added time: the bytes that must be saved for each byte that the GPU's memory could move
-# in the added time. With the first price, one more kernel launch must save 1 MB on an H200. An FP8
-# operand that is dequantized for a GEMM saves a third of the bytes that its dequantization moves.
+# in the added time. With the first price, one more kernel launch must save 1 MB on an H200.
+# Dequantizing an FP8 operand for a GEMM moves 3 bytes per element, and saving the operand in FP8
+# instead of BF16 saves 1 byte.
 PRICES = (0.025, 0.25, 0.7, 1.2)
 
 # A budget that is a share, e.g. 0.5, does not apply to graphs that save fewer bytes than this, such

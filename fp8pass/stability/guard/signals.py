@@ -225,7 +225,7 @@ class Signals:
         yield from _make_signal(name, rise.deviations, math.exp(rise.difference), text)
 
     def _check_parameters(self, norms: Numbers, names: Sequence[Name]) -> Iterator[Signal]:
-        """Compare norms of parameters, gradients and changes with the past. Add suspects."""
+        """Compare norms of parameters, gradients and updates with earlier norms. Add suspects."""
         if (broken := np.flatnonzero(~np.isfinite(norms[0]))).size:
             module, name = names[broken[0]]
             yield Signal("weights", strong=True, text=f"{module} {name} is not finite")

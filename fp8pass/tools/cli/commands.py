@@ -20,7 +20,8 @@ from fp8pass.tools.cli.parsing import (
 )
 
 REPORT = "--traceback shows where. To report the error, add the output of fp8pass env."
-# Unlike other commands, fit does not first run the model alone, so the model may cause the error.
+# Unlike other commands, `fit` does not first run the model without a backend, so the error may come
+# from the model itself.
 REPORT_FIT = (
     "--traceback shows where. If the error is not in the model or its loss_fn, report it with the "
     "output of fp8pass env."
@@ -64,7 +65,7 @@ def _add_fit_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     gpu = "the GPU by name, memory or both: RTX4090, 16GiB, H200,16GiB (default: the local GPU)"
     add("--gpu", help=gpu)
-    add("--host", help="host memory: 64GiB (default: the available memory of this machine)")
+    add("--host", help="host memory, such as 64GiB (default: the available memory of this machine)")
     sums = "micro-batches whose gradients are summed before an update (default: 1)"
     add("--accumulate", type=int, default=1, metavar="N", help=sums)
     blocks = (

@@ -88,8 +88,8 @@ def add_options(parser: argparse.ArgumentParser, *, runs: bool = True) -> None:
         "--input",
         type=parse_input,
         metavar="[NAME=]SHAPE[:DTYPE[:BELOW]]",
-        help="a random input that replaces TARGET's own; repeatable: 4x128:int64:32000 (integers "
-        "below 32000), 4x128x256:bfloat16 (normal), x=4x256 (a keyword argument)",
+        help="a random input instead of the inputs of TARGET, such as 4x128:int64:32000 (integers "
+        "below 32000), 4x128x256:bfloat16 (normal), x=4x256 (a keyword argument); may be repeated",
     )
     recipes = ", ".join(RECIPES)
     add("--recipe", help=f"one of {recipes} (default: the options of a compiled TARGET, or coat)")

@@ -203,10 +203,10 @@ def _explain_missing_values(module: nn.Module) -> Iterator[None]:
         running = [paths[i] for f in frames if (i := id(f.f_locals.get("self"))) in paths]
         where = running[-1] if running else f"{type(module).__name__} or its loss"
         raise ValueError(
-            f"fit runs a model on tensors without values, but {error.func} in {where} reads "
-            "values, for example for .item(), a branch or a boolean mask. Replace this operation, "
-            "or call fit on a part of the model. For mixture-of-experts models of Hugging Face, "
-            "set experts_implementation='grouped_mm'."
+            f"fit runs a model on fake tensors, which have no values, but {error.func} in {where} "
+            "reads values, for example for .item(), a branch or a boolean mask. Replace this "
+            "operation, or call fit on a part of the model. For mixture-of-experts models of "
+            "Hugging Face, set experts_implementation='grouped_mm'."
         ) from error
 
 
