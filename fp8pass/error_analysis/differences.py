@@ -179,7 +179,8 @@ def _is_negation_or_copy(node: fx.Node) -> bool:
 
 
 def skip_copies(node: fx.Node) -> fx.Node:
-    while node.target in COPIES:
+    """Return the node that `node` is a copy of. A copy of a constant has no input node."""
+    while node.target in COPIES and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
