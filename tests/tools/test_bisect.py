@@ -344,7 +344,7 @@ def test_units_of_a_llama():
         ({"most": True}, ConfigError, "must be at least 1, got True"),
         ({"config": "coat"}, TypeError, "Config.recipe"),
         ({"model": loss}, TypeError, "takes a torch.nn.Module, got function"),
-        ({"loss_fn": lambda m, x: m(x)}, TypeError, r"it returned \(32, 32\)"),
+        ({"loss_fn": lambda m, x: m(x)}, TypeError, r"it returned a tensor of shape \(32, 32\)"),
         ({"loss_fn": lambda m, x: {"loss": m(x).sum()}}, TypeError, "it returned dict"),
         ({"batch": X * math.nan}, ValueError, "not finite in recipe 'exact' either"),
         ({"model": MLP((32, 32, 32)).requires_grad_(False)}, ValueError, "nothing to compare"),

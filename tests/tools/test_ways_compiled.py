@@ -172,7 +172,10 @@ def test_moments_of_blocks_have_names_within_blocks():
         ({"config": {"recipe": "agoq"}}, r"got dict.*Config.recipe\('coat'\)"),
         ({"loss_fn": lambda output: output.sum()}, "take the model and the batch.*too many"),
         ({"loss_fn": (X,)}, "got tuple. Pass loss_fn before the batch"),
-        ({"loss_fn": lambda model, x: model(x)}, r"a tensor of one element.*it returned \(4, 64\)"),
+        (
+            {"loss_fn": lambda model, x: model(x)},
+            r"a tensor of one element.*it returned a tensor of shape \(4, 64\)",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(tool, changes, message):
