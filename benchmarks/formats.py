@@ -61,7 +61,7 @@ class Element:
 
     @property
     def max(self) -> float:
-        """Return the largest value: that of the largest bit pattern that is not reserved."""
+        """Return the largest value. Its bit pattern is the largest pattern that is not reserved."""
         binades = max(0, (1 << self.exponent) - 2)
         ones = (2 if self.exponent else 1) - (1 + self.reserved) * 2.0**-self.mantissa
         return ones * 2.0 ** (self.min_exponent + binades)
