@@ -76,7 +76,9 @@ def _rewrite(scatter: fx.Node) -> None:
         rows = reshape(x, -1, columns)
         scale = add(fp8.scale.default, add(fp8.amax.default, rows, block_text(how.block)), str(how))
         codes = add(fp8.as_bytes.default, add(fp8.quantize.default, rows, scale, str(how)))
-        parts = [reshape(y, ranks, -1) for y in (codes, add(aten.view.dtype, scale, torch.uint8))]
+        # Inductor of PyTorch 2.11 may store `scale` in columns, which bytes cannot view.
+        scale_bytes = add(aten.view.dtype, reshape(scale, -1), torch.uint8)
+        parts = [reshape(y, ranks, -1) for y in (codes, scale_bytes)]
         one_each = [1] * ranks
         sent = add(aten.cat.default, parts, 1)
         received = add(WAIT_TENSOR, add(ALL_TO_ALL, sent, one_each, one_each, name))
