@@ -197,8 +197,10 @@ def test_only_the_transposed_weight_is_copied():
 
 
 def test_tokens_first_are_copied_into_rows():
+    """The layout of the gradient, and so its copy, depends on the version of PyTorch."""
     joint = rewritten(Batched(SPELLINGS["tokens first"]), tokens(T, E, K))
-    assert len(joint.calls(aten.clone.default)) == 2
+    copied = [tuple(n.meta["val"].shape) for n in joint.calls(aten.clone.default)]
+    assert copied in ([(E, T, K), (E, N, K)], [(E, T, K), (E, N, K), (E, T, N)])
 
 
 @pytest.mark.parametrize("name", ["expanded", "repeated"])
