@@ -262,6 +262,7 @@ MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_first_batch_does_not_matter(on_a_gpu, name):
     """Cache keys contain no hints of dynamic sizes."""

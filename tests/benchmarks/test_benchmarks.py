@@ -57,6 +57,7 @@ def test_models_train_whole_and_by_blocks_and_failures_are_recorded(
     assert [r for r in again["results"] if r["variant"] == "fp8pass coat"] == ours
 
 
+@pytest.mark.long
 def test_steps_of_many_micro_batches(load, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torchao", None)
     llmq, out = load("llmq"), tmp_path / "llmq.json"

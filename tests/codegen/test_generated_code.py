@@ -32,6 +32,7 @@ def launches_of_rows(statements: list[str]) -> list[tuple[int, list[str]]]:
     ]
 
 
+@pytest.mark.long
 def test_gradients_overwrite_saved_logits(codes):
     """Inductor does not hold the graph input `mm` for longer than other tensors."""
     forward, backward = codes["head"]

@@ -15,7 +15,7 @@ from features import BY_NAME, FEATURES, REFUSED, Feature, pairs, ranks_of
 from judging import Result, judge, train, train_on_rank
 
 ALL = draws_all()
-DRAWN = 4
+DRAWN = 2
 DRAWN_RANKS = 2  # all on the same group of ranks, because starting a group is slow
 
 

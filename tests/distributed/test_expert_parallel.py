@@ -381,6 +381,7 @@ def test_four_ranks_exchange_in_fp8(tmp_path):
         four(a_rank_without_tokens_waits_for_none)
 
 
+@pytest.mark.long
 def test_graphs_are_lowered_for_gpus(tmp_path):
     with ranks(tmp_path, "cpu") as two:
         for pads, more_exchanges in ((False, 0), (True, 0), (False, 1)):

@@ -272,7 +272,7 @@ LINEAR = {"recipe": "linear", "compiler": "eager"}
 CLAIMS = (exact_equals_eager, coat_trains_and_replicas_stay_equal, checkpointed_blocks_equal_eager)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("way", parallel.WAYS)
 def test_every_way_trains_on_two_ranks(two, way, claim):

@@ -117,7 +117,7 @@ def test_a_nan_of_one_rank_reaches_all(two):
 def wrong_uses_are_refused(device: str) -> None:
     model = Branches().to(device)
     attached = step_in_backward(model, new_optimizer(model))
-    with pytest.raises(fp8pass.ConfigError, match=r"pass max_norm to .* max_norm=math\.inf does not clip"):
+    with pytest.raises(fp8pass.ConfigError, match="pass max_norm to step_in_backward"):
         fp8pass.distributed.average_sums(attached)
     sharded = fully_shard(nn.Linear(8, 8).to(device))
     attached = step_in_backward(sharded, new_optimizer(sharded), max_norm=1.0)

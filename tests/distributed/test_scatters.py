@@ -178,6 +178,7 @@ def test_parts_of_different_sizes_are_reduced_alike(two):
     two(parts_of_different_sizes)
 
 
+@pytest.mark.long
 def test_gradients_of_projections_are_reduced_once(two):
     two(gradients_of_projections_are_reduced_once)
 

@@ -107,6 +107,7 @@ def test_merging_is_refused():
         adapted().merge_and_unload()
 
 
+@pytest.mark.long
 def test_gradient_checkpointing():
     model = adapted()
     want = gradients(model, model)
@@ -218,6 +219,7 @@ def test_adapters_of_experts_are_not_added_to_weights(checkpointing):
     assert counts == {"baddbmm": 0, "grouped_mm": 6}
 
 
+@pytest.mark.long
 def test_experts_with_several_adapters_saved_and_switched(tmp_path):
     model = prepared()
     model.add_adapter("other", model.peft_config["default"])

@@ -492,7 +492,7 @@ def test_a_guard_is_refused():
 
 def test_a_monitor_is_refused():
     monitor = fp8pass.Monitor()
-    backend = fp8pass.backend(fp8pass.Config(), monitor=monitor)
+    backend = fp8pass.backend(fp8pass.Config(compiler="eager"), monitor=monitor)
     *_, step = make(backend=backend)
     with pytest.raises(ConfigError, match="capture_step replays one version"):
         capture_step(step)(batches(1)[0])

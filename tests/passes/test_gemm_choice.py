@@ -248,6 +248,7 @@ def test_recipe_exact_and_simulation_choose_nothing():
         assert not any(y.slower for y in plan.linears)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_choice_for_dynamic_shapes_does_not_depend_on_the_first_batch(dynamic):
     """Cache keys contain no hints, and a short last batch makes shapes dynamic."""

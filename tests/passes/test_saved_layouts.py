@@ -61,6 +61,7 @@ def test_rows_in_other_layouts(transposed):
     check_gradients(loss, model, x)
 
 
+@pytest.mark.long
 def test_a_dynamic_batch():
     torch.manual_seed(0)
     model = nn.Sequential(Block(64), Block(64)).bfloat16()

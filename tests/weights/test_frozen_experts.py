@@ -168,6 +168,7 @@ def test_experts_are_used_as_a_whole_or_not_at_all(caplog):
     assert "forward" not in vars(model.experts)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_transformers(tmp_path, monkeypatch):
     """FP8 experts of transformers train, and are saved with the same bytes."""
     transformers = pytest.importorskip("transformers")

@@ -434,6 +434,7 @@ def test_fit_counts_fp8_data():
     assert here.weights == sum(x.nbytes for x in held)
 
 
+@pytest.mark.long
 def test_adapters_of_peft():
     """`quantize_frozen` may be called before or after `get_peft_model`."""
     peft = pytest.importorskip("peft")

@@ -319,6 +319,7 @@ class ReturnsHidden(nn.Module):
         return torch.cat([gated, hidden.gather(-1, (hidden.detach() > 0).long())], -1), hidden
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["exact", "linear"])
 def test_a_backward_does_not_overwrite_outputs(recipe):
     """Inductor reuses the memory of saved tensors that are no part of an output."""

@@ -70,6 +70,7 @@ class NormedMLP(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_kernels_of_norms_compute_amaxes_under_autocast(graphs, monkeypatch):
     """The residual stream is in FP32, and GEMMs read its gradient in BF16."""
     model, x = NormedMLP(), torch.randn(32, 64)
