@@ -10,8 +10,9 @@
 longer than the CPU takes to launch them. Weights are in FP32. FSDP2 shards each decoder layer, with
 gathers and gradients in BF16. In all models, layers are compiled in place. `sequence` is a stack of
 16 decoder layers (models.Stack) in the sizes of the 1B Llama, with tensor parallelism and
-sequence-parallel norms. `experts` is a stack of four decoder layers. The experts of Qwen3-MoE
-(`moe.py`) are divided among the GPUs.
+sequence-parallel norms. `context` is the same stack with PyTorch's context parallelism: one long
+sequence is divided among the GPUs. `experts` is a stack of four decoder layers. The experts of
+Qwen3-MoE (`moe.py`) are divided among the GPUs.
 
 Links: `nvlink` uses the links that NCCL finds; `host` sends through host memory
 (NCCL_P2P_DISABLE=1), as GPUs without peer access do. Each GPU has one process for all variants of a
@@ -55,12 +56,14 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8pass
 from fp8pass.demo.train import Meter, free_memory
@@ -83,7 +86,7 @@ class Variant:
     """How a variant compiles, distributes and optimizes its model.
 
     Attributes:
-        way: `fsdp`, `sequence` or `experts`.
+        way: `fsdp`, `sequence`, `context` or `experts`.
         compiler: `bf16`, `torchao` or `fp8pass`.
         gather: whether torchao gathers weights in FP8.
         compress: arguments of `fp8pass.distributed.compress`; None does not call it.
@@ -136,6 +139,8 @@ VARIANTS = {
     "bf16 compile, sequence, CUDA graphs": Variant("sequence", graphs=True),
     "fp8pass coat, sequence, CUDA graphs": Variant("sequence", "fp8pass", graphs=True),
     "… scatters in FP8, CUDA graphs": Variant("sequence", "fp8pass", scatters="e4m3", graphs=True),
+    "bf16 compile, context": Variant("context"),
+    "fp8pass coat, context": Variant("context", "fp8pass"),
     "bf16 compile, experts": Variant("experts"),
     "fp8pass coat, experts": Variant("experts", "fp8pass"),
     "… experts, exchanges in BF16": Variant("experts", "fp8pass", without="exchange_quantized"),
@@ -334,6 +339,34 @@ def _sequence_step(
     return step, None, size.batch * size.seq
 
 
+def _context_step(
+    size: Size, variant: Variant, device: torch.device, losses: list[Tensor]
+) -> tuple[Callable[[], None], Any, int]:
+    stack: Any = Stack(size.layers, size.hidden, size.heads, size.ffn)
+    with torch.no_grad():
+        init_weights(stack.to(device, torch.bfloat16))
+    compile_in_place(stack.layers, variant)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    tokens = size.batch * size.seq * mesh.size()
+    whole = torch.randn(1, tokens, size.hidden, device=device, dtype=torch.bfloat16)
+    tables = rope_tables(tokens, size.hidden // size.heads, device)
+
+    def step() -> None:
+        # `context_parallel` replaces these tensors by the part of this rank.
+        x, cos, sin = parts = [tensor.clone() for tensor in (whole, *tables)]
+        with (
+            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+            context_parallel(
+                mesh, buffers=parts, buffer_seq_dims=[1, 0, 0], no_restore_buffers=set(parts)
+            ),
+        ):
+            y = stack(x, cos, sin)
+            y.backward(torch.ones_like(y))
+        stack.zero_grad()
+
+    return step, None, tokens
+
+
 def _expert_step(
     size: Size, variant: Variant, device: torch.device, losses: list[Tensor]
 ) -> tuple[Callable[[], None], Any, int]:
@@ -353,7 +386,12 @@ def _expert_step(
     return step, None, size.batch * size.seq * dist.get_world_size()
 
 
-BUILDERS = {"fsdp": _fsdp_step, "sequence": _sequence_step, "experts": _expert_step}
+BUILDERS = {
+    "fsdp": _fsdp_step,
+    "sequence": _sequence_step,
+    "context": _context_step,
+    "experts": _expert_step,
+}
 
 
 def kernels(device: torch.device, elements: int = 1 << 28) -> dict[str, Any]:
@@ -409,7 +447,9 @@ def child(args: argparse.Namespace) -> None:
     )  # fmt: skip
     # Layers of all variants share code objects, so Dynamo counts their compilations together.
     torch._dynamo.config.recompile_limit = len(VARIANTS) * 8
-    ways = [(model, "fsdp") for model in args.models] + [("1B", "sequence"), ("1B", "experts")]
+    ways = [(model, "fsdp") for model in args.models]
+    on_gpus = ["context"] if cuda else []  # PyTorch has no context parallelism on CPUs
+    ways += [("1B", way) for way in ("sequence", *on_gpus, "experts")]
     for model, way in ways:
         names = [name for name in args.variants if VARIANTS[name].way == way]
         found = measure(names, _size(model, tiny=args.tiny), device)

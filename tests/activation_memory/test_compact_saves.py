@@ -275,6 +275,7 @@ def test_the_first_batch_does_not_matter(on_a_gpu, name):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.long
 def test_batch_and_length_count_like_their_product(on_a_gpu):
     model, x = block(64, 128), rows(256, 64).detach()
     seconds = []

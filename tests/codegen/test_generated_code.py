@@ -9,6 +9,8 @@ import pytest
 from cli_helpers import run_python
 
 pytest.importorskip("triton")
+# The first test generates the code of all cases, which takes half a minute.
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,6 @@ def launches_of_rows(statements: list[str]) -> list[tuple[int, list[str]]]:
     ]
 
 
-@pytest.mark.long
 def test_gradients_overwrite_saved_logits(codes):
     """Inductor does not hold the graph input `mm` for longer than other tensors."""
     forward, backward = codes["head"]

@@ -40,6 +40,7 @@ def gradients(model, program) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_gradients_of_adapters(variant):
     model = adapted(**VARIANTS[variant])
@@ -76,6 +77,7 @@ def test_training_saving_and_resuming(tmp_path):
     assert ids.shape == (1, 8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["coat", "block"])
 def test_packed_sequences_are_trained_like_separate_ones(recipe):
     """Positions restart with each sequence. No attention mask is passed (padding-free)."""

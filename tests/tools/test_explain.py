@@ -136,6 +136,7 @@ def test_json_round_trip(llama_explanation, tmp_path):
     assert set(graph["pass_seconds"]) == joint | halves
 
 
+@pytest.mark.long
 def test_graphs_before_and_after_each_pass(llama_explanation):
     joint = [p for p in llama_explanation.graphs[0].passes if p.graph == "joint"]
     assert "fp8pass" not in joint[0].before

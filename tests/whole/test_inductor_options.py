@@ -138,6 +138,7 @@ def test_cache_keys_contain_which_options_users_leave_to_fp8pass():
     assert len(keys) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rows", "reuses"), [(512, True), (4096, False)])
 def test_generated_code_reuses_buffers_up_to_a_size(rows, reuses):
     def function(x, w):
