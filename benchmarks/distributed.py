@@ -4,6 +4,9 @@
     python benchmarks/distributed.py --links host --models 7B --variants "fp8pass coat, compressed"
     python benchmarks/distributed.py --models 1B --out benchmarks/results/distributed_graphs.json \\
         --variants "fp8pass coat" "fp8pass coat, CUDA graphs"
+    python benchmarks/distributed.py --ranks 1 --links nvlink --models 1B --tokens 65536 \\
+        --out benchmarks/results/long_sequences.json \\
+        --variants "bf16 compile, context" "… recomputed" "fp8pass coat, context" "… agoq"
     python benchmarks/distributed.py --tiny             small models, on CPUs with gloo too
 
 `fsdp` trains the 1B Llama of `model.py`, or the first eight layers of the 7B Llama, which run
@@ -11,7 +14,8 @@ longer than the CPU takes to launch them. Weights are in FP32. FSDP2 shards each
 gathers and gradients in BF16. In all models, layers are compiled in place. `sequence` is a stack of
 16 decoder layers (models.Stack) in the sizes of the 1B Llama, with tensor parallelism and
 sequence-parallel norms. `context` is the same stack with PyTorch's context parallelism: one long
-sequence is divided among the GPUs. `experts` is a stack of four decoder layers. The experts of
+sequence is divided among the GPUs. With `--tokens`, the stack has four layers, and each GPU has
+this number of tokens. `experts` is a stack of four decoder layers. The experts of
 Qwen3-MoE (`moe.py`) are divided among the GPUs.
 
 Links: `nvlink` uses the links that NCCL finds; `host` sends through host memory
@@ -37,6 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +69,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass.demo.train import Meter, free_memory
@@ -74,6 +80,7 @@ LINKS = {"nvlink": {}, "host": {"NCCL_P2P_DISABLE": "1"}}
 BATCH = 4
 SIZES = {"1B": MODELS["1B"], "7B": replace(MODELS["7B"], layers=8)}
 EXPERT_LAYERS = 4
+LONG_LAYERS = 4
 EXPERT_CASES = {case.hidden: case for case in EXPERTS[1:]}  # Qwen3-MoE's sizes
 # Number of turns of each variant, and of steps in each turn. The first step of a turn is not timed,
 # because the CPU's caches hold code of other variants. In the second step only the launches of the
@@ -93,6 +100,8 @@ class Variant:
         optimizer: `fused` for PyTorch's AdamW, or `fp8pass` for fp8pass's AdamW.
         without: a pass to disable.
         scatters: fp8pass's option `scatter_format`.
+        recipe: fp8pass's recipe.
+        recomputes: whether the backward recomputes each layer.
         keeps: whether gathered weights stay in memory from the forward to the backward.
         graphs: whether layers are replayed as CUDA graphs.
     """
@@ -104,6 +113,8 @@ class Variant:
     optimizer: str = "fused"
     without: str = ""
     scatters: str = "exact"
+    recipe: str = "coat"
+    recomputes: bool = False
     keeps: bool = False
     graphs: bool = False
 
@@ -140,7 +151,9 @@ VARIANTS = {
     "fp8pass coat, sequence, CUDA graphs": Variant("sequence", "fp8pass", graphs=True),
     "… scatters in FP8, CUDA graphs": Variant("sequence", "fp8pass", scatters="e4m3", graphs=True),
     "bf16 compile, context": Variant("context"),
+    "… recomputed": Variant("context", recomputes=True),
     "fp8pass coat, context": Variant("context", "fp8pass"),
+    "… agoq": Variant("context", "fp8pass", recipe="agoq"),
     "bf16 compile, experts": Variant("experts"),
     "fp8pass coat, experts": Variant("experts", "fp8pass"),
     "… experts, exchanges in BF16": Variant("experts", "fp8pass", without="exchange_quantized"),
@@ -181,6 +194,8 @@ def compile_in_place(layers: nn.ModuleList, variant: Variant) -> None:
     options: dict[str, Any] = {"triton.cudagraphs": True} if variant.graphs else {}
     if variant.scatters != "exact":
         options["scatter_format"] = variant.scatters
+    if variant.recipe != "coat":
+        options["recipe"] = variant.recipe
     backend = "fp8pass" if variant.compiler == "fp8pass" else "inductor"
     kind = type(with_own_code(layers[0], "_call_impl"))
     for layer in layers:
@@ -350,17 +365,19 @@ def _context_step(
     tokens = size.batch * size.seq * mesh.size()
     whole = torch.randn(1, tokens, size.hidden, device=device, dtype=torch.bfloat16)
     tables = rope_tables(tokens, size.hidden // size.heads, device)
+    recompute = partial(checkpoint, use_reentrant=False)
+    run: Callable[..., Any] = recompute if variant.recomputes else lambda layer, *args: layer(*args)
 
     def step() -> None:
         # `context_parallel` replaces these tensors by the part of this rank.
         x, cos, sin = parts = [tensor.clone() for tensor in (whole, *tables)]
-        with (
-            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-            context_parallel(
-                mesh, buffers=parts, buffer_seq_dims=[1, 0, 0], no_restore_buffers=set(parts)
-            ),
-        ):
-            y = stack(x, cos, sin)
+        divided = context_parallel(
+            mesh, buffers=parts, buffer_seq_dims=[1, 0, 0], no_restore_buffers=set(parts)
+        )
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), divided if mesh.size() > 1 else nullcontext():
+            y = x
+            for layer in stack.layers:
+                y = run(layer, y, cos, sin)
             y.backward(torch.ones_like(y))
         stack.zero_grad()
 
@@ -448,16 +465,21 @@ def child(args: argparse.Namespace) -> None:
     # Layers of all variants share code objects, so Dynamo counts their compilations together.
     torch._dynamo.config.recompile_limit = len(VARIANTS) * 8
     ways = [(model, "fsdp") for model in args.models]
-    on_gpus = ["context"] if cuda else []  # PyTorch has no context parallelism on CPUs
-    ways += [("1B", way) for way in ("sequence", *on_gpus, "experts")]
+    # PyTorch has no context parallelism on CPUs.
+    context = ["context"] if cuda or args.ranks == 1 else []
+    ways += [("1B", way) for way in ("sequence", *context, "experts")]
     for model, way in ways:
         names = [name for name in args.variants if VARIANTS[name].way == way]
-        found = measure(names, _size(model, tiny=args.tiny), device)
+        size, label = _size(model, tiny=args.tiny), model
+        if args.tokens:
+            size = replace(size, layers=LONG_LAYERS, batch=1, seq=args.tokens)
+            label = f"{args.ranks * args.tokens:,} tokens on {args.ranks}"
+        found = measure(names, size, device)
         free_memory()
         for name in names if args.rank == 0 else ():
-            about = {"model": model, "link": args.child, "variant": name}
+            about = {"model": label, "link": args.child, "variant": name}
             print(json.dumps({**about, **found[name]}), flush=True)
-    if args.rank == 0 and cuda and args.child == "nvlink":
+    if args.rank == 0 and cuda and args.child == "nvlink" and not args.tokens:
         print(json.dumps({"kernels": kernels(device)}), flush=True)
     os._exit(0)  # without a shutdown, because threads of process groups may still run
 
@@ -473,6 +495,7 @@ def run_link(link: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         common = [sys.executable, __file__, "--child", link, "--ranks", str(args.ranks)]
         common += ["--store", f"{folder}/store", *(["--tiny"] if args.tiny else [])]
         common += ["--models", *args.models, "--variants", *args.variants]
+        common += ["--tokens", str(args.tokens)]
         started = [
             subprocess.Popen(
                 [*common, "--rank", str(rank)],
@@ -500,6 +523,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=0, help="tokens of a GPU in `context`")
     parser.add_argument("--tiny", action="store_true", help="small models, on CPUs too")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
