@@ -68,6 +68,20 @@ def distributed_table(data: dict[str, Any]) -> list[list[str]]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+def long_table(data: dict[str, Any]) -> list[list[str]]:
+    """Return speed and peak memory for each length of a sequence, relative to the first variant."""
+    rows = [["", "tokens/s", "× BF16", "peak GiB", "× BF16"]]
+    for length in dict.fromkeys(r["model"] for r in data["results"]):
+        first, *others = [r for r in data["results"] if r["model"] == length]
+        rows.append([f"**{length}**", *[""] * 4])
+        for r in (first, *others):
+            speed, peak = r["tokens_per_second"], r["peak_bytes"]
+            ratios = speed / first["tokens_per_second"], peak / first["peak_bytes"]
+            row = [f"{speed:,.0f}", f"{ratios[0]:.2f}", f"{peak / 2**30:.1f}", f"{ratios[1]:.2f}"]
+            rows.append([r["variant"], *row])
+    return rows
+
+
 def _wire(result: dict[str, Any]) -> tuple[float | None, float | None]:
     return result["gradients_wire"], result["weights_wire"]
 
