@@ -97,6 +97,8 @@ class Attached:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for optimizer in self.optimizers:
+            optimizer._step_supports_amp_scaling = False
         self.accumulated.clear()
         for attached in _ATTACHED.values():
             if self in attached:
@@ -439,6 +441,7 @@ def step_in_backward(
     attached.find_schedule()
     handles = attached._handles
     for optimizer in optimizers:
+        optimizer._step_supports_amp_scaling = True  # `before_step` raises an error for GradScaler
         handles.append(optimizer.register_step_pre_hook(attached.before_step))
         # The step's closure may run the last backward, so the hook runs after the step.
         handles.append(optimizer.register_step_post_hook(attached.finish_sums))

@@ -133,9 +133,13 @@ def test_closures():
     assert optimizer.state[p]["step"] == 1
 
 
-def test_grad_scaler_skips_steps_that_overflow():
+@pytest.mark.parametrize("scales_itself", [False, True])
+def test_grad_scaler_skips_steps_that_overflow(scales_itself):
+    """By default GradScaler unscales gradients. Lightning refuses to clip them otherwise."""
     ours, theirs = parameters(), parameters()
     optimizer, unscaled = AdamW(ours), AdamW(theirs)
+    assert not optimizer._step_supports_amp_scaling
+    optimizer._step_supports_amp_scaling = scales_itself
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(4):
         set_gradients(ours, step)
