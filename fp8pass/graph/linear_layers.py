@@ -58,6 +58,11 @@ from fp8pass.plan import Linear
 
 # This flaw is worth a warning, because the user can register the weight as a parameter instead.
 NOT_A_PARAMETER = "its weight is a buffer or constant: only parameters run in FP8"
+# PyTorch does this for a frozen nn.Linear whose input is not contiguous.
+REPEATED = (
+    "its weight is repeated for each matrix of a batch; if the layer is a frozen nn.Linear, call "
+    "contiguous() on its input"
+)
 # A weight is narrow if its smaller size is at most MAX_NARROW_SIDE, and its larger size is at least
 # MIN_NARROW_RATIO times the smaller size.
 MAX_NARROW_SIDE, MIN_NARROW_RATIO = 64, 16
@@ -295,12 +300,22 @@ def _flaw(
     if origins.has_elements_of_parameters(weight):
         return ""
     if weight in origins.computed:
+        if gemm.target in BATCHED_GEMMS and _is_repeated_weight(weight, facts):
+            return REPEATED
         operator = graph.operator_name(weight)
         return f"{operator} computes its weight from parameters that have fewer elements"
     # A single matrix that is a product of parameters is a low-rank or orthogonal weight. A batch of
     # such matrices contains learned queries, which attend to the data, and so is not a weight.
     is_matrix = gemm.target in (aten.mm.default, aten.addmm.default)
     return "its weight is a product of parameters" if is_matrix else None
+
+
+def _is_repeated_weight(node: fx.Node, facts: JointFacts) -> bool:
+    """Whether a node repeats a matrix that is a parameter."""
+    if node.target is not aten.expand.default:
+        return False
+    source = graph.skip_views_and_casts(node.args[0])  # type: ignore[arg-type]
+    return source in facts.weights and tensor(source).ndim == 2
 
 
 def gemm_operands(gemm: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -67,9 +67,11 @@ def warn_about_idle_patterns(
     """
     for pattern in patterns if names else ():
         if isinstance(pattern, str) and not any(_matches(name, pattern) for name in names):
-            last_parts = sorted({name.split(":")[0].rsplit(".", 1)[-1] for name in names})
-            nearest = difflib.get_close_matches(pattern, [*names, *last_parts], n=1)
-            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"The graph has: {names[:8]}."
+            paths = list(dict.fromkeys(filter(None, names)))
+            last_parts = sorted({path.split(":")[0].rsplit(".", 1)[-1] for path in paths})
+            path = pattern.split(" (")[0]  # tables name a part of a module as `mha (in_proj)`
+            nearest = difflib.get_close_matches(path, [*paths, *last_parts], n=1)
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"The graph has: {paths[:8]}."
             warnings.warn(
                 f"fp8pass: {option} pattern {pattern!r} matches no {what} of this graph. {hint} "
                 "Paths start at the compiled module. If you compile blocks separately, give each "

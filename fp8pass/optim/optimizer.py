@@ -44,8 +44,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
     A subclass defines the options of parameter groups, and `_make_update`.
     """
 
-    # If True, GradScaler sets `grad_scale` and `found_inf` instead of unscaling gradients and skipping
-    # steps. Lightning does not clip gradients for such optimizers, so this is not the default.
+    # If True, GradScaler sets `grad_scale` and `found_inf` instead of unscaling gradients and
+    # skipping steps. Lightning does not clip gradients for such optimizers, so the default is False.
     _step_supports_amp_scaling = False
     # Keys of a parameter group that set several options, such as `preset`.
     _shorthands: tuple[str, ...] = ()

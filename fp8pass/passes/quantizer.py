@@ -31,6 +31,7 @@ from fp8pass.graph.linear_layers import (
     emit_operand,
     gemm_operands,
     is_multiple_of_16,
+    why_unsuitable_size,
 )
 from fp8pass.graph.names import matching_pattern
 from fp8pass.graph.nodes import aten, tensor
@@ -60,7 +61,9 @@ def why_not_at_all(layer: Layer, config: Config) -> Reason:
     if pattern is not None:
         return Reason(f"matches skip pattern {pattern!r}", chosen=True)
     if layer.is_head and not (config.quantize_lm_head or is_simulated):
-        return Reason("an output head, which stays exact unless quantize_lm_head=True", chosen=True)
+        size = why_unsuitable_size(layer.out_features, layer.in_features)
+        text = size or "an output head, which stays exact unless quantize_lm_head=True"
+        return Reason(text, chosen=True)
     if layer.flaw:
         return Reason(layer.flaw, routine=layer.flaw != NOT_A_PARAMETER)
     if layer.is_router and not is_simulated:

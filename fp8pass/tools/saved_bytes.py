@@ -19,7 +19,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     device's memory. The backward cannot run afterwards.
     """
     held = (*model.parameters(), *model.buffers(), *find_leaves((args, kwargs)))
-    own = {compat.weak_storage(t) for t in held}
+    own = {compat.weak_storage(part) for t in held for part in (t, *_parts(t))}
     saved: dict[Any, int] = {}
     sharded = is_sharded(model)
 
@@ -47,3 +47,11 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
             "Train the model instead: fp8pass logs the saved bytes at the second step."
         ) from error
     return sum(count for storage, count in saved.items() if storage not in own)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the data and scales of a quantized weight, or the local tensor of a DTensor."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]

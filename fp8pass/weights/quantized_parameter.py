@@ -378,8 +378,8 @@ def _explain_refusal(func: Any, weight: QuantizedWeight) -> str:
         )
     elif weight.is_only_copy:
         fix = (
-            "Merge adapters (merge_and_unload) before fp8pass.quantize_frozen, name layers to "
-            "train in skip=, and replace values with load_state_dict."
+            "To merge adapters, load the model in 16 bits again, and merge there. Name layers to "
+            "train in skip= of fp8pass.quantize_frozen, and replace values with load_state_dict."
         )
     return (
         f"{func} cannot change a quantized weight, because its exact values no longer exist. {fix}"

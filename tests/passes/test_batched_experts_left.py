@@ -30,6 +30,7 @@ from helpers import (
 from torch import Tensor, nn
 
 from fp8pass.config import Config
+from fp8pass.graph.linear_layers import REPEATED
 from fp8pass.graph.nodes import aten
 from fp8pass.passes.joint.quantize_experts import quantize_experts
 from fp8pass.passes.joint.quantize_linears import quantize_linears
@@ -79,7 +80,7 @@ REASONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], str]] = {
     "one matrix for all": (
         lambda w, x: torch.bmm(x, w.expand(E, -1, -1)),
         (K, N),
-        "aten.expand computes its weight from parameters that have fewer elements",
+        REPEATED,
     ),
     "a batch of batches": (
         lambda w, x: x.expand(2, -1, -1, -1) @ w,

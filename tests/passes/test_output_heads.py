@@ -40,6 +40,13 @@ def test_output_head_by_name(name):
     assert reasons(joint) == {"body": "", name: ""}
 
 
+def test_the_size_is_the_reason_if_no_option_helps():
+    model = Named("lm_head")
+    model.lm_head = nn.Linear(64, 100, bias=False)
+    found = reasons(rewritten(model, rows()))
+    assert found == {"body": "", "lm_head": "weight 100×64: both sizes must be multiples of 16"}
+
+
 def test_output_below_the_top_is_no_head():
     """BERT calls a layer of each block `output`."""
     model = nn.Sequential(Named("output"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fp8pass.config import LISTS, RECIPES, Config, configured
+from fp8pass.config import FIELDS, LISTS, RECIPES, Config, configured
 from fp8pass.option_checks import unknown
 from fp8pass.tools.cli.parsing import UsageError, check_device, check_name, find_device, task
 
@@ -137,6 +137,7 @@ def option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as memory_budget=0.6")
+    check_name("option", key, ("recipe", *FIELDS))
     if key in LISTS:
         return key, tuple(filter(None, value.split(",")))
     try:
