@@ -391,7 +391,7 @@ def step_in_backward(
     buffer = default_buffer(accumulate) if buffer is None else buffer
     if buffer not in BUFFERS:
         raise ConfigError(f"buffer must be one of {', '.join(map(repr, BUFFERS))}, got {buffer!r}.")
-    if max_norm is not None and not max_norm > 0:
+    if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
         raise ConfigError(f"max_norm must be a positive number, got {max_norm!r}.")
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -442,6 +442,8 @@ def step_in_backward(
     handles = attached._handles
     for optimizer in optimizers:
         optimizer._step_supports_amp_scaling = True  # `before_step` raises an error for GradScaler
+        # Learning rate schedulers warn if nobody has called step().
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         handles.append(optimizer.register_step_pre_hook(attached.before_step))
         # The step's closure may run the last backward, so the hook runs after the step.
         handles.append(optimizer.register_step_post_hook(attached.finish_sums))

@@ -45,7 +45,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     """
 
     # If True, GradScaler sets `grad_scale` and `found_inf` instead of unscaling gradients and
-    # skipping steps. Lightning does not clip gradients for such optimizers, so the default is False.
+    # skipping steps. Then Lightning refuses to clip gradients, so this is not the default.
     _step_supports_amp_scaling = False
     # Keys of a parameter group that set several options, such as `preset`.
     _shorthands: tuple[str, ...] = ()

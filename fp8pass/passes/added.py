@@ -7,12 +7,15 @@ import inspect
 import os
 import uuid
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
+
+from torch import fx
 
 from fp8pass.config import AddedPass, Config
 from fp8pass.option_checks import ConfigError, unknown
 from fp8pass.passes import ALL_PASSES, Pass
+from fp8pass.passes.context import Context
 
 
 def check_positions(config: Config) -> None:
@@ -28,11 +31,34 @@ def check_positions(config: Config) -> None:
 def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
     found: list[Pass] = []
     for pass_ in passes:
-        here = [(when, function) for when, name, function in added if name == pass_.__name__]
+        here = [(when, _named(f)) for when, name, f in added if name == pass_.__name__]
         found += [function for when, function in here if when == "before"]
         found.append(pass_)
         found += [function for when, function in here if when == "after"]
     return found
+
+
+def _named(function: Pass) -> Pass:
+    """Name the user's pass in errors, also if it creates a node without a tensor."""
+
+    @wraps(function)
+    def run(gm: fx.GraphModule, ctx: Context) -> None:
+        old = set(gm.graph.nodes)
+        try:
+            function(gm, ctx)
+        except Exception as error:
+            raise RuntimeError(
+                f"The pass {function.__name__!r} of the option passes raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        for node in gm.graph.nodes:
+            if node not in old and node.op == "call_function" and "val" not in node.meta:
+                raise ConfigError(
+                    f"The pass {function.__name__!r} created the node {node.name!r} without "
+                    "meta['val']. Create nodes with fp8pass.graph.emit."
+                )
+
+    return run
 
 
 def cache_keys(added: Sequence[AddedPass]) -> tuple[tuple[str, str, str], ...]:

@@ -24,6 +24,7 @@ from fp8pass.tools.cli import COMMANDS
         (["explain", "factories:model", "--recipe", "coats"], "Did you mean 'coat'?"),
         (["explain", "factories:model", "--option", "skp=up"], "Did you mean 'skip'?"),
         (["explain", "factories:model", "--option", "name=1"], "Unknown option 'name'"),
+        (["explain", "factories:model", "--option", "recpe=agoq"], "Did you mean 'recipe'?"),
         (["explain", "factories:model", "--option", "skip"], "is not KEY=VALUE"),
         (["explain", "factories:model", "--option", "group_size=17"], "multiple of 16"),
         (["explain", "factories:model", "--option", "memory_budget=0"], "a share up to 2.0"),

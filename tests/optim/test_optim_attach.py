@@ -102,9 +102,24 @@ def test_attached_optimizers_follow_schedules_and_checkpoints():
     assert optimizer.state[model[0].weight]["step"] == 2
 
 
+@pytest.mark.filterwarnings("error")
+def test_learning_rate_schedulers_do_not_warn():
+    model = small_model()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    step_in_backward(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    for loss in losses(model, 2):
+        loss.backward()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] != 0.01
+
+
 def test_wrong_arguments_are_refused(tmp_path):
     model = small_model()
     optimizer = AdamW(model.parameters())
+    for max_norm in (0.0, "1.0"):
+        with pytest.raises(fp8pass.ConfigError, match="max_norm must be a positive number"):
+            step_in_backward(model, optimizer, max_norm=max_norm)
     for accumulate in (0, True, 1.5):
         with pytest.raises(fp8pass.ConfigError, match="positive int"):
             step_in_backward(model, optimizer, accumulate=accumulate)

@@ -80,6 +80,29 @@ def test_it_can_be_disabled(monkeypatch):
     assert "sigmoids" not in [record.name for record in spy.passes[0]]
 
 
+def fails(gm, ctx) -> None:
+    gm.graph.missing()
+
+
+def adds_a_node_without_a_tensor(gm, ctx) -> None:
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        gm.graph.call_function(torch.ops.aten.sigmoid.default, (next(iter(gm.graph.nodes)),))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (fails, "The pass 'fails' of the option passes raised AttributeError"),
+        (adds_a_node_without_a_tensor, r"created the node .* Create nodes with fp8pass.graph.emit"),
+    ],
+)
+def test_errors_name_the_pass(function, message):
+    model, x = model_and_input()
+    config = replace(COAT_EAGER, passes=(("before", "quantize_linears", function),))
+    with pytest.raises(Exception, match=message):
+        compiled(model, config)[0](x)
+
+
 def test_an_unknown_position_names_the_nearest():
     config = Config(passes=(("after", "quantize_linear", nothing),))
     with pytest.raises(ConfigError, match="Did you mean 'quantize_linears'"):

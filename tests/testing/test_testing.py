@@ -56,6 +56,11 @@ def test_correct_modules_pass(module, rows):
     assert_plan_is_true(module, x)
 
 
+def test_a_saved_input_may_be_a_view():
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    assert_plan_is_true(model, torch.randn(16, 128)[:, ::2])
+
+
 def test_the_name_of_a_recipe_is_refused():
     for check in (assert_close, assert_plan_is_true):
         with pytest.raises(TypeError, match=r"got str.*Config.recipe\('agoq'\)"):

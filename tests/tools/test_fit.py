@@ -36,6 +36,12 @@ def fitted() -> fp8pass.Fit:
         return fit(model, ids, gpu="H200, 1MiB", host="8GiB", accumulate=2, blocks="blocks")
 
 
+def test_batches_of_several_sizes_in_one_process():
+    for batch in (2, 4, 8):
+        model, ids = make_on_meta(batch=batch)
+        assert fit(model, ids, gpu="H200", host="64GiB").fits
+
+
 # --- the search ----------------------------------------------------------------------------------
 
 

@@ -53,7 +53,8 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             kind = "option" if rest[0].startswith("-") else "argument"
-            self.error(unknown(kind, rest[0], [f"--{name}" for name in vars(found)]))
+            names = [name for action in self._actions for name in action.option_strings]
+            self.error(unknown(kind, rest[0], names))
         return found, rest
 
 

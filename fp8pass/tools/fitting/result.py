@@ -112,8 +112,13 @@ class Fit(Result):
             return "Use smaller optimizer states, or offload less."
         kinds = {k: least.gpu[k] for k in ("weights", "saved", "activations", "workspace")}
         largest = max(kinds, key=kinds.__getitem__)
-        if largest == "weights":
+        if kinds["weights"] > self.gpu.memory:
             return "The weights alone are too large: shard the model over several GPUs."
+        if largest == "weights":
+            return (
+                "The largest part is the weights: store them in BF16 (model.bfloat16(), or --dtype "
+                "bfloat16), or shard the model over several GPUs."
+            )
         return (
             f"The largest part is {largest}, {bytes_text(kinds[largest])} in the {least.peak}. Use "
             "smaller micro-batches and accumulate more of them"

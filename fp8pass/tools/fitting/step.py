@@ -215,11 +215,12 @@ def _compile_parts(
     module: nn.Module, paths: Sequence[str], recorder: _Recorder
 ) -> Iterator[Callable[..., Any]]:
     if list(paths) == [""]:
-        yield torch.compile(module, backend=recorder.compile)
+        # A plan needs numbers, but Dynamo makes a size dynamic that differs from an earlier `fit`.
+        yield torch.compile(module, backend=recorder.compile, dynamic=False)
         return
     parts = {path: module.get_submodule(path) for path in paths}
     for path, part in parts.items():
-        compiled = torch.compile(part.forward, backend=recorder.compile)
+        compiled = torch.compile(part.forward, backend=recorder.compile, dynamic=False)
         part.forward = partial(recorder.run_at, path, compiled)
     try:
         yield module
