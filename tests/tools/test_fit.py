@@ -36,10 +36,18 @@ def fitted() -> fp8pass.Fit:
         return fit(model, ids, gpu="H200, 1MiB", host="8GiB", accumulate=2, blocks="blocks")
 
 
+@pytest.mark.long
 def test_batches_of_several_sizes_in_one_process():
-    for batch in (2, 4, 8):
-        model, ids = make_on_meta(batch=batch)
-        assert fit(model, ids, gpu="H200", host="64GiB").fits
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(
+        vocab_size=64, num_attention_heads=2, use_cache=False, **sizes
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    for batch in (2, 4):
+        ids = torch.empty(batch, 64, dtype=torch.long, device="meta")
+        assert fit(model, input_ids=ids, labels=ids, gpu="H200", host="64GiB").fits
 
 
 # --- the search ----------------------------------------------------------------------------------
