@@ -441,8 +441,9 @@ def step_in_backward(
     attached.find_schedule()
     handles = attached._handles
     for optimizer in optimizers:
-        optimizer._step_supports_amp_scaling = True  # `before_step` raises an error for GradScaler
-        # Learning rate schedulers warn if nobody has called step().
+        # GradScaler then sets `grad_scale`, for which `before_step` raises an error.
+        optimizer._step_supports_amp_scaling = True
+        # Learning rate schedulers warn if step() was never called.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         handles.append(optimizer.register_step_pre_hook(attached.before_step))
         # The step's closure may run the last backward, so the hook runs after the step.
