@@ -58,7 +58,7 @@ from fp8pass.plan import Linear
 
 # This flaw is worth a warning, because the user can register the weight as a parameter instead.
 NOT_A_PARAMETER = "its weight is a buffer or constant: only parameters run in FP8"
-# PyTorch repeats the weight of a frozen nn.Linear whose input is not contiguous.
+# PyTorch repeats the weight of a frozen nn.Linear if its input is not contiguous.
 REPEATED = (
     "its weight is repeated for each matrix of a batch; if the layer is a frozen nn.Linear, call "
     "contiguous() on its input"
