@@ -468,6 +468,8 @@ def child(args: argparse.Namespace) -> None:
     # PyTorch has no context parallelism on CPUs.
     context = ["context"] if cuda or args.ranks == 1 else []
     ways += [("1B", way) for way in ("sequence", *context, "experts")]
+    if args.tokens:
+        ways = [("1B", "context")]
     for model, way in ways:
         names = [name for name in args.variants if VARIANTS[name].way == way]
         size, label = _size(model, tiny=args.tiny), model

@@ -94,6 +94,7 @@ class SavedTensor:
 
     Attributes:
         saved_as: `exact`, or a format with its group, such as `e4m3 1×128`.
+        bytes_exact: bytes of the value before quantization.
         bytes: bytes saved on the device, including scales. 0 for a leaf that requires a gradient,
             because autograd keeps it alive anyway.
         value: the name of the value in `keep_exact` and `calibration`.

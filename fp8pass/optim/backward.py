@@ -97,12 +97,12 @@ class Attached:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for optimizer in self.optimizers:
-            optimizer._step_supports_amp_scaling = False
         self.accumulated.clear()
         for attached in _ATTACHED.values():
             if self in attached:
                 attached.remove(self)
+        for optimizer in self.optimizers:
+            optimizer.takes_scaled_gradients = steps_in_backward(optimizer)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise ConfigError if a GradScaler is used, or if a trainable parameter has no hook.
@@ -111,7 +111,9 @@ class Attached:
         """
         self._count_trained()
         self._gradient_divisor()
-        if getattr(optimizer, "grad_scale", None) is not None:
+        if hasattr(optimizer, "found_inf"):
+            # GradScaler deletes these attributes after a step only.
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
             raise ConfigError(
                 "torch.amp.GradScaler unscales gradients after the backward, but step_in_backward "
                 "has used them by then. Train in BF16 without a GradScaler, or call "
@@ -441,8 +443,8 @@ def step_in_backward(
     attached.find_schedule()
     handles = attached._handles
     for optimizer in optimizers:
-        # GradScaler then sets `grad_scale`, for which `before_step` raises an error.
-        optimizer._step_supports_amp_scaling = True
+        # GradScaler then sets `found_inf`, for which `before_step` raises an error.
+        optimizer.takes_scaled_gradients = True
         # Learning rate schedulers warn if step() was never called.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         handles.append(optimizer.register_step_pre_hook(attached.before_step))

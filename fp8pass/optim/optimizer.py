@@ -44,9 +44,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
     A subclass defines the options of parameter groups, and `_make_update`.
     """
 
-    # If True, GradScaler sets `grad_scale` and `found_inf` instead of unscaling gradients and
-    # skipping steps. Then Lightning refuses to clip gradients, so this is not the default.
-    _step_supports_amp_scaling = False
+    # Whether GradScaler leaves gradients scaled; True while `step_in_backward` is attached.
+    takes_scaled_gradients = False
     # Keys of a parameter group that set several options, such as `preset`.
     _shorthands: tuple[str, ...] = ()
 
@@ -113,6 +112,16 @@ class Optimizer(torch.optim.Optimizer, ABC):
         finally:
             self.join()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler sets `grad_scale` and `found_inf` instead of unscaling gradients.
+
+        GradScaler cannot unscale gradients in FP16. Lightning refuses to clip gradients of
+        optimizers that support scaling.
+        """
+        parameters = (p for group in self.param_groups for p in group["params"])
+        return self.takes_scaled_gradients or any(p.dtype is torch.float16 for p in parameters)
 
     @torch.no_grad()
     def update(self, group: Group, parameters: Tensors) -> None:

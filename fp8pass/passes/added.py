@@ -31,7 +31,8 @@ def check_positions(config: Config) -> None:
 def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
     found: list[Pass] = []
     for pass_ in passes:
-        here = [(when, _named(f)) for when, name, f in added if name == pass_.__name__]
+        here = [(when, f) for when, name, f in added if name == pass_.__name__]
+        here = [(when, f if f in ALL_PASSES else _named(f)) for when, f in here]
         found += [function for when, function in here if when == "before"]
         found.append(pass_)
         found += [function for when, function in here if when == "after"]
@@ -46,6 +47,8 @@ def _named(function: Pass) -> Pass:
         old = set(gm.graph.nodes)
         try:
             function(gm, ctx)
+        except ConfigError:
+            raise
         except Exception as error:
             raise RuntimeError(
                 f"The pass {function.__name__!r} of the option passes raised "

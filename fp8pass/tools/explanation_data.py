@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import fx
 
-from fp8pass import graph
 from fp8pass.compilation import CompiledGraph
 from fp8pass.config import Config, Simulation
 from fp8pass.graph.classify import Kind, kind
@@ -125,8 +124,7 @@ class ExplanationData(Result):
 def describe_operands(compiled: CompiledGraph) -> list[SavedTensor]:
     """Return a graph's saved tensors. Saved operands of FP8 GEMMs have an FP8 format in the result.
 
-    The plan lists these operands as `exact`, because the graph saves their FP8 data unchanged. In
-    the result, their `bytes_exact` is the size before quantization.
+    The plan lists these operands as `exact`, because the graph saves their FP8 data unchanged.
     """
     nodes = {n.name: n for n in compiled.gm.graph.nodes}
     return [_describe_operand(s, nodes[s.name]) for s in compiled.plan.saved]
@@ -135,9 +133,7 @@ def describe_operands(compiled: CompiledGraph) -> list[SavedTensor]:
 def _describe_operand(saved: SavedTensor, node: fx.Node) -> SavedTensor:
     if saved.dtype not in OPERAND_FORMATS or kind(node) is not Kind.QUANTIZE:
         return saved
-    while kind(node) is Kind.QUANTIZE:
-        node = node.all_input_nodes[0]
-    return replace(saved, saved_as=OPERAND_FORMATS[saved.dtype], bytes_exact=graph.nbytes(node))
+    return replace(saved, saved_as=OPERAND_FORMATS[saved.dtype])
 
 
 def _to_plain(option: object) -> object:

@@ -19,7 +19,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     device's memory. The backward cannot run afterwards.
     """
     held = (*model.parameters(), *model.buffers(), *find_leaves((args, kwargs)))
-    own = {compat.weak_storage(part) for t in held for part in (t, *_parts(t))}
+    own = {compat.weak_storage(part) for t in held for part in _parts(t)}
     saved: dict[Any, int] = {}
     sharded = is_sharded(model)
 
@@ -27,7 +27,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     @torch.compiler.disable
     def pack(tensor: Tensor) -> None:
         if sharded:  # while a module runs, FSDP2 replaces its parameters by gathered copies
-            own.update(map(compat.weak_storage, model.parameters()))
+            own.update(compat.weak_storage(x) for p in model.parameters() for x in _parts(p))
         saved[compat.weak_storage(tensor)] = tensor.untyped_storage().nbytes()
 
     def unpack(_: None) -> Tensor:
@@ -50,8 +50,8 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the data and scales of a quantized weight, or the local tensor of a DTensor."""
+    """Return a tensor, and the data and scales of a quantized weight, also of a DTensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
-        return []
+        return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
+    return [tensor, *(part for name in names for part in _parts(getattr(tensor, name)))]

@@ -102,6 +102,15 @@ def test_attached_optimizers_follow_schedules_and_checkpoints():
     assert optimizer.state[model[0].weight]["step"] == 2
 
 
+def test_an_optimizer_of_two_models_refuses_a_grad_scaler_until_both_are_detached():
+    first, second = small_model(), small_model()
+    optimizer = AdamW([*first.parameters(), *second.parameters()])
+    attached = [step_in_backward(model, optimizer) for model in (first, second)]
+    for each, refuses in zip(attached, (True, False), strict=True):
+        each.detach()
+        assert optimizer._step_supports_amp_scaling == refuses
+
+
 @pytest.mark.filterwarnings("error")
 def test_learning_rate_schedulers_do_not_warn():
     model = small_model()
@@ -111,7 +120,7 @@ def test_learning_rate_schedulers_do_not_warn():
     for loss in losses(model, 2):
         loss.backward()
         scheduler.step()
-    assert optimizer.param_groups[0]["lr"] != 0.01
+    assert optimizer.param_groups[0]["lr"] > 0.01 / 3  # the first rate of this schedule
 
 
 def test_wrong_arguments_are_refused(tmp_path):
@@ -311,8 +320,9 @@ def test_other_models_may_be_wrapped(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_grad_scaler_is_refused(accumulate):
+def test_a_grad_scaler_is_refused(accumulate, unscales):
     """The first step raises the error. A disabled scaler changes nothing."""
     model = nn.Linear(64, 64)
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -321,8 +331,11 @@ def test_a_grad_scaler_is_refused(accumulate):
         scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         scaler.scale(model(torch.randn(4, 64)).square().mean()).backward()
         if enabled:
+            if unscales:  # as before clipping
+                scaler.unscale_(optimizer)
             with pytest.raises(fp8pass.ConfigError, match="Train in BF16 without a GradScaler"):
                 scaler.step(optimizer)
+            optimizer.step()  # the error leaves nothing behind
         else:
             scaler.step(optimizer)
 

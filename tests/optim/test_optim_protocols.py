@@ -139,7 +139,7 @@ def test_grad_scaler_skips_steps_that_overflow(scales_itself):
     ours, theirs = parameters(), parameters()
     optimizer, unscaled = AdamW(ours), AdamW(theirs)
     assert not optimizer._step_supports_amp_scaling
-    optimizer._step_supports_amp_scaling = scales_itself
+    optimizer.takes_scaled_gradients = scales_itself
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(4):
         set_gradients(ours, step)
@@ -155,6 +155,14 @@ def test_grad_scaler_skips_steps_that_overflow(scales_itself):
         scaler.update()
     assert scaler.get_scale() == 2.0**9
     assert_same_state(optimizer, unscaled)
+
+
+def test_grad_scaler_with_weights_in_fp16():
+    weight = torch.ones(16, dtype=torch.float16, requires_grad=True)
+    optimizer, scaler = AdamW([weight], lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    assert (weight < 1).all()
 
 
 @pytest.mark.long

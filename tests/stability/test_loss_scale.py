@@ -16,7 +16,7 @@ def make_fused(parameters, lr):
 def make_scaled(parameters, lr):
     """Return an optimizer that divides gradients by the factor itself."""
     optimizer = AdamW(parameters, lr)
-    optimizer._step_supports_amp_scaling = True
+    optimizer.takes_scaled_gradients = True
     return optimizer
 
 

@@ -255,7 +255,7 @@ class Carrier:
             shape=shape_text(val),
             dtype=dtype_text(val.dtype),
             saved_as=_format_text(decision),
-            bytes_exact=graph.nbytes(node),
+            bytes_exact=graph.nbytes(_unquantized(node)),
             bytes=0 if node in self.ctx.facts.leaves else sum(t.bytes for t in tensors),
             reason=decision.reason,
             value=self._names[node],
@@ -263,6 +263,13 @@ class Carrier:
             expected_error=decision.expected_error,
             tensors=tensors,
         )
+
+
+def _unquantized(node: fx.Node) -> fx.Node:
+    """Return the tensor from which FP8 data was quantized; any other node itself."""
+    while kind(node) is Kind.QUANTIZE:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_image(node: fx.Node) -> bool:

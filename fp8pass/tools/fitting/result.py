@@ -116,8 +116,8 @@ class Fit(Result):
             return "The weights alone are too large: shard the model over several GPUs."
         if largest == "weights":
             return (
-                "The largest part is the weights: store them in BF16 (model.bfloat16(), or --dtype "
-                "bfloat16), or shard the model over several GPUs."
+                "The largest part is the weights. Store them in BF16 (model.bfloat16(), or --dtype "
+                "bfloat16) if they are not yet, or shard the model over several GPUs."
             )
         return (
             f"The largest part is {largest}, {bytes_text(kinds[largest])} in the {least.peak}. Use "
