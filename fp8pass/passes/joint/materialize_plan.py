@@ -266,7 +266,7 @@ class Carrier:
 
 
 def _unquantized(node: fx.Node) -> fx.Node:
-    """Return the tensor from which FP8 data was quantized; any other node itself."""
+    """Return the tensor that was quantized to `node`, or else `node`."""
     while kind(node) is Kind.QUANTIZE:
         node = node.all_input_nodes[0]
     return node
