@@ -60,6 +60,27 @@ def test_a_batch_of_one_in_recipe_exact():
     assert layer.reason == "formats are exact, so the layer is not rewritten"
 
 
+class Transposed(nn.Module):
+    """A frozen layer that reads transposed rows, as after a convolution of patches."""
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.copies = copies
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.trained = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        return self.trained(self.frozen(x.contiguous() if self.copies else x))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_frozen_layer_needs_a_contiguous_input(copies):
+    joint = rewritten(Transposed(copies=copies).bfloat16(), torch.randn(4, 64, 32).bfloat16())
+    found = {layer.module: layer.reason for layer in joint.ctx.plan.linears}
+    assert found == {"frozen": "" if copies else REPEATED, "trained": ""}
+
+
 def test_attention_does_not_change():
     class Attention(nn.Module):
         def __init__(self) -> None:
