@@ -475,7 +475,7 @@ def child(args: argparse.Namespace) -> None:
         size, label = _size(model, tiny=args.tiny), model
         if args.tokens:
             size = replace(size, layers=LONG_LAYERS, batch=1, seq=args.tokens)
-            label = f"{args.ranks * args.tokens:,} tokens on {args.ranks}"
+            label = f"{args.ranks * args.tokens:,} tokens"
         found = measure(names, size, device)
         free_memory()
         for name in names if args.rank == 0 else ():
@@ -538,7 +538,7 @@ def main() -> None:
     if torch.cuda.device_count() < args.ranks and not args.tiny:
         sys.exit(f"This takes {args.ranks} NVIDIA GPUs; --tiny runs on CPUs.")
     sizes = {model: asdict(_size(model, tiny=args.tiny)) for model in SIZES}
-    settings = {"ranks": args.ranks, "sizes": sizes}
+    settings = {"ranks": args.ranks, "sizes": sizes, "tokens": args.tokens}
     record: dict[str, Any] = {**environment(), "settings": settings, "results": []}
     for link in args.links:
         for found in run_link(link, args):

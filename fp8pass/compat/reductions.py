@@ -27,7 +27,7 @@ def hold_dequantized_rows() -> AbstractContextManager[None]:
 
 
 class _Choices:
-    """Delegates choices to the handler `others`, except for reductions along short rows."""
+    """Chooses the form of reductions along short rows; the wrapped handler decides the rest."""
 
     def __init__(self, others: Any) -> None:
         self.others = others

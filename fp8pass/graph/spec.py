@@ -121,7 +121,7 @@ MASKABLE: Constraint = (
     "must be bfloat16, float16 or float32",
 )
 FORMAT: Constraint = (lambda name: name in FORMATS, "is an unknown format")
-# These predicates raise a ValueError, whose text is the message.
+# These predicates raise a ValueError with the message.
 QUANTIZATION: Constraint = (lambda text: bool(parse(str(text))), "")
 SIMULATED_FORMAT: Constraint = (lambda text: bool(simulated_format(str(text))), "")
 

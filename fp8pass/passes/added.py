@@ -31,8 +31,11 @@ def check_positions(config: Config) -> None:
 def insert_passes(passes: Sequence[Pass], added: Sequence[AddedPass]) -> list[Pass]:
     found: list[Pass] = []
     for pass_ in passes:
-        here = [(when, f) for when, name, f in added if name == pass_.__name__]
-        here = [(when, f if f in ALL_PASSES else _named(f)) for when, f in here]
+        here = [
+            (when, function if function in ALL_PASSES else _named(function))
+            for when, name, function in added
+            if name == pass_.__name__
+        ]
         found += [function for when, function in here if when == "before"]
         found.append(pass_)
         found += [function for when, function in here if when == "after"]

@@ -37,7 +37,7 @@ class QuantizedWeight(Tensor):
 
     The data of experts are a matrix, too, with M = E·N. `quantization` describes the scales.
 
-    Operators outside of compiled graphs read the source, which is the exact weight. If there is no
+    Operators outside of compiled graphs read the source, which is the exact weight. Without a
     source, they read the dequantized data.
     """
 

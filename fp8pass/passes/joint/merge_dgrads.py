@@ -44,7 +44,7 @@ LONGEST_CONTRACTION = 16384
 
 @dataclass(frozen=True)
 class Term:
-    """A GEMM whose result is a term of a sum, and the place of this term."""
+    """A GEMM and the term of a sum that it computes."""
 
     gemm: fx.Node
     place: sums.Term  # the term's place in the sum
