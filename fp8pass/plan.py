@@ -300,6 +300,7 @@ class Plan:
         rules: the error rules, if requested.
         kernels: how the forward and the backward graph quantize matrices, if computed.
         merged: for each GEMM that `merge_dgrads` emitted, the module paths of the merged layers.
+        merged_adapters: the same for each GEMM `x Aᵀ` that `merge_adapters` emitted.
         simulated: format that linear layers simulate, if any.
         emulated: why FP8 GEMMs multiply dequantized operands; '' if tensor cores multiply FP8 data.
         note: remark about the plan, for the log; '' if there is no remark.
@@ -316,6 +317,7 @@ class Plan:
     rules: list[RuleSummary] = field(default_factory=list)
     kernels: list[KernelUse] = field(default_factory=list)
     merged: list[tuple[str, ...]] = field(default_factory=list)
+    merged_adapters: list[tuple[str, ...]] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
     checkpointing: Checkpointing | None = None

@@ -391,6 +391,24 @@ def is_narrow(out_features: Any, in_features: Any) -> bool:
     return 0 < smaller <= MAX_NARROW_SIDE and larger >= MIN_NARROW_RATIO * smaller
 
 
+def projects_down(gemm: fx.Node) -> bool:
+    """Whether an `mm` multiplies [T, K] by a narrow [K, R], such as `A` of an adapter of rank R."""
+    return _is_narrow_mm(gemm, rank_dim=1)
+
+
+def projects_up(gemm: fx.Node) -> bool:
+    """Whether an `mm` multiplies [T, R] by a narrow [R, N], such as `B` of an adapter of rank R."""
+    return _is_narrow_mm(gemm, rank_dim=0)
+
+
+def _is_narrow_mm(gemm: fx.Node, rank_dim: int) -> bool:
+    if gemm.target is not aten.mm.default:
+        return False
+    shape = tensor(gemm.args[1]).shape  # type: ignore[arg-type]
+    rank, width = shape[rank_dim], shape[1 - rank_dim]
+    return isinstance(rank, int) and is_narrow(rank, width) and rank < compat.size_hint(width)
+
+
 def is_multiple_of_16(length: Any) -> bool:
     """Whether a length is known to be a multiple of 16, as FP8 tensor cores require."""
     known = compat.statically_known_true

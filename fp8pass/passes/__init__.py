@@ -26,6 +26,7 @@ from fp8pass.passes.joint.describe_graph import describe_graph
 from fp8pass.passes.joint.exchange_quantized import exchange_quantized
 from fp8pass.passes.joint.gather_quantized import gather_quantized
 from fp8pass.passes.joint.materialize_plan import materialize_plan
+from fp8pass.passes.joint.merge_adapters import merge_adapters
 from fp8pass.passes.joint.merge_dgrads import merge_dgrads
 from fp8pass.passes.joint.merge_reductions import merge_reductions
 from fp8pass.passes.joint.offload_saved import offload_saved
@@ -35,6 +36,7 @@ from fp8pass.passes.joint.quantize_linears import quantize_linears
 from fp8pass.passes.joint.repeat_gathers import repeat_gathers
 from fp8pass.passes.joint.scatter_quantized import scatter_quantized
 from fp8pass.passes.joint.simulate_format import simulate_format
+from fp8pass.passes.lowering.add_products import add_products
 from fp8pass.passes.lowering.buffer_residual_sums import buffer_residual_sums
 from fp8pass.passes.lowering.describe_kernels import describe_kernels
 from fp8pass.passes.lowering.fuse_launches import fuse_launches
@@ -83,6 +85,8 @@ _JOINT = (
     Entry(merge_reductions, in_inference=True),
     # With Config.scatter_format: reduce_scatter -> quantize + all_to_all + dequantize + sum
     Entry(scatter_quantized, in_inference=True),
+    # GEMMs of adapters that read one tensor, or add to one sum -> one GEMM
+    Entry(merge_adapters, in_inference=True),
     # Marks gathers of parameters, and gathers of FP8 data, for recomputation
     Entry(repeat_gathers),
     # Decides which forward values are saved, and in which format
@@ -116,6 +120,8 @@ _LOWERING = (
     Entry(describe_kernels),
     # Dialect operators that no kernel replaced -> aten
     Entry(lower_dialect, required=True),
+    # Sum of a GEMM and of an adapter's product -> the product is added in place
+    Entry(add_products, rewrites_stock=True),
     # cat of computed parts -> one buffer, in which each part is stored in place
     Entry(split_cats, rewrites_stock=True),
     # Sums of the residual stream -> stored in buffers

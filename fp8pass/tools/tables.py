@@ -149,16 +149,26 @@ def format_totals(explanation: ExplanationData) -> str:
     listed = ", ".join(f"{count} × {name}" for name, count in programs.items())
     kernels = f"{listed}, in {sum(u.launches for u in uses)} launches" if programs else "none"
     reasons = "; ".join(f"{count} ({reason})" for reason, count in generated.items())
-    merged = ""
-    if groups := [layers for plan in plans for layers in plan.merged]:
-        gemms = "one GEMM" if len(groups) == 1 else f"{len(groups)} GEMMs"
-        merged = f" Merged the input-gradient GEMMs of {sum(map(len, groups))} layers into {gemms}."
     return (
         f"{layers} Saved for the backward: {format_mib(saved)} MiB; stock torch.compile would save "
         f"{format_mib(stock)} MiB{share}.{format_remarks(explanation)}\n"
         f"Kernels: {kernels}. Matrices quantized by generated code: {reasons or 'none'}."
-        f"{merged}{_describe_heads(plans)}{_describe_offload(plans)}"
+        f"{_describe_merged(plans)}{_describe_heads(plans)}{_describe_offload(plans)}"
     )
+
+
+def _describe_merged(plans: list[Plan]) -> str:
+    kinds = {
+        "the input-gradient GEMMs of {} layers": [p.merged for p in plans],
+        "GEMMs of {} adapters": [p.merged_adapters for p in plans],
+    }
+    text = ""
+    for kind, found in kinds.items():
+        groups = [modules for merged in found for modules in merged]
+        gemms = "one GEMM" if len(groups) == 1 else f"{len(groups)} GEMMs"
+        if groups:
+            text += f" Merged {kind.format(sum(map(len, groups)))} into {gemms}."
+    return text
 
 
 def format_remarks(explanation: ExplanationData) -> str:

@@ -1,0 +1,204 @@
+"""Let the GEMMs of adapters, such as LoRA's, read and write large matrices fewer times.
+
+    before   yᵢ  = c ((x Aᵢᵀ) Bᵢᵀ)             for all layers i that read x, such as q, k and v
+             dhᵢ = (c dyᵢ) Bᵢ;  dBᵢ = (c dyᵢ)ᵀ hᵢ;  dAᵢ = dhᵢᵀ x;  dx = dh₁ A₁ + dh₂ A₂
+    after    h   = x [A₁; A₂]ᵀ;  yᵢ = (c hᵢ) Bᵢᵀ
+             dhᵢ = c (dyᵢ Bᵢ);  dBᵢ = dyᵢᵀ (c hᵢ)
+             dA  = [dh₁ dh₂]ᵀ x;  dx = [dh₁ dh₂] [A₁; A₂]
+
+`hᵢ` has as many columns as the rank of an adapter; `x` and `yᵢ` have as many as the layer. Memory
+bandwidth limits these GEMMs, so their time is the time of reading and writing large matrices. The
+pass reads `x` once for all layers, writes `dx` once, and multiplies small matrices by LoRA's factor
+`c` = α / r.
+
+Results differ from the original results by rounding, because sums have another order. So recipe
+`exact` skips the pass. In FP16 the factor stays, because `c h` may overflow where `c y` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import graph
+from fp8pass.graph.linear_layers import projects_down, projects_up
+from fp8pass.graph.nodes import aten, emit, tensor
+from fp8pass.graph.order import depends_on, sort_around
+from fp8pass.graph.patterns import RESHAPES, skip_transposes
+from fp8pass.graph.sums import find_term, only_user
+from fp8pass.passes.context import Context
+
+
+def merge_adapters(gm: fx.GraphModule, ctx: Context) -> None:
+    """Rewrite the adapters of a joint graph, or of an inference graph."""
+    if not ctx.config.quantizes_linears or ctx.config.simulate is not None:
+        return
+    scaled: dict[tuple[fx.Node, float], fx.Node] = {}
+    for product in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        operand, factor = product.args
+        dtypes = {tensor(product).dtype, tensor(operand).dtype}
+        if _has_factor(product) and len(dtypes) == 1 and torch.float16 not in dtypes:
+            _scale_h(product, factor, scaled) or _scale_results(product, factor, scaled)
+    backward = graph.tangent_dependent(gm.graph)
+    for gemms in _groups(gm.graph, _x_of_h, backward):
+        ctx.plan.merged_adapters.append(tuple(map(graph.module_path, gemms)))
+        _merge_products(gemms, shared=0)
+    for gemms in _groups(gm.graph, _x_of_gradient, backward):
+        _merge_products(gemms, shared=1)
+    for gemms in _groups(gm.graph, _sum_of, backward):
+        _merge_terms(gemms)
+    gm.graph.eliminate_dead_code()
+
+
+# --- factors ------------------------------------------------------------------------------------
+
+
+def _scale_h(product: fx.Node, factor: float, scaled: dict[tuple[fx.Node, float], fx.Node]) -> bool:
+    """Replace `c (h Bᵀ)` by `(c h) Bᵀ`, and store `c h` in `scaled`."""
+    gemm: fx.Node = product.args[0]  # type: ignore[assignment]
+    while gemm.target in RESHAPES and only_user(gemm):
+        gemm = gemm.args[0]  # type: ignore[assignment]
+    if not projects_up(gemm) or not only_user(gemm):
+        return False
+    h, weight = gemm.args
+    with gemm.graph.inserting_before(gemm):
+        small = emit(gemm.graph, aten.mul.Tensor, h, factor, like=product)
+    gemm.args = small, weight
+    scaled[h, factor] = small  # type: ignore[index]
+    _remove_factor(product)
+    return True
+
+
+def _scale_results(
+    product: fx.Node, factor: float, scaled: dict[tuple[fx.Node, float], fx.Node]
+) -> bool:
+    """Replace `(c dy) B` by `c (dy B)`, and `(c dy)ᵀ h` by `dyᵀ (c h)`."""
+    gemms = list(_readers(product))
+    if not gemms or not all(projects_down(gemm) for gemm in gemms):
+        return False
+    _remove_factor(product)
+    for gemm in gemms:
+        x, other = gemm.args
+        if small := scaled.get((other, factor)):  # type: ignore[arg-type]
+            gemm.args = x, small
+            continue
+        users = list(gemm.users)
+        with gemm.graph.inserting_after(gemm):
+            small = emit(gemm.graph, aten.mul.Tensor, gemm, factor, like=product)
+        for user in users:
+            user.replace_input_with(gemm, small)
+    return True
+
+
+def _remove_factor(product: fx.Node) -> None:
+    product.replace_all_uses_with(product.args[0])  # type: ignore[arg-type]
+    product.graph.erase_node(product)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the users of a node, and of its views and transposes."""
+    for user in node.users:
+        if user.target in RESHAPES or skip_transposes(user)[1]:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+# --- GEMMs --------------------------------------------------------------------------------------
+
+
+def _has_factor(node: fx.Node) -> bool:
+    return node.target is aten.mul.Tensor and isinstance(node.args[1], (int, float))
+
+
+def _x_of_h(gemm: fx.Node) -> fx.Node | None:
+    """Return `x` of `x Aᵀ`, or `dy` of `dy B`. Another GEMM multiplies the result again."""
+    if not projects_down(gemm):
+        return None
+    readers = [user for reader in _readers(gemm) for user in (reader, *_scaled_readers(reader))]
+    return gemm.args[0] if any(map(projects_up, readers)) else None  # type: ignore[return-value]
+
+
+def _scaled_readers(product: fx.Node) -> Iterator[fx.Node]:
+    return _readers(product) if _has_factor(product) else iter(())
+
+
+def _x_of_gradient(gemm: fx.Node) -> fx.Node | None:
+    """Return `x` of `dhᵀ x`, the gradient of `A`."""
+    if gemm.target is not aten.mm.default:
+        return None
+    dh, is_transposed = skip_transposes(gemm.args[0])  # type: ignore[arg-type]
+    while _has_factor(dh) or dh.target is aten.slice.Tensor:
+        dh = dh.args[0]  # type: ignore[assignment]
+    return gemm.args[1] if is_transposed and projects_down(dh) else None  # type: ignore[return-value]
+
+
+def _sum_of(gemm: fx.Node) -> Hashable:
+    """Return the sum in which `dh A` is a term, and its shape."""
+    term = find_term(gemm) if projects_up(gemm) else None
+    return (term.total, *map(str, tensor(gemm).shape)) if term else None
+
+
+def _groups(
+    g: fx.Graph, shared: Callable[[fx.Node], Hashable], backward: set[fx.Node]
+) -> Iterator[list[fx.Node]]:
+    """Yield lists of GEMMs for which `shared` returns the same value, and that can be merged."""
+    groups: dict[Hashable, list[fx.Node]] = {}
+    for gemm in g.find_nodes(op="call_function", target=aten.mm.default):
+        if (key := shared(gemm)) is not None:
+            place = key, gemm in backward, gemm.meta.get("recompute")
+            groups.setdefault((*place, tensor(gemm).dtype), []).append(gemm)
+    for gemms in groups.values():
+        if len(gemms) > 1 and not depends_on(gemms, gemms):
+            yield gemms
+
+
+# --- merging ------------------------------------------------------------------------------------
+
+
+def _merge_products(gemms: list[fx.Node], shared: int) -> None:
+    """Replace GEMMs whose operands number `shared` are equal by slices of one GEMM."""
+    last, dim = gemms[-1], 1 - shared
+    with last.graph.inserting_before(last):
+        operands: list[Any] = list(last.args)
+        operands[dim] = _concatenate([gemm.args[dim] for gemm in gemms], dim, like=last)
+        merged = emit(last.graph, aten.mm.default, *operands, like=last)
+        ends = accumulate((tensor(gemm).shape[dim] for gemm in gemms), initial=0)
+        slices = [
+            emit(last.graph, aten.slice.Tensor, merged, dim, *rows, like=gemm)
+            for gemm, rows in zip(gemms, pairwise(ends), strict=True)
+        ]
+    for gemm, part in zip(gemms, slices, strict=True):
+        gemm.replace_all_uses_with(part)
+        gemm.graph.erase_node(gemm)
+    for part in slices:
+        sort_around(part)
+
+
+def _merge_terms(gemms: list[fx.Node]) -> None:
+    """Replace `dh₁ A₁ + dh₂ A₂` by one GEMM."""
+    *others, last = gemms
+    terms = [find_term(gemm) for gemm in others]
+    with last.graph.inserting_before(last):
+        operands = (_concatenate([x.args[i] for x in gemms], 1 - i, like=last) for i in (0, 1))
+        merged = emit(last.graph, aten.mm.default, *operands, like=last)
+    last.replace_all_uses_with(merged)
+    last.graph.erase_node(last)
+    for term in terms:
+        assert term is not None
+        term.remove()
+
+
+def _concatenate(matrices: list[Any], dim: int, like: fx.Node) -> fx.Node:
+    """Emit a concatenation. Transposed matrices are concatenated before they are transposed."""
+    emit_here = partial(emit, like.graph, like=like)
+    bases = [skip_transposes(x) for x in matrices]
+    if all(is_transposed for _, is_transposed in bases):
+        whole = emit_here(aten.cat.default, [x for x, _ in bases], 1 - dim)
+        return emit_here(aten.permute.default, whole, [1, 0])
+    return emit_here(aten.cat.default, matrices, dim)
