@@ -36,7 +36,7 @@ from fp8pass.passes.joint.quantize_linears import quantize_linears
 from fp8pass.passes.joint.repeat_gathers import repeat_gathers
 from fp8pass.passes.joint.scatter_quantized import scatter_quantized
 from fp8pass.passes.joint.simulate_format import simulate_format
-from fp8pass.passes.lowering.add_products import add_products
+from fp8pass.passes.lowering.add_in_place import add_in_place
 from fp8pass.passes.lowering.buffer_residual_sums import buffer_residual_sums
 from fp8pass.passes.lowering.describe_kernels import describe_kernels
 from fp8pass.passes.lowering.fuse_launches import fuse_launches
@@ -49,6 +49,7 @@ from fp8pass.passes.lowering.lower_dialect import lower_dialect
 from fp8pass.passes.lowering.pin_layouts import pin_layouts
 from fp8pass.passes.lowering.split_cats import split_cats
 from fp8pass.passes.lowering.unroll_chunks import unroll_chunks
+from fp8pass.passes.lowering.use_addmm import use_addmm
 
 Pass = Callable[[fx.GraphModule, Context], None]
 
@@ -104,6 +105,8 @@ _JOINT = (
 _LOWERING = (
     # in_chunks -> the operators of each chunk
     Entry(unroll_chunks, required=True),
+    # Sum of a GEMM and of an adapter's product -> addmm
+    Entry(use_addmm, rewrites_stock=True),
     # Cross entropies and their gradients -> row kernels
     Entry(fuse_losses, rewrites_stock=True),
     # Quantization by row, and the operators that compute its input -> row kernels
@@ -120,8 +123,8 @@ _LOWERING = (
     Entry(describe_kernels),
     # Dialect operators that no kernel replaced -> aten
     Entry(lower_dialect, required=True),
-    # Sum of a GEMM and of an adapter's product -> the product is added in place
-    Entry(add_products, rewrites_stock=True),
+    # addmm of another GEMM's result -> the product is added in place
+    Entry(add_in_place, rewrites_stock=True),
     # cat of computed parts -> one buffer, in which each part is stored in place
     Entry(split_cats, rewrites_stock=True),
     # Sums of the residual stream -> stored in buffers

@@ -13,6 +13,7 @@ from fp8pass import compilation, hardware
 from fp8pass.codegen.buffers import side_by_side
 from fp8pass.config import Config
 from fp8pass.passes import LOWERING_PASSES, Context
+from fp8pass.passes.lowering import split_cats as module
 from fp8pass.passes.lowering.split_cats import split_cats
 
 

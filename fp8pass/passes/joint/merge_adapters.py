@@ -195,10 +195,12 @@ def _merge_terms(gemms: list[fx.Node]) -> None:
 
 
 def _concatenate(matrices: list[Any], dim: int, like: fx.Node) -> fx.Node:
-    """Emit a concatenation. Transposed matrices are concatenated before they are transposed."""
+    """Return a concatenation. If all matrices are transposed, the concatenation is transposed."""
     emit_here = partial(emit, like.graph, like=like)
-    bases = [skip_transposes(x) for x in matrices]
-    if all(is_transposed for _, is_transposed in bases):
-        whole = emit_here(aten.cat.default, [x for x, _ in bases], 1 - dim)
-        return emit_here(aten.permute.default, whole, [1, 0])
-    return emit_here(aten.cat.default, matrices, dim)
+    bases, flips = zip(*map(skip_transposes, matrices), strict=True)
+    if len(set(flips)) > 1:
+        return emit_here(aten.cat.default, matrices, dim)
+    arguments = list(bases), 1 - dim if flips[0] else dim
+    known = (x for x in bases[0].users if x.target is aten.cat.default and x.args == arguments)
+    whole = next((x for x in known if x < like), None) or emit_here(aten.cat.default, *arguments)
+    return emit_here(aten.permute.default, whole, [1, 0]) if flips[0] else whole
