@@ -1,15 +1,17 @@
-"""Train LoRA on all linear layers: speed and memory of a 7B Llama, and losses of a small one.
+"""Train LoRA: speed and memory of large models, and losses of small ones.
 
     python benchmarks/lora.py speed                        all runs that are not in the results yet
-    python benchmarks/lora.py speed --variants "fp8pass, frozen in codes"
-    python benchmarks/lora.py losses                       a small model, 1,500 steps
+    python benchmarks/lora.py speed --variants "Llama-2-7B, BF16"
     python benchmarks/lora.py experts                      a mixture of experts of 30B
+    python benchmarks/lora.py diffusion                    a diffusion transformer of 10B
+    python benchmarks/lora.py losses                       a small model, 1,500 steps
+    python benchmarks/lora.py losses-experts               a small mixture of experts, 300 steps
     python benchmarks/lora.py speed --tiny --out x.json    small models, on the CPU too
 
 Adapters have rank 16 and compute the same values as PEFT's adapters without dropout. The model has
 random weights in BF16. Only adapters are trained, with `torch.optim.AdamW(fused=True)`.
 
-`speed` trains on one sequence of 4,096 tokens. Layers are compiled one by one and share their code.
+`speed` trains on sequences of 4,096 tokens. Layers are compiled one by one and share their code.
 With fp8pass, the head and the loss are compiled as one module, in chunks of tokens. Every variant
 runs in a separate process. Measured: tokens per second, by the median of the steps after the first
 few; the memory peak of these steps, which is unknown with CUDA graphs; bytes of all weights; the
@@ -19,9 +21,13 @@ last loss.
 Qwen3-30B-A3B. In BF16 the model needs more memory than a GPU of 80 GB has, so 8 of its 48 layers
 are compared.
 
+`diffusion` measures the same numbers with adapters of attention and MLPs of a DiT with the width
+and the depth of FLUX.1, for one image of 4,608 tokens.
+
 `losses` trains the model of 51M parameters of `quality.py convergence` on the source of Python's
 standard library, in BF16. Every variant then trains adapters on PyTorch's source, under autocast.
-The result is the loss on every tenth file, which is held out.
+The result is the loss on every tenth file, which is held out. `losses-experts` does the same for
+the mixture of experts of `quality.py experts`, with adapters of attention and experts.
 """
 
 from __future__ import annotations
@@ -29,13 +35,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import quality
 import torch
+import transformers
 from alone import measure_each, print_result
 from layer import CUDA_GRAPHS, with_fp8pass
 from model import (
@@ -50,8 +59,9 @@ from model import (
     new_llama,
     train,
 )
+from models import DiT, MoEDecoder
 from report import add_result, print_rows, record_parser, resume
-from tables_models import lora_experts_table, lora_table
+from tables_models import lora_table
 from tables_runs import lora_losses_table
 from torch import Tensor, nn
 
@@ -62,19 +72,27 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight
 RANK, ALPHA = 16, 32
 LEARNING_RATE = 1e-4
 HEAD_CHUNKS = 4
-LLAMA = replace(MODELS["7B"], batch=1, seq=4096)
-BASELINE, FP8, FROZEN = "BF16", "fp8pass", "fp8pass, frozen in codes"
+LLAMA, LLAMA_3, QWEN = "Llama-2-7B", "Llama-3.1-8B", "Qwen2.5-7B"
+SIZES = {
+    LLAMA: replace(MODELS["7B"], batch=1, seq=4096),
+    LLAMA_3: replace(MODELS["8B"], batch=2, seq=4096),
+    QWEN: Size(3584, 18944, 28, 28, 4, 152064, batch=2, seq=4096, per_block=True),
+}
+BASELINE, FP8, FROZEN = "BF16", "fp8pass", "fp8pass, frozen in FP8"
 # Memory budgets, as shares of the bytes that a layer saves; all other values are recomputed.
 BUDGETS = (0.8, 0.6)
-VARIANTS: dict[str, dict[str, Any]] = {
-    BASELINE: {},
-    FP8: {},
-    FROZEN: {},
-    f"{BASELINE}, CUDA graphs": CUDA_GRAPHS,
-    f"{FROZEN}, CUDA graphs": CUDA_GRAPHS,
-    **{f"{FROZEN}, budget {share}": {"memory_budget": share} for share in BUDGETS},
+# For each variant of `speed`: the model, how its weights are stored and compiled, and options.
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{f"{LLAMA}, {how}": (LLAMA, how, {}) for how in (BASELINE, FP8, FROZEN)},
+    **{f"{LLAMA}, {how}, CUDA graphs": (LLAMA, how, CUDA_GRAPHS) for how in (BASELINE, FROZEN)},
+    **{
+        f"{LLAMA}, {FROZEN}, budget {share}": (LLAMA, FROZEN, {"memory_budget": share})
+        for share in BUDGETS
+    },
+    **{f"{m}, {how}": (m, how, {}) for m in (LLAMA_3, QWEN) for how in (BASELINE, FROZEN)},
 }
-STEPS = 1500
+STEPS, EXPERT_STEPS = 1500, 300
+EXPERT_PRETRAINING = 600
 
 
 class LoRA(nn.Module):
@@ -91,12 +109,15 @@ class LoRA(nn.Module):
         return self.base(x) + self.b(self.a(x)) * (ALPHA / RANK)
 
 
-def add_lora(model: nn.Module, layers: nn.Module) -> list[nn.Parameter]:
-    """Freeze a model, add adapters to the linear layers in `layers`, return their weights."""
+def add_lora(model: nn.Module, layers: nn.Module, skip: str = "") -> list[nn.Parameter]:
+    """Freeze a model, add adapters to the linear layers in `layers`, return their weights.
+
+    Layers with the name `skip` get no adapter.
+    """
     model.requires_grad_(False)
     for parent in list(layers.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and name != skip:
                 setattr(parent, name, LoRA(child))
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -104,18 +125,20 @@ def add_lora(model: nn.Module, layers: nn.Module) -> list[nn.Parameter]:
 # --- speed and memory ---------------------------------------------------------------------------
 
 
-def measure(variant: str, size: Size, device: torch.device, **options: Any) -> dict[str, Any]:
+def measure(variant: str, size: Size, device: torch.device) -> dict[str, Any]:
     """Train adapters in this process. Return the fields of a result."""
+    name, how, options = VARIANTS[variant]
     torch.manual_seed(0)
-    llama = new_llama(size, device)
+    family = transformers.Qwen2Config if name == QWEN else transformers.LlamaConfig
+    llama = new_llama(size, device, family)
     trained = add_lora(llama, llama.model.layers)
     # The first layer also computes the gradient of its input, so that all layers share one graph.
     llama.model.embed_tokens.register_forward_hook(lambda *args: args[-1].requires_grad_())
-    if variant.startswith(FROZEN):
+    if how == FROZEN:
         fp8pass.quantize_frozen(llama)
     weight_bytes = sum(map(bytes_of, llama.parameters()))
     model: Any
-    if variant.startswith(BASELINE):
+    if how == BASELINE:
         in_bf16: Compile = partial(torch.compile, options=options or None)  # type: ignore[assignment]
         model = compile_blocks(llama, in_bf16)
     else:
@@ -138,20 +161,32 @@ def bytes_of(weight: Tensor) -> int:
 
 def speed(args: argparse.Namespace) -> None:
     """Measure time and memory of every variant."""
-    size = replace(TINY["7B"], batch=1) if args.tiny else LLAMA
+    sizes = {name: replace(TINY["7B"], batch=1) for name in SIZES} if args.tiny else SIZES
+    settings = {name: asdict(size) for name, size in sizes.items()}
+    measure_all(
+        args, "lora", settings, VARIANTS, lambda v, on: measure(v, sizes[VARIANTS[v][0]], on)
+    )
+
+
+def measure_all(
+    args: argparse.Namespace,
+    name: str,
+    models: dict[str, Any],
+    variants: Iterable[str],
+    measure_variant: Callable[[str, torch.device], dict[str, Any]],
+) -> None:
+    """Measure each variant in a process, and add the results to a record."""
     if args.child:
-        # A budget for large layers is too small for the smallest plan of tiny layers.
-        options = {} if args.tiny else VARIANTS[args.child]
-        print_result(partial(measure, args.child, size, **options))
+        print_result(partial(measure_variant, args.child))
         return
     if not torch.cuda.is_available() and not args.tiny:
-        sys.exit("A model of 7B needs an NVIDIA GPU; --tiny runs on the CPU.")
-    settings = {"model": asdict(size), "rank": RANK, "warm_up": WARM_UP, "timed": TIMED}
-    path = args.out or Path(__file__).parent / "results/lora.json"
+        sys.exit("These models need an NVIDIA GPU; --tiny runs on the CPU.")
+    settings = {"models": models, "rank": RANK, "warm_up": WARM_UP, "timed": TIMED}
+    path = args.out or Path(__file__).parent / f"results/{name}.json"
     record = resume(path, settings, again=args.again)
-    command = [__file__, "speed", *(["--tiny"] if args.tiny else [])]
-    measure_each(record, path, args.variants or VARIANTS, command)
-    print_rows("LoRA, 7B", lora_table(record))
+    command = [__file__, args.what, *(["--tiny"] if args.tiny else [])]
+    measure_each(record, path, args.variants or variants, command)
+    print_rows("LoRA", lora_table(record))
 
 
 # --- experts ------------------------------------------------------------------------------------
@@ -178,37 +213,40 @@ TINY_MOE = QWEN3_MOE | {
     "num_experts_per_tok": 2,
 }
 FEW_LAYERS, ALL_LAYERS = 8, 48
+FEW, ALL = "Qwen3-30B-A3B with 8 layers", "Qwen3-30B-A3B"
 # Number of layers in each variant.
 EXPERT_VARIANTS = {
-    f"{BASELINE}, {FEW_LAYERS} layers": FEW_LAYERS,
-    f"{FROZEN}, {FEW_LAYERS} layers": FEW_LAYERS,
-    f"{FROZEN}, {ALL_LAYERS} layers": ALL_LAYERS,
+    f"{FEW}, {BASELINE}": FEW_LAYERS,
+    f"{FEW}, {FROZEN}": FEW_LAYERS,
+    f"{ALL}, {FROZEN}": ALL_LAYERS,
 }
 
 
 class ExpertLoRA(nn.Module):
-    """Stacked experts with adapters, which compute the same as PEFT's `target_parameters`."""
+    """Stacked experts with adapters, which compute the same as PEFT's `target_parameters`.
 
-    NAMES = ("gate_up_proj", "down_proj")
+    Args:
+        base: the experts.
+        names: the names of their weights [E, N, K].
+    """
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module, *names: str) -> None:
         super().__init__()
         self.base = base
         self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
-        for name in self.NAMES:
+        for name in names:
             weight = base.get_parameter(name)
-            nn.init.normal_(weight, std=0.02)
             experts, rows, columns = weight.shape
-            a = weight.new_empty(experts, RANK, columns).normal_(std=columns**-0.5)
+            a = torch.empty_like(weight[:, :RANK]).normal_(std=columns**-0.5)
             self.a[name] = nn.Parameter(a)
             self.b[name] = nn.Parameter(weight.new_zeros(experts, rows, RANK))
 
     def forward(self, *args: Any) -> Tensor:
         adapted = {
             name: torch.baddbmm(
-                getattr(self.base, name), self.b[name], self.a[name], alpha=ALPHA / RANK
+                self.base.get_parameter(name), self.b[name], self.a[name], alpha=ALPHA / RANK
             )
-            for name in self.NAMES
+            for name in self.a
         }
         return torch.func.functional_call(self.base, adapted, args)
 
@@ -228,7 +266,9 @@ def new_moe(layers: int, shape: dict[str, Any], device: torch.device, *, quantiz
             layer.requires_grad_(False)
             add_lora(layer, layer.self_attn)
             with torch.no_grad():
-                layer.mlp.experts = ExpertLoRA(layer.mlp.experts)
+                for weight in layer.mlp.experts.parameters():
+                    nn.init.normal_(weight, std=0.02)
+                layer.mlp.experts = ExpertLoRA(layer.mlp.experts, "gate_up_proj", "down_proj")
             nn.init.normal_(
                 layer.mlp.gate.weight, std=0.02
             )  # else all tokens go to the same experts
@@ -243,36 +283,80 @@ def measure_experts(
 ) -> dict[str, Any]:
     """Train adapters of a mixture of experts. Return the fields of a result."""
     torch.manual_seed(0)
-    layers = EXPERT_VARIANTS[variant]
-    moe = new_moe(layers, shape, device, quantize=variant.startswith(FROZEN))
+    moe = new_moe(EXPERT_VARIANTS[variant], shape, device, quantize=FROZEN in variant)
     trained = [p for p in moe.parameters() if p.requires_grad]
     moe.model.embed_tokens.register_forward_hook(lambda *args: args[-1].requires_grad_())
     weight_bytes = sum(map(bytes_of, moe.parameters()))
     model: Any
-    if variant.startswith(BASELINE):
-        model = compile_blocks(moe, torch.compile)  # type: ignore[arg-type]
-    else:
+    if FROZEN in variant:
         model = LossOnly(moe, with_fp8pass(), with_fp8pass(head_chunks=HEAD_CHUNKS))
+    else:
+        model = compile_blocks(moe, torch.compile)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(trained, LEARNING_RATE, fused=True)
     ids = torch.randint(shape["vocab_size"], (1, tokens), device=device)
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     assert all(p.grad is not None for p in trained)
-    return {**train(model, optimizer, ids), "weight_bytes": weight_bytes, "layers": layers}
+    return {**train(model, optimizer, ids), "weight_bytes": weight_bytes}
 
 
 def experts(args: argparse.Namespace) -> None:
     """Measure time and memory of adapters of experts."""
-    shape, tokens = (TINY_MOE, 128) if args.tiny else (QWEN3_MOE, LLAMA.seq)
-    if args.child:
-        print_result(partial(measure_experts, args.child, shape, tokens))
-        return
-    settings = {"model": shape, "tokens": tokens, "rank": RANK, "warm_up": WARM_UP, "timed": TIMED}
-    path = args.out or Path(__file__).parent / "results/lora_experts.json"
-    record = resume(path, settings, again=args.again)
-    command = [__file__, "experts", *(["--tiny"] if args.tiny else [])]
-    measure_each(record, path, args.variants or EXPERT_VARIANTS, command)
-    print_rows("LoRA, experts", lora_experts_table(record))
+    shape, tokens = (TINY_MOE, 128) if args.tiny else (QWEN3_MOE, SIZES[LLAMA].seq)
+    measure_all(
+        args, "lora_experts", {"shape": shape, "tokens": tokens}, EXPERT_VARIANTS,
+        lambda variant, device: measure_experts(variant, shape, tokens, device),
+    )  # fmt: skip
+
+
+# --- diffusion ----------------------------------------------------------------------------------
+
+# Blocks, width and heads of FLUX.1; tokens of an image of 1024 × 1024 and of its prompt.
+FLUX = {"layers": 57, "hidden": 3072, "heads": 24, "tokens": 4096 + 512}
+TINY_FLUX = {"layers": 2, "hidden": 128, "heads": 4, "tokens": 64}
+DIFFUSION_VARIANTS = (f"DiT, {BASELINE}", f"DiT, {FP8}", f"DiT, {FROZEN}")
+
+
+class Denoiser(nn.Module):
+    """A DiT with the mean squared error of its output, for one fixed image and condition."""
+
+    def __init__(self, shape: dict[str, int], device: torch.device) -> None:
+        super().__init__()
+        with device:
+            self.dit = DiT(shape["layers"], shape["hidden"], shape["heads"]).bfloat16()
+            noisy = torch.randn(1, shape["tokens"], shape["hidden"], dtype=torch.bfloat16)
+            self.image, self.noise = noisy.requires_grad_(), torch.randn_like(noisy)
+            self.condition = torch.randn(1, shape["hidden"], dtype=torch.bfloat16)
+
+    def forward(self, **ids: Any) -> Any:
+        """Return an object with the `loss`, as models of Hugging Face do."""
+        loss = (self.dit(self.image, self.condition) - self.noise).float().square().mean()
+        return SimpleNamespace(loss=loss)
+
+
+def measure_diffusion(variant: str, shape: dict[str, int], device: torch.device) -> dict[str, Any]:
+    """Train adapters of a diffusion transformer. Return the fields of a result."""
+    torch.manual_seed(0)
+    model = Denoiser(shape, device)
+    trained = add_lora(model, model.dit.blocks, skip="modulation")
+    if variant.endswith(FROZEN):
+        fp8pass.quantize_frozen(model)
+    weight_bytes = sum(map(bytes_of, model.parameters()))
+    compile_block: Any = torch.compile if variant.endswith(BASELINE) else with_fp8pass()
+    for i, block in enumerate(model.dit.blocks):
+        model.dit.blocks[i] = compile_block(block)
+    optimizer = torch.optim.AdamW(trained, LEARNING_RATE, fused=True)
+    tokens = torch.zeros(1, shape["tokens"], dtype=torch.int64, device=device)
+    return {**train(model, optimizer, tokens), "weight_bytes": weight_bytes}
+
+
+def diffusion(args: argparse.Namespace) -> None:
+    """Measure time and memory of adapters of a diffusion transformer."""
+    shape = TINY_FLUX if args.tiny else FLUX
+    measure_all(
+        args, "lora_diffusion", shape, DIFFUSION_VARIANTS,
+        lambda variant, device: measure_diffusion(variant, shape, device),
+    )  # fmt: skip
 
 
 # --- losses -------------------------------------------------------------------------------------
@@ -289,7 +373,10 @@ def adapted(
     """Return a model with given weights and new adapters."""
     model: Any = quality.new_model(of, seed, on)
     model.load_state_dict(weights)
-    add_lora(model, model.layers)
+    add_lora(model, model.layers, skip="router")
+    if of.model is MoEDecoder:
+        for layer in model.layers:
+            layer.mlp = ExpertLoRA(layer.mlp, "gate_up", "down")
     if variant == FROZEN:
         fp8pass.quantize_frozen(model)
     return model
@@ -298,10 +385,17 @@ def adapted(
 def losses(args: argparse.Namespace) -> None:
     """Measure the losses of every variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    first = replace(quality.SMALL, size=quality.TINY) if args.tiny else quality.SMALL
-    size = first.size if args.tiny else replace(first.size, steps=STEPS)
+    of_experts = args.what == "losses-experts"
+    first = quality.EXPERIMENTS["experts"] if of_experts else quality.SMALL
+    if of_experts:
+        first = replace(first, size=replace(first.size, steps=EXPERT_PRETRAINING))
+    steps = EXPERT_STEPS if of_experts else STEPS
+    if args.tiny:
+        first, steps = replace(first, size=quality.TINY), quality.TINY.steps
+    size = replace(first.size, steps=steps)
     of = replace(first, size=size, files=pytorch_source)
-    path = args.out or Path(__file__).parent / "results/lora_losses.json"
+    name = "lora_losses_experts" if of_experts else "lora_losses"
+    path = args.out or Path(__file__).parent / f"results/{name}.json"
     settings = {**asdict(size), "rank": RANK, "last": quality.LAST}
     record = resume(path, settings, again=args.again)
     done = {(r["variant"], r["seed"]) for r in record["results"]}
@@ -320,14 +414,21 @@ def losses(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the command line."""
+    commands = {
+        "speed": speed,
+        "experts": experts,
+        "diffusion": diffusion,
+        "losses": losses,
+        "losses-experts": losses,
+    }
     parser = record_parser(__doc__)
-    parser.add_argument("what", choices=("speed", "losses", "experts"))
-    names = {*VARIANTS, *EXPERT_VARIANTS}
+    parser.add_argument("what", choices=commands)
+    names = {*VARIANTS, *EXPERT_VARIANTS, *DIFFUSION_VARIANTS, BASELINE, FP8, FROZEN}
     parser.add_argument("--variants", nargs="+", choices=names)
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="seeds of `losses`")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="seeds of `losses`")
     parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    {"speed": speed, "losses": losses, "experts": experts}[args.what](args)
+    commands[args.what](args)
 
 
 if __name__ == "__main__":

@@ -146,31 +146,23 @@ def llmq_table(data: dict[str, Any]) -> list[list[str]]:
 
 
 def lora_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return speed and memory of training LoRA adapters, relative to BF16."""
-    steps = data["settings"]["warm_up"] + data["settings"]["timed"]
+    """Return speed and memory of training LoRA adapters, relative to BF16 for each model.
+
+    The name of a variant starts with the name of its model. A model may also have a variant with
+    another number of layers.
+    """
     header = ["", "tokens/s", "× BF16", "peak GiB", "× BF16", "weights GiB"]
-    rows = [[*header, f"loss after {steps} steps"]]
-    done = [r for r in data["results"] if not r["error"]]
-    base: dict[str, Any] = next((r for r in done if r["variant"] == "BF16"), {})
-    for r in data["results"]:
+    rows = [header]
+    results = data["results"]
+    bases = {r["variant"]: r for r in results if not r["error"]}
+    for r in results:
         if r["error"]:
-            rows.append([r["variant"], r["error"].split(".")[0], *[""] * 5])
+            rows.append([r["variant"], r["error"].split(".")[0], *[""] * 4])
             continue
+        model = r["variant"].split(", ")[0]
+        base = bases.get(f"{model}, BF16", {})
         weights = f"{r['weight_bytes'] / 2**30:.1f}"
-        rows.append([r["variant"], *_speed_cells(r, base), weights, f"{r['loss']:.4f}"])
-    return rows
-
-
-def lora_experts_table(data: dict[str, Any]) -> list[list[str]]:
-    """Return speed and memory of training LoRA adapters of stacked experts."""
-    rows = [["", "tokens/s", "peak GiB", "weights GiB", "loss"]]
-    for r in data["results"]:
-        if r["error"]:
-            rows.append([r["variant"], r["error"].split(".")[0], *[""] * 3])
-            continue
-        peak, weights = (f"{(r[x] or 0) / 2**30:.1f}" for x in ("peak_bytes", "weight_bytes"))
-        speed = f"{r['tokens_per_second']:,.0f}"
-        rows.append([r["variant"], speed, peak, weights, f"{r['loss']:.4f}"])
+        rows.append([r["variant"], *_speed_cells(r, base), weights])
     return rows
 
 

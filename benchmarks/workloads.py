@@ -18,7 +18,7 @@ import torch
 import transformers
 from model import MODELS, new_llama
 from model import TINY as TINY_LLAMAS
-from models import GPT, rope_tables, rotate
+from models import GPT, DiT, rope_tables, rotate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -117,42 +117,6 @@ class Nanochat(nn.Module):
             x = block(x, self.cos, self.sin)
         logits = 15 * torch.tanh(self.lm_head(_rms_norm(x)).float() / 15)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class DiTBlock(nn.Module):
-    """Attention and GELU with adaptive LayerNorm, as in DiT."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = (nn.LayerNorm(hidden, elementwise_affine=False) for _ in range(2))
-        self.modulation = nn.Linear(hidden, 6 * hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = (
-            self.modulation(F.silu(c)).unsqueeze(1).chunk(6, dim=-1)
-        )
-        parts = self.qkv(self.norm1(x) * (1 + scale1) + shift1).chunk(3, dim=-1)
-        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + gate1 * self.out(attended)
-        h = self.norm2(x) * (1 + scale2) + shift2
-        return x + gate2 * self.down(F.gelu(self.up(h), approximate="tanh"))
-
-
-class DiT(nn.Module):
-    """The blocks of DiT, for [batch, tokens, hidden] and one condition for each image."""
-
-    def __init__(self, layers: int, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(DiTBlock(hidden, heads) for _ in range(layers))
-
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, c)
-        return x
 
 
 def mlp(*sizes: int) -> nn.Sequential:

@@ -67,7 +67,7 @@ def _fuse(total: fx.Node) -> bool:
     if not reader.large_loads or not any(step.target == "row_sum" for step in steps):
         return False
     sums = _find_column_sums(reader)
-    if not sums or not has_shape(total) or depends_on(reader.loads, [total, *sums]):
+    if not has_shape(total) or depends_on(reader.loads, [total, *sums]):
         return False
     stores = [Store(reader.names[total], ("full",), dtype=graph.dtype_text(tensor(total).dtype))]
     stores += [Store(reader.names[s.args[0]], ("sums",)) for s in sums]  # type: ignore[index]
