@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from kernel_helpers import both_devices, interpret_halves
@@ -10,17 +12,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from fp8pass import compilation, hardware
-from fp8pass.codegen.buffers import side_by_side
+from fp8pass.codegen.buffers import buffer, side_by_side
 from fp8pass.config import Config
 from fp8pass.passes import LOWERING_PASSES, Context
-from fp8pass.passes.lowering import split_cats as module
 from fp8pass.passes.lowering.split_cats import split_cats
 
 
-def stored(function, *args, recipe="coat") -> list[torch.fx.Node]:
+def stored(function, *args, recipe="coat", least_bytes=0) -> list[torch.fx.Node]:
     gm = make_fx(function, tracing_mode="fake")(*args)
     want = gm(*args)
-    split_cats(gm, Context(Config.recipe(recipe)))
+    with mock.patch(f"{split_cats.__module__}.LEAST_BYTES", least_bytes):
+        split_cats(gm, Context(Config.recipe(recipe)))
     gm.graph.lint()
     gm.recompile()
     assert torch.equal(gm(*args), want)
@@ -36,6 +38,33 @@ def test_computed_parts_are_stored_for_themselves(x):
     (node,) = stored(lambda x: torch.cat([x.sin(), x.cos()], -1) @ torch.ones(32, 4), x)
     assert node.meta["val"].shape == (32, 32)
     assert stored(lambda x: torch.cat([x.sin().t(), x.cos().t()]), x)
+
+
+def test_a_small_concatenation_stays(x):
+    product = lambda x: torch.cat([x.sin(), x.cos()], -1) @ torch.ones(32, 4)  # noqa: E731
+    assert stored(product, x, least_bytes=32 * 32 * 4)
+    assert not stored(product, x, least_bytes=32 * 32 * 4 + 1)
+
+
+def test_parts_are_not_stored_twice(x):
+    """FP8 data is in buffers, which only the concatenation reads, as bytes."""
+
+    def product(x):
+        parts = [buffer(x.sin(), [0, 1]), buffer(x.cos(), [0, 1])]
+        whole = torch.cat([part.view(torch.int32) for part in parts], -1)
+        return whole.view(torch.float32) @ torch.ones(32, 4)
+
+    (node,) = stored(product, x)
+    assert not node.graph.find_nodes(op="call_function", target=buffer)
+
+
+def test_a_buffer_with_other_readers_stays(x):
+    def product(x):
+        first = buffer(x.sin(), [0, 1])
+        return torch.cat([first, x.cos(), x.tan()], -1) @ torch.ones(48, 4) + first.sum()
+
+    (node,) = stored(product, x)
+    assert node.graph.find_nodes(op="call_function", target=buffer)
 
 
 FUSED = {
@@ -90,6 +119,7 @@ def test_the_gradient_of_a_fused_swiglu_is_stored_by_halves(device, monkeypatch)
 
     changed = tuple(recorded if p is split_cats else p for p in LOWERING_PASSES)
     monkeypatch.setattr(compilation, "LOWERING_PASSES", changed)
+    monkeypatch.setattr(f"{split_cats.__module__}.LEAST_BYTES", 0)
     if device == "cpu":
         monkeypatch.setattr(hardware, "why_no_triton_kernels", lambda device: None)
         interpret_halves(monkeypatch)

@@ -29,7 +29,7 @@ from fp8pass import graph
 from fp8pass.graph.linear_layers import projects_down, projects_up
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.order import depends_on, sort_around
-from fp8pass.graph.patterns import RESHAPES, skip_transposes
+from fp8pass.graph.patterns import RESHAPES, skip_reshapes, skip_transposes
 from fp8pass.graph.sums import find_term, only_user
 from fp8pass.passes.context import Context
 
@@ -38,24 +38,36 @@ def merge_adapters(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite the adapters of a joint graph, or of an inference graph."""
     if not ctx.config.quantizes_linears or ctx.config.simulate is not None:
         return
-    scaled: dict[tuple[fx.Node, float], fx.Node] = {}
-    for product in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        operand, factor = product.args
-        dtypes = {tensor(product).dtype, tensor(operand).dtype}
-        if _has_factor(product) and len(dtypes) == 1 and torch.float16 not in dtypes:
-            _scale_h(product, factor, scaled) or _scale_results(product, factor, scaled)
-    backward = graph.tangent_dependent(gm.graph)
-    for gemms in _groups(gm.graph, _x_of_h, backward):
-        ctx.plan.merged_adapters.append(tuple(map(graph.module_path, gemms)))
-        _merge_products(gemms, shared=0)
-    for gemms in _groups(gm.graph, _x_of_gradient, backward):
-        _merge_products(gemms, shared=1)
-    for gemms in _groups(gm.graph, _sum_of, backward):
-        _merge_terms(gemms)
-    gm.graph.eliminate_dead_code()
+    g, backward = gm.graph, graph.tangent_dependent(gm.graph)
+    changed = _shrink_factors(g)
+    for read, merge in (
+        (_x_of_h, partial(_merge_products, shared=0)),
+        (_x_of_gradient, partial(_merge_products, shared=1)),
+        (_sum_of, _merge_terms),
+    ):
+        for gemms in _groups(g, read, backward):
+            if read is _x_of_h and gemms[0] not in backward:
+                ctx.plan.merged_adapters.append(tuple(map(graph.module_path, gemms)))
+            merge(gemms)
+            changed = True
+    if changed:
+        g.eliminate_dead_code()
 
 
 # --- factors ------------------------------------------------------------------------------------
+
+
+def _shrink_factors(g: fx.Graph) -> bool:
+    """Multiply small matrices by factors, instead of large ones, and return whether any changed."""
+    scaled: dict[tuple[fx.Node, float], fx.Node] = {}
+    changed = []
+    for product in g.find_nodes(op="call_function", target=aten.mul.Tensor):
+        operand, factor = product.args
+        dtypes = {tensor(product).dtype, tensor(operand).dtype}
+        if _has_factor(product) and len(dtypes) == 1 and torch.float16 not in dtypes:
+            moved = _scale_h(product, factor, scaled) or _scale_results(product, factor, scaled)
+            changed.append(moved)
+    return any(changed)
 
 
 def _scale_h(product: fx.Node, factor: float, scaled: dict[tuple[fx.Node, float], fx.Node]) -> bool:
@@ -116,26 +128,31 @@ def _has_factor(node: fx.Node) -> bool:
     return node.target is aten.mul.Tensor and isinstance(node.args[1], (int, float))
 
 
-def _x_of_h(gemm: fx.Node) -> fx.Node | None:
+def _x_of_h(gemm: fx.Node) -> Hashable:
     """Return `x` of `x Aᵀ`, or `dy` of `dy B`. Another GEMM multiplies the result again."""
     if not projects_down(gemm):
         return None
     readers = [user for reader in _readers(gemm) for user in (reader, *_scaled_readers(reader))]
-    return gemm.args[0] if any(map(projects_up, readers)) else None  # type: ignore[return-value]
+    return _identity(gemm.args[0]) if any(map(projects_up, readers)) else None
 
 
 def _scaled_readers(product: fx.Node) -> Iterator[fx.Node]:
     return _readers(product) if _has_factor(product) else iter(())
 
 
-def _x_of_gradient(gemm: fx.Node) -> fx.Node | None:
+def _x_of_gradient(gemm: fx.Node) -> Hashable:
     """Return `x` of `dhᵀ x`, the gradient of `A`."""
     if gemm.target is not aten.mm.default:
         return None
     dh, is_transposed = skip_transposes(gemm.args[0])  # type: ignore[arg-type]
     while _has_factor(dh) or dh.target is aten.slice.Tensor:
         dh = dh.args[0]  # type: ignore[assignment]
-    return gemm.args[1] if is_transposed and projects_down(dh) else None  # type: ignore[return-value]
+    return _identity(gemm.args[1]) if is_transposed and projects_down(dh) else None
+
+
+def _identity(x: Any) -> Hashable:
+    """Return a value that is equal for equal views of a tensor."""
+    return (skip_reshapes(x), *map(str, tensor(x).shape))
 
 
 def _sum_of(gemm: fx.Node) -> Hashable:

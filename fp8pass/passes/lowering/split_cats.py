@@ -64,6 +64,7 @@ def _remove_buffer(part: fx.Node) -> None:
     owner = _owner(part)
     if graph.is_call(owner, buffer) and _is_only_read_by(owner, part):
         owner.replace_all_uses_with(owner.args[0])  # type: ignore[arg-type]
+        owner.graph.erase_node(owner)
 
 
 def _owner(part: fx.Node) -> fx.Node:
