@@ -15,7 +15,7 @@ random weights in BF16. Only adapters are trained, with `torch.optim.AdamW(fused
 With fp8pass, the head and the loss are compiled as one module, in chunks of tokens. Every variant
 runs in a separate process. Measured: tokens per second, by the median of the steps after the first
 few; the memory peak of these steps, which is unknown with CUDA graphs; bytes of all weights; the
-last loss.
+last loss. *GEMMs of adapters apart* leaves out the passes that merge the GEMMs of adapters.
 
 `experts` measures the same numbers with adapters of the attention and of the stacked experts of a
 Qwen3-30B-A3B. In BF16 the model needs more memory than a GPU of 80 GB has, so 8 of its 48 layers
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -81,6 +82,8 @@ SIZES = {
 BASELINE, FP8, FROZEN = "BF16", "fp8pass", "fp8pass, frozen in FP8"
 # Memory budgets, as shares of the bytes that a layer saves; all other values are recomputed.
 BUDGETS = (0.8, 0.6)
+APART = f"{LLAMA}, {FROZEN}, GEMMs of adapters apart, CUDA graphs"
+APART_PASSES = "merge_adapters,use_addmm,add_in_place"
 # For each variant of `speed`: the model, how its weights are stored and compiled, and options.
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"{LLAMA}, {how}": (LLAMA, how, {}) for how in (BASELINE, FP8, FROZEN)},
@@ -89,6 +92,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         f"{LLAMA}, {FROZEN}, budget {share}": (LLAMA, FROZEN, {"memory_budget": share})
         for share in BUDGETS
     },
+    APART: (LLAMA, FROZEN, CUDA_GRAPHS),
     **{f"{m}, {how}": (m, how, {}) for m in (LLAMA_3, QWEN) for how in (BASELINE, FROZEN)},
 }
 STEPS, EXPERT_STEPS = 1500, 300
@@ -128,6 +132,8 @@ def add_lora(model: nn.Module, layers: nn.Module, skip: str = "") -> list[nn.Par
 def measure(variant: str, size: Size, device: torch.device) -> dict[str, Any]:
     """Train adapters in this process. Return the fields of a result."""
     name, how, options = VARIANTS[variant]
+    if variant == APART:
+        os.environ["FP8PASS_DISABLE_PASSES"] = APART_PASSES
     torch.manual_seed(0)
     family = transformers.Qwen2Config if name == QWEN else transformers.LlamaConfig
     llama = new_llama(size, device, family)

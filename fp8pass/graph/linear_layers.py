@@ -66,6 +66,8 @@ REPEATED = (
 # A weight is narrow if its smaller size is at most MAX_NARROW_SIDE, and its larger size is at least
 # MIN_NARROW_RATIO times the smaller size.
 MAX_NARROW_SIDE, MIN_NARROW_RATIO = 64, 16
+# An adapter's layer is at least this many times as wide as the adapter's rank.
+MIN_ADAPTER_RATIO = 4
 # GEMMs that add their first operand to the product.
 GEMMS_WITH_BIAS = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default}
 
@@ -405,8 +407,9 @@ def _is_narrow_mm(gemm: fx.Node, rank_dim: int) -> bool:
     if gemm.target is not aten.mm.default:
         return False
     shape = tensor(gemm.args[1]).shape  # type: ignore[arg-type]
-    rank, width = shape[rank_dim], shape[1 - rank_dim]
-    return isinstance(rank, int) and is_narrow(rank, width) and rank < compat.size_hint(width)
+    rank, width = shape[rank_dim], compat.size_hint(shape[1 - rank_dim])
+    is_small = isinstance(rank, int) and 0 < rank <= MAX_NARROW_SIDE
+    return is_small and rank * MIN_ADAPTER_RATIO <= width
 
 
 def is_multiple_of_16(length: Any) -> bool:

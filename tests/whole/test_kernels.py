@@ -257,6 +257,24 @@ def test_norm_kernels_compute_the_gradient_that_a_block_returns(graphs, monkeypa
         assert relative(got.gradients[parameter], want) < bound, parameter
 
 
+def test_norm_kernels_do_not_need_gradients_of_weights(graphs, monkeypatch):
+    """For example of frozen norms, when adapters are trained."""
+    model, x = BiasedBlock().bfloat16(), torch.randn(2, 32, 64).bfloat16()
+    for frozen in (model.norm, model.down):
+        frozen.requires_grad_(False)
+    without = gradients(model, x, Config(), kernels_off=True, monkeypatch=monkeypatch)
+    got = gradients(model, x, Config(), kernels_off=False, monkeypatch=monkeypatch)
+    (returned,) = [n for n in graph.outputs(graphs[-1]) if n and tensor(n).shape == x.shape]
+    kernel = graph.operator_of(graph.skip_reshapes(returned))
+    assert kernel.target is rows
+    stores = Batch.parse(kernel.args[1]).programs[0].stores
+    assert not any("sums" in store.layouts for store in stores)
+    plain = step(model, model, (x.clone().requires_grad_(),)).gradients
+    for parameter, want in plain.items():
+        bound = 1.3 * relative(without.gradients[parameter], want) + 0.01
+        assert relative(got.gradients[parameter], want) < bound, parameter
+
+
 # Recipe, autocast, form of GELU, and the only GEMM in BF16 of each layer.
 BIASES = {
     "bf16": ("coat", False, "tanh", ""),
