@@ -61,7 +61,7 @@ def inputs(dtype=torch.float64) -> Tensor:
 def rewritten(
     model: nn.Module, x: Tensor | None = None, limit: float = 1e-12, **options
 ) -> fx.Graph:
-    """Rewrite a joint graph, and compare its results with those of the original graph."""
+    """Rewrite a joint graph, and check that its results stay the same."""
     x = inputs() if x is None else x
     joint = capture_joint(model.to(x.dtype), x, config=Config(**options))
     torch.manual_seed(2)

@@ -179,7 +179,7 @@ def _groups(
 
 
 def _merge_products(gemms: list[fx.Node], shared: int) -> None:
-    """Replace GEMMs whose operands number `shared` are equal by slices of one GEMM."""
+    """Replace GEMMs with the same operand number `shared` by slices of one GEMM."""
     last, dim = gemms[-1], 1 - shared
     with last.graph.inserting_before(last):
         operands: list[Any] = list(last.args)
