@@ -181,6 +181,14 @@ def counts_columns(node: Any, columns: int) -> bool:
 SUM_OPERATORS = {aten.add.Tensor, aten.sub.Tensor}
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns a node, or a view of the node."""
+    return any(
+        user.op == "output" or (user.target in RESHAPES and is_returned(user))
+        for user in node.users
+    )
+
+
 def is_residual_sum(node: fx.Node) -> bool:
     """Whether `node` is a sum on the residual stream: the next sum and other nodes read it.
 

@@ -30,6 +30,9 @@ HIGH_PRECISION_BY_CHOICE = "fp8pass_high_precision_by_choice"
 # `weight` or `gradient`).
 OPERAND_OF = "fp8pass_operand_of"
 
+# On `addmm`: whether the result may overwrite the first operand, which nothing else reads.
+ADDS_IN_PLACE = "fp8pass_adds_in_place"
+
 # On FP8 data that are quantized before the all-gather: the name of the gathered tensor.
 ORIGINAL_GATHER = "fp8pass_original_gather"
 

@@ -156,6 +156,60 @@ def test_other_gemms_stay_apart(kind):
     assert not any(2 * RANK in size or 8 + 1 in size for size in sizes)
 
 
+class Returned(Layers):
+    """The caller may view `h`, so `h` must be contiguous."""
+
+    def forward(self, x):
+        h = [layer.a(x) for layer in self.shared]
+        y = sum(layer.b(h_) for layer, h_ in zip(self.shared, h, strict=True))
+        return y, h[0], h[1].flatten(0, 1)
+
+
+def test_results_of_the_graph_stay_contiguous():
+    torch._dynamo.reset()
+    run = torch.compile(Returned(), backend="fp8pass", options={"compiler": "eager"})
+    assert all(y.is_contiguous() for y in run(inputs(torch.float32)))
+    assert (ROWS, WIDTH, 3 * RANK) not in gemms(rewritten(Returned()))
+
+
+class Interleaved(nn.Module):
+    """Between the GEMMs of one group, the weight of another group is computed from activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.ParameterList(torch.randn(*size) / 16 for _ in range(4))
+            for size in ((RANK, WIDTH), (WIDTH, RANK))
+        )
+
+    def forward(self, x):
+        a0, a1, a2, a3 = self.a
+        z = torch.sin(x)
+        first = x @ a0.t()
+        second = z @ (a1 * first.mean()).t()
+        h = first, second, z @ a2.t(), x @ a3.t()
+        return sum(h_ @ b.t() for h_, b in zip(h, self.b, strict=True))
+
+
+def test_groups_whose_members_are_moved():
+    sizes = gemms(rewritten(Interleaved()))
+    assert sizes.count((ROWS, WIDTH, 2 * RANK)) >= 2
+
+
+def test_saved_results_of_a_checkpoint_policy_stay():
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(ctx, op, *args, **kwargs):
+        saves = op is aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model, contexts = Layers(), lambda: create_selective_checkpoint_contexts(policy)
+    run = lambda x: checkpoint(model, x, use_reentrant=False, context_fn=contexts)  # noqa: E731
+    joint = capture_joint(run, inputs(torch.float32), config=Config())
+    merge_adapters(joint.gm, joint.ctx)
+    assert (ROWS, WIDTH, 3 * RANK) not in gemms(joint.gm.graph)
+
+
 class Twice(LoRA):
     """Other operators read the product, too."""
 

@@ -58,6 +58,15 @@ def test_parts_are_not_stored_twice(x):
     assert not node.graph.find_nodes(op="call_function", target=buffer)
 
 
+def test_parts_that_are_buffers(x):
+    def product(x):
+        parts = [buffer(x.sin(), [0, 1]), buffer(x.cos(), [0, 1])]
+        return torch.cat(parts, -1) @ torch.ones(32, 4)
+
+    (node,) = stored(product, x)
+    assert not node.graph.find_nodes(op="call_function", target=buffer)
+
+
 def test_a_buffer_with_other_readers_stays(x):
     def product(x):
         first = buffer(x.sin(), [0, 1])

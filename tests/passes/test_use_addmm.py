@@ -22,7 +22,7 @@ WIDTH, RANK = 256, 16
 
 def operands(dtype=torch.float64) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    sizes = (32, 64), (64, WIDTH), (32, RANK), (RANK, WIDTH)
+    sizes = (32, 128), (128, WIDTH), (32, RANK), (RANK, WIDTH)
     return [torch.randn(*size, dtype=dtype) for size in sizes]
 
 
@@ -95,6 +95,17 @@ def test_a_total_that_is_an_operand_is_not_overwritten():
     x, _, h, b = operands()
     total = torch.randn(32, WIDTH, dtype=x.dtype)
     assert products(rewritten(lambda t, h, b: torch.addmm(t, h, b), total, h, b)) == 0
+
+
+def test_a_total_of_another_shape_is_not_overwritten():
+    x, w, h, b = operands()
+    rewritten(lambda x, w, h, b: torch.addmm(x[:1] @ w, h, b), x, w, h, b)
+
+
+def test_a_total_that_is_a_factor_is_not_overwritten():
+    x = torch.randn(WIDTH, WIDTH, dtype=torch.float64)
+    function = lambda x, w: (lambda t: torch.addmm(t, t, w))(x @ w)  # noqa: E731
+    assert products(rewritten(function, x, x)) == 0
 
 
 @pytest.mark.long

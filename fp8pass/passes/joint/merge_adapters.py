@@ -9,7 +9,7 @@
 `hᵢ` has as many columns as the rank of an adapter; `x` and `yᵢ` have as many as the layer. Memory
 bandwidth limits these GEMMs, so their time is the time of reading and writing large matrices. The
 pass reads `x` once for all layers, writes `dx` once, and multiplies small matrices by LoRA's factor
-`c` = α / r.
+`c` = α / r. The gradients of `A` are slices of one matrix, so they share memory.
 
 Results differ from the original results by rounding, because sums have another order. So recipe
 `exact` skips the pass. In FP16 the factor stays, because `c h` may overflow where `c y` does not.
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass import graph
+from fp8pass import compat, graph
 from fp8pass.graph.linear_layers import projects_down, projects_up
 from fp8pass.graph.nodes import aten, emit, tensor
 from fp8pass.graph.order import depends_on, sort_around
-from fp8pass.graph.patterns import RESHAPES, skip_reshapes, skip_transposes
+from fp8pass.graph.patterns import RESHAPES, is_returned, skip_reshapes, skip_transposes
 from fp8pass.graph.sums import find_term, only_user
+from fp8pass.graph.tags import HIGH_PRECISION_BY_CHOICE
 from fp8pass.passes.context import Context
 
 
@@ -40,13 +41,13 @@ def merge_adapters(gm: fx.GraphModule, ctx: Context) -> None:
         return
     g, backward = gm.graph, graph.tangent_dependent(gm.graph)
     changed = _shrink_factors(g)
-    for read, merge in (
+    for key_of, merge in (
         (_x_of_h, partial(_merge_products, shared=0)),
         (_x_of_gradient, partial(_merge_products, shared=1)),
         (_sum_of, _merge_terms),
     ):
-        for gemms in _groups(g, read, backward):
-            if read is _x_of_h and gemms[0] not in backward:
+        for gemms in _groups(g, key_of, backward):
+            if key_of is _x_of_h and gemms[0] not in backward:
                 ctx.plan.merged_adapters.append(tuple(map(graph.module_path, gemms)))
             merge(gemms)
             changed = True
@@ -60,14 +61,13 @@ def merge_adapters(gm: fx.GraphModule, ctx: Context) -> None:
 def _shrink_factors(g: fx.Graph) -> bool:
     """Multiply small matrices by factors, instead of large ones, and return whether any changed."""
     scaled: dict[tuple[fx.Node, float], fx.Node] = {}
-    changed = []
+    changed = False
     for product in g.find_nodes(op="call_function", target=aten.mul.Tensor):
         operand, factor = product.args
         dtypes = {tensor(product).dtype, tensor(operand).dtype}
         if _has_factor(product) and len(dtypes) == 1 and torch.float16 not in dtypes:
-            moved = _scale_h(product, factor, scaled) or _scale_results(product, factor, scaled)
-            changed.append(moved)
-    return any(changed)
+            changed |= _scale_h(product, factor, scaled) or _scale_results(product, factor, scaled)
+    return changed
 
 
 def _scale_h(product: fx.Node, factor: float, scaled: dict[tuple[fx.Node, float], fx.Node]) -> bool:
@@ -129,8 +129,11 @@ def _has_factor(node: fx.Node) -> bool:
 
 
 def _x_of_h(gemm: fx.Node) -> Hashable:
-    """Return `x` of `x Aᵀ`, or `dy` of `dy B`. Another GEMM multiplies the result again."""
-    if not projects_down(gemm):
+    """Return `x` of `x Aᵀ`, or `dy` of `dy B`. Return None unless another GEMM reads the result.
+
+    A result of the graph stays apart, because a slice of a merged matrix has other strides.
+    """
+    if not projects_down(gemm) or is_returned(gemm):
         return None
     readers = [user for reader in _readers(gemm) for user in (reader, *_scaled_readers(reader))]
     return _identity(gemm.args[0]) if any(map(projects_up, readers)) else None
@@ -162,15 +165,19 @@ def _sum_of(gemm: fx.Node) -> Hashable:
 
 
 def _groups(
-    g: fx.Graph, shared: Callable[[fx.Node], Hashable], backward: set[fx.Node]
+    g: fx.Graph, key_of: Callable[[fx.Node], Hashable], backward: set[fx.Node]
 ) -> Iterator[list[fx.Node]]:
-    """Yield lists of GEMMs for which `shared` returns the same value, and that can be merged."""
+    """Yield sorted lists of GEMMs for which `key_of` returns the same value.
+
+    GEMMs whose results the user's checkpoint policy saves stay apart.
+    """
     groups: dict[Hashable, list[fx.Node]] = {}
     for gemm in g.find_nodes(op="call_function", target=aten.mm.default):
-        if (key := shared(gemm)) is not None:
-            place = key, gemm in backward, gemm.meta.get("recompute")
-            groups.setdefault((*place, tensor(gemm).dtype), []).append(gemm)
+        if (key := key_of(gemm)) is not None and not compat.must_save(gemm):
+            place = gemm in backward, *map(gemm.meta.get, ("recompute", HIGH_PRECISION_BY_CHOICE))
+            groups.setdefault((key, tensor(gemm).dtype, *place), []).append(gemm)
     for gemms in groups.values():
+        gemms.sort()  # the merging of earlier groups moves nodes
         if len(gemms) > 1 and not depends_on(gemms, gemms):
             yield gemms
 
@@ -179,12 +186,12 @@ def _groups(
 
 
 def _merge_products(gemms: list[fx.Node], shared: int) -> None:
-    """Replace GEMMs with the same operand number `shared` by slices of one GEMM."""
+    """Replace GEMMs with an equal operand, whose number is `shared`, by slices of one GEMM."""
     last, dim = gemms[-1], 1 - shared
     with last.graph.inserting_before(last):
         operands: list[Any] = list(last.args)
         operands[dim] = _concatenate([gemm.args[dim] for gemm in gemms], dim, like=last)
-        merged = emit(last.graph, aten.mm.default, *operands, like=last)
+        merged = _multiply(*operands, like=last)
         ends = accumulate((tensor(gemm).shape[dim] for gemm in gemms), initial=0)
         slices = [
             emit(last.graph, aten.slice.Tensor, merged, dim, *rows, like=gemm)
@@ -203,12 +210,19 @@ def _merge_terms(gemms: list[fx.Node]) -> None:
     terms = [find_term(gemm) for gemm in others]
     with last.graph.inserting_before(last):
         operands = (_concatenate([x.args[i] for x in gemms], 1 - i, like=last) for i in (0, 1))
-        merged = emit(last.graph, aten.mm.default, *operands, like=last)
+        merged = _multiply(*operands, like=last)
     last.replace_all_uses_with(merged)
     last.graph.erase_node(last)
     for term in terms:
         assert term is not None
         term.remove()
+
+
+def _multiply(a: Any, b: Any, *, like: fx.Node) -> fx.Node:
+    gemm = emit(like.graph, aten.mm.default, a, b, like=like)
+    if HIGH_PRECISION_BY_CHOICE in like.meta:
+        gemm.meta[HIGH_PRECISION_BY_CHOICE] = True
+    return gemm
 
 
 def _concatenate(matrices: list[Any], dim: int, like: fx.Node) -> fx.Node:

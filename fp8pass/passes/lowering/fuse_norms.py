@@ -8,8 +8,8 @@
              a = amax(r);  v = sum(p, 0)
 
 The kernel stores the residual's gradient `g`, the amax `r` of each row of `g`, and partial sums `p`
-of the weight's gradient. It also sums `dy` and `g`, for the gradients of biases. The order of
-summation is fixed, so results are deterministic.
+of the weight's gradient, unless the weight is frozen. It also sums `dy` and `g`, for the gradients
+of biases. The order of summation is fixed, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fp8pass.graph.patterns import (
     CASTS,
     RESHAPES,
     is_residual_sum,
+    is_returned,
     is_same_shape_addition,
     sums_columns,
 )
@@ -41,17 +42,9 @@ def fuse_norms(gm: fx.GraphModule, ctx: Context) -> None:
     if not ctx.config.quantizes_linears:  # kernels round less often than recipe `exact` must
         return
     sums = [n for n in gm.graph.nodes if is_same_shape_addition(n)]
-    fused = [_fuse(node) for node in sums if is_residual_sum(node) or _is_returned(node)]
+    fused = [_fuse(node) for node in sums if is_residual_sum(node) or is_returned(node)]
     if any(fused):
         graph.sort_and_prune(gm.graph)
-
-
-def _is_returned(node: fx.Node) -> bool:
-    """Whether the graph returns a node, or a view of the node."""
-    return any(
-        user.op == "output" or (user.target in RESHAPES and _is_returned(user))
-        for user in node.users
-    )
 
 
 def _fuse(total: fx.Node) -> bool:

@@ -6,7 +6,7 @@
 Inductor's kernel for a concatenation computes the values of all parts for each element. On an H100,
 the gradient of a SwiGLU took 2.6 times as long as reading and writing its bytes.
 
-The FP8 gradients of merged dgrads are stored in this way, too, if generated code quantizes them.
+This also applies to the FP8 gradients that `merge_dgrads` concatenates.
 
 A concatenation stays if only generated code reads it, because Inductor inlines it into that code.
 It also stays if its parts are views of one value, as in a shift.
@@ -21,7 +21,7 @@ from fp8pass.codegen.buffers import buffer, side_by_side
 from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.sums import only_user
-from fp8pass.graph.traffic import base
+from fp8pass.graph.traffic import base, count_bytes
 from fp8pass.passes.context import Context
 
 # A smaller concatenation stays, because launching a kernel for each part takes longer.
@@ -33,7 +33,7 @@ def split_cats(gm: fx.GraphModule, ctx: Context) -> None:
         return
     for cat in gm.graph.find_nodes(op="call_function", target=aten.cat.default):
         parts: list[fx.Node] = list(cat.args[0])
-        if graph.nbytes(cat) < LEAST_BYTES or len({tensor(x).dtype for x in parts}) > 1:
+        if count_bytes(cat) < LEAST_BYTES or len({tensor(x).dtype for x in parts}) > 1:
             continue
         if all(map(_is_fused_into, cat.users)):
             continue
@@ -42,6 +42,7 @@ def split_cats(gm: fx.GraphModule, ctx: Context) -> None:
             continue
         for part in parts:
             _remove_buffer(part)
+        parts = list(cat.args[0])
         dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
         with gm.graph.inserting_before(cat):
             stored = graph.emit(gm.graph, side_by_side, parts, dim, like=cat)
@@ -61,6 +62,7 @@ def _inlined_value(part: fx.Node) -> fx.Node | None:
 
 
 def _remove_buffer(part: fx.Node) -> None:
+    """Compute a part where it is concatenated, if only the concatenation reads its buffer."""
     owner = _owner(part)
     if graph.is_call(owner, buffer) and _is_only_read_by(owner, part):
         owner.replace_all_uses_with(owner.args[0])  # type: ignore[arg-type]
@@ -75,6 +77,7 @@ def _owner(part: fx.Node) -> fx.Node:
 
 
 def _is_only_read_by(owner: fx.Node, part: fx.Node) -> bool:
+    """Whether only a chain of views ending in `part` reads `owner`, and only one node `part`."""
     node: fx.Node | None = owner
     while node is not None and node is not part:
         node = only_user(node)

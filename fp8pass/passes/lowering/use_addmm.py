@@ -18,9 +18,10 @@ from fp8pass.graph.linear_layers import projects_up
 from fp8pass.graph.nodes import aten, tensor
 from fp8pass.graph.patterns import RESHAPES, is_same_shape_addition
 from fp8pass.graph.sums import have_equal_shape_and_dtype, only_user
+from fp8pass.graph.tags import ADDS_IN_PLACE
 from fp8pass.passes.context import Context
 
-GEMMS = {aten.mm.default, torch.ops.fp8pass.scaled_mm.default}
+GEMMS = {aten.mm.default, torch.ops.fp8pass.scaled_mm.default}  # before `lower_dialect`
 
 
 def use_addmm(gm: fx.GraphModule, ctx: Context) -> None:
@@ -35,7 +36,10 @@ def use_addmm(gm: fx.GraphModule, ctx: Context) -> None:
 
 
 def _find_views(term: Any) -> list[fx.Node]:
-    """Return a node and its views; `term` is the last view. Nothing else reads these nodes."""
+    """Return the value that a term views, and the views in order; `term` is the last one.
+
+    Nothing but the term reads the views before it.
+    """
     views = [term]
     while views[0].target in RESHAPES and only_user(views[0]):
         views.insert(0, views[0].args[0])
@@ -56,6 +60,7 @@ def _merge(add: fx.Node, product: list[fx.Node], total: list[fx.Node]) -> None:
         merged = graph.emit(
             add.graph, aten.addmm.default, total[0], *product[0].args, like=product[0]
         )
+    merged.meta[ADDS_IN_PLACE] = True
     view = merged
     for node in total[1:]:
         add.prepend(node)
