@@ -135,10 +135,13 @@ class Captured:
         return protect_gradients(program) if graphed else program
 
     def compile_version(
-        self, config: Config, inner_compile: Callable[..., Any] | None = None
+        self,
+        config: Config,
+        inner_compile: Callable[..., Any] | None = None,
+        requests: Requests = Requests(),  # noqa: B008
     ) -> Program:
         """Compile a copy of the graph, as `hooks.CompileVersion` defines."""
-        compilation = self.compilation(config, is_main=False)
+        compilation = self.compilation(config, requests=requests, is_main=False)
         # Cache keys do not contain `inner_compile`.
         with compat.uncached() if inner_compile else nullcontext():
             return self.compile(compat.copy_captured(self.gm), compilation, inner_compile)

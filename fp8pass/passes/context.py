@@ -15,11 +15,12 @@ from fp8pass.plan import Plan
 
 @dataclass(frozen=True)
 class Requests:
-    """Optional parts of the plan. They take time to compute, so only reports request them."""
+    """Requests of tools: optional parts of the plan, which take time, and graphs to compare."""
 
     frontier: bool = False  # the costs of the plans for other memory budgets
     least: bool = False  # the smallest memory budget that can be met
     rules: bool = False  # a summary of the error rules
+    separate_adapters: bool = False  # one GEMM for each adapter, as in the original graph
 
 
 @dataclass

@@ -17,7 +17,7 @@ from fp8pass.graph.classify import Kind, kind
 from fp8pass.graph.nodes import aten
 from fp8pass.graph.tags import IS_TRANSPOSED, ORIGINAL_GATHER, REPLACED_GEMM, original_name
 from fp8pass.hooks import weights_by_path
-from fp8pass.passes import JOINT_PASSES, Context
+from fp8pass.passes import JOINT_PASSES, Context, Requests
 from fp8pass.passes.joint.materialize_plan import materialize_plan
 from fp8pass.tools import running
 
@@ -198,7 +198,8 @@ def _make_backend(config: Config, records: list[Record], module: nn.Module) -> C
         recorder = Recorder(config, records, copies=copies)
         captured = Captured(gm, tuple(example_inputs), patches={})
         recorded = replace(config, passes=recorder.passes)
-        program = captured.compile_version(recorded, recorder.compile)
+        separate = Requests(separate_adapters=True)
+        program = captured.compile_version(recorded, recorder.compile, separate)
 
         def run_located(*args: Any) -> Any:
             recorder.module = running.find_module_of_run(

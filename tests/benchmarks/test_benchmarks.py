@@ -197,7 +197,7 @@ def test_adapters_are_trained_with_quantized_weights(load, monkeypatch):
         monkeypatch.setattr(lora, name, value)
     torch._dynamo.utils.counters.clear()
     size = lora.replace(lora.TINY["7B"], batch=1, vocabulary=512)
-    found = lora.measure(lora.FROZEN, size, torch.device("cpu"))
+    found = lora.measure(f"{lora.LLAMA}, {lora.FROZEN}", size, torch.device("cpu"))
     # One graph for all layers, one for head and loss.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert found["loss"] == pytest.approx(6.24, abs=0.1)  # a new model has log 512
@@ -219,17 +219,17 @@ def test_the_table_of_adapters_is_right(load):
         }
 
     results = [
-        result("BF16", 10_000, 20),
-        result("fp8pass", 15_000, 10),
-        result("x", None, None, "OutOfMemoryError: full. More"),
+        result("7B, BF16", 10_000, 20),
+        result("7B, fp8pass", 15_000, 10),
+        result("7B, x", None, None, "OutOfMemoryError: full. More"),
+        result("8B, fp8pass", 12_000, 10),
     ]
-    data = {"settings": {"warm_up": 4, "timed": 10}, "results": results}
-    header, *rows = load("tables").lora_table(data)
-    assert header[-1] == "loss after 14 steps"
+    _, *rows = load("tables").lora_table({"results": results})
     assert rows == [
-        ["BF16", "10,000", "1.000", "20.0", "1.000", "6.0", "0.5000"],
-        ["fp8pass", "15,000", "1.500", "10.0", "0.500", "6.0", "0.5000"],
-        ["x", "OutOfMemoryError: full", *[""] * 5],
+        ["7B, BF16", "10,000", "1.000", "20.0", "1.000", "6.0"],
+        ["7B, fp8pass", "15,000", "1.500", "10.0", "0.500", "6.0"],
+        ["7B, x", "OutOfMemoryError: full", *[""] * 4],
+        ["8B, fp8pass", "12,000", "", "10.0", "", "6.0"],
     ]
 
 

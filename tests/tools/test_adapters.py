@@ -68,6 +68,23 @@ def test_diagnose(adapted):
     assert all(y.relative < 0.3 for y in found.layers)
 
 
+def test_diagnose_compares_adapters_that_share_gemms():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.layers = nn.ModuleList(LoraLinear(nn.Linear(64, 64)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.sin(self.first(x))
+            return sum(torch.sin(layer(x)) for layer in self.layers)
+
+    torch.manual_seed(0)
+    found = fp8pass.diagnose(Shared(), loss, torch.randn(64, 64), config=EAGER)
+    assert {y.gradient for y in found.layers} == {"input", "weight"}
+    assert all(y.relative < 0.1 for y in found.layers)
+
+
 @pytest.mark.long
 def test_bisect(adapted):
     found = fp8pass.bisect(adapted, loss, torch.randn(32, 64), config=EAGER, most=1)

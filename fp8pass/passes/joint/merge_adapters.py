@@ -37,7 +37,8 @@ from fp8pass.passes.context import Context
 
 def merge_adapters(gm: fx.GraphModule, ctx: Context) -> None:
     """Rewrite the adapters of a joint graph, or of an inference graph."""
-    if not ctx.config.quantizes_linears or ctx.config.simulate is not None:
+    config = ctx.config
+    if not config.quantizes_linears or config.simulate or ctx.requests.separate_adapters:
         return
     g, backward = gm.graph, graph.tangent_dependent(gm.graph)
     changed = _shrink_factors(g)
