@@ -138,10 +138,10 @@ class Captured:
         self,
         config: Config,
         inner_compile: Callable[..., Any] | None = None,
-        requests: Requests = Requests(),  # noqa: B008
+        requests: Requests | None = None,
     ) -> Program:
         """Compile a copy of the graph, as `hooks.CompileVersion` defines."""
-        compilation = self.compilation(config, requests=requests, is_main=False)
+        compilation = self.compilation(config, requests=requests or Requests(), is_main=False)
         # Cache keys do not contain `inner_compile`.
         with compat.uncached() if inner_compile else nullcontext():
             return self.compile(compat.copy_captured(self.gm), compilation, inner_compile)

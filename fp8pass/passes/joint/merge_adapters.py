@@ -132,7 +132,7 @@ def _has_factor(node: fx.Node) -> bool:
 def _x_of_h(gemm: fx.Node) -> Hashable:
     """Return `x` of `x Aᵀ`, or `dy` of `dy B`. Return None unless another GEMM reads the result.
 
-    A result of the graph stays apart, because a slice of a merged matrix has other strides.
+    A result that the graph returns is left out, because a slice would have other strides.
     """
     if not projects_down(gemm) or is_returned(gemm):
         return None
@@ -170,7 +170,7 @@ def _groups(
 ) -> Iterator[list[fx.Node]]:
     """Yield sorted lists of GEMMs for which `key_of` returns the same value.
 
-    GEMMs whose results the user's checkpoint policy saves stay apart.
+    A GEMM is left out if the user's checkpoint policy saves its result.
     """
     groups: dict[Hashable, list[fx.Node]] = {}
     for gemm in g.find_nodes(op="call_function", target=aten.mm.default):
@@ -187,7 +187,7 @@ def _groups(
 
 
 def _merge_products(gemms: list[fx.Node], shared: int) -> None:
-    """Replace GEMMs with an equal operand, whose number is `shared`, by slices of one GEMM."""
+    """Replace GEMMs that share an operand by slices of one GEMM; `shared` is its number."""
     last, dim = gemms[-1], 1 - shared
     with last.graph.inserting_before(last):
         operands: list[Any] = list(last.args)
