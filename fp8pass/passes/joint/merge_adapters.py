@@ -76,7 +76,7 @@ def _scale_h(product: fx.Node, factor: float, scaled: dict[tuple[fx.Node, float]
     gemm: fx.Node = product.args[0]  # type: ignore[assignment]
     while gemm.target in RESHAPES and only_user(gemm):
         gemm = gemm.args[0]  # type: ignore[assignment]
-    if not projects_up(gemm) or not only_user(gemm):
+    if not _multiplies_h(gemm) or not only_user(gemm):
         return False
     h, weight = gemm.args
     with gemm.graph.inserting_before(gemm):
@@ -92,7 +92,7 @@ def _scale_results(
 ) -> bool:
     """Replace `(c dy) B` by `c (dy B)`, and `(c dy)ᵀ h` by `dyᵀ (c h)`."""
     gemms = list(_readers(product))
-    if not gemms or not all(projects_down(gemm) for gemm in gemms):
+    if not gemms or not all(_reads_dy(gemm) for gemm in gemms):
         return False
     _remove_factor(product)
     for gemm in gemms:
@@ -129,6 +129,26 @@ def _has_factor(node: fx.Node) -> bool:
     return node.target is aten.mul.Tensor and isinstance(node.args[1], (int, float))
 
 
+def _is_h(node: Any) -> bool:
+    """Whether a node is `x Aᵀ` or `dy B`, possibly scaled, or a slice of a merged product."""
+    while _has_factor(node) or node.target is aten.slice.Tensor:
+        node = node.args[0]
+    return projects_down(node)
+
+
+def _multiplies_h(gemm: fx.Node) -> bool:
+    """Whether a node is `h Bᵀ` or `dh A`."""
+    return projects_up(gemm) and _is_h(skip_reshapes(gemm.args[0]))  # type: ignore[arg-type]
+
+
+def _reads_dy(gemm: fx.Node) -> bool:
+    """Whether a node is `dy B` or `dyᵀ h`."""
+    if not projects_down(gemm):
+        return False
+    reads_h = _is_h(skip_reshapes(gemm.args[1]))  # type: ignore[arg-type]
+    return reads_h or any(reader.target is aten.mm.default for reader in _readers(gemm))
+
+
 def _x_of_h(gemm: fx.Node) -> Hashable:
     """Return `x` of `x Aᵀ`, or `dy` of `dy B`. Return None unless another GEMM reads the result.
 
@@ -149,9 +169,7 @@ def _x_of_gradient(gemm: fx.Node) -> Hashable:
     if gemm.target is not aten.mm.default:
         return None
     dh, is_transposed = skip_transposes(gemm.args[0])  # type: ignore[arg-type]
-    while _has_factor(dh) or dh.target is aten.slice.Tensor:
-        dh = dh.args[0]  # type: ignore[assignment]
-    return _identity(gemm.args[1]) if is_transposed and projects_down(dh) else None
+    return _identity(gemm.args[1]) if is_transposed and _is_h(dh) else None
 
 
 def _identity(x: Any) -> Hashable:
@@ -161,7 +179,7 @@ def _identity(x: Any) -> Hashable:
 
 def _sum_of(gemm: fx.Node) -> Hashable:
     """Return the sum in which `dh A` is a term, and its shape."""
-    term = find_term(gemm) if projects_up(gemm) else None
+    term = find_term(gemm) if _multiplies_h(gemm) else None
     return (term.total, *map(str, tensor(gemm).shape)) if term else None
 
 
