@@ -135,6 +135,12 @@ VARIANTS = {
     "… compressed, weights kept": Variant(
         compiler="fp8pass", compress=("groups", "row"), keeps=True
     ),
+    "… with its AdamW, weights kept": Variant(
+        compiler="fp8pass", compress=("groups", "row"), optimizer="fp8pass", keeps=True
+    ),
+    "… its AdamW, kept, CUDA graphs": Variant(
+        compiler="fp8pass", compress=("groups", "row"), optimizer="fp8pass", keeps=True, graphs=True
+    ),
     "bf16 compile, CUDA graphs": Variant(graphs=True),
     "fp8pass coat, CUDA graphs": Variant(compiler="fp8pass", graphs=True),
     "fp8pass coat, compressed, CUDA graphs": Variant(
@@ -168,7 +174,7 @@ def sharded_llama(size: Size, variant: Variant, device: torch.device) -> tuple[A
     with torch.device(device):
         llama = new_llama(size, device).float()
     if variant.compiler == "torchao":
-        _convert(llama, variant.gather)
+        convert_to_torchao(llama, gather=variant.gather)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     compile_in_place(llama.model.layers, variant)
     for layer in llama.model.layers:
@@ -179,7 +185,8 @@ def sharded_llama(size: Size, variant: Variant, device: torch.device) -> tuple[A
     return llama, done
 
 
-def _convert(llama: nn.Module, gather: bool) -> None:
+def convert_to_torchao(llama: nn.Module, *, gather: bool) -> None:
+    """Let all linear layers but the output head run in torchao's FP8, also their gathers."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(

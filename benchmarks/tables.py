@@ -45,10 +45,12 @@ from tables_models import (
     depths_table,
     distributed_table,
     formats_table,
+    large_models_table,
     llmq_table,
     long_table,
     lora_table,
     model_table,
+    pipelines_table,
 )
 from tables_runs import (
     convergence_table,
@@ -86,6 +88,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "distributed_graphs": distributed_table,
     "distributed_in_graph": distributed_table,
     "long_sequences": long_table,
+    "large_models": large_models_table,
+    "pipelines": pipelines_table,
     "compile_time": compile_time_table,
     "depths": depths_table,
     "convergence": convergence_table,

@@ -82,6 +82,44 @@ def long_table(data: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def large_models_table(data: dict[str, Any]) -> list[list[str]]:
+    """Return speed and memory of large models for each limit of the GPUs' memory."""
+    rows = [["", "micro-batch", "tokens/s", "MFU", "reserved GiB", "host GiB a rank"]]
+    cases = dict.fromkeys((r["model"], r["ranks"], r["limit"]) for r in data["results"])
+    for model, ranks, limit in cases:
+        rows.append([f"**{model}, {ranks} GPUs, {limit:g} GiB each**", *[""] * 5])
+        for r in data["results"]:
+            if (r["model"], r["ranks"], r["limit"]) != (model, ranks, limit):
+                continue
+            if r["error"]:
+                rows.append([r["how"], "", r["error"][:60], *[""] * 3])
+                continue
+            reserved, host = ((r[k] or 0) / 2**30 for k in ("reserved_bytes", "host_bytes"))
+            memory = f"{reserved:.1f}", f"{host:.1f}"
+            speed = f"{r['tokens_per_second']:,.0f}", f"{r['mfu']:.0%}"
+            rows.append([r["how"], f"{r['batch']} sequences", *speed, *memory])
+    return rows
+
+
+def pipelines_table(data: dict[str, Any]) -> list[list[str]]:
+    """Return speed, the memory peaks of all ranks, and the loss, for each schedule."""
+    rows = [["", "tokens/s", "× BF16", "peak GiB by rank", "first step s", "loss"]]
+    for schedule, ranks in dict.fromkeys((r["schedule"], r["ranks"]) for r in data["results"]):
+        results = [r for r in data["results"] if (r["schedule"], r["ranks"]) == (schedule, ranks)]
+        base: dict[str, Any] = next((r for r in results if r["variant"] == "bf16 compile"), {})
+        rows.append([f"**{schedule}, {ranks} GPUs**", *[""] * 5])
+        for r in results:
+            if r["error"]:
+                rows.append([r["variant"], r["error"][:60], *[""] * 4])
+                continue
+            speed, baseline = r["tokens_per_second"], base.get("tokens_per_second")
+            peaks = ", ".join(f"{peak / 2**30:.1f}" for peak in r["peak_bytes"] if peak)
+            ratio = f"{speed / baseline:.2f}" if baseline else ""
+            cells = [f"{speed:,.0f}", ratio, peaks, f"{r['first_step_s']:.0f}", f"{r['loss']:.4f}"]
+            rows.append([r["variant"], *cells])
+    return rows
+
+
 def _wire(result: dict[str, Any]) -> tuple[float | None, float | None]:
     return result["gradients_wire"], result["weights_wire"]
 

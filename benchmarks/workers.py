@@ -152,7 +152,7 @@ def _serve(
     device = _device(group)
     if group.ranks > 1:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{group.folder}/store{group.number}",
             rank=rank,
             world_size=group.ranks,

@@ -53,6 +53,19 @@ def get_shard(parameter: DTensor) -> Tensor:
     return parameter._local_tensor
 
 
+def use_new_shards(model: nn.Module) -> None:
+    """Let FSDP2 use parameters that were assigned to modules, and free the shards of earlier ones.
+
+    FSDP2 looks for new parameters itself, but expects that all shards have memory.
+    """
+    for module in model.modules():
+        for group in _list_groups(module) if isinstance(module, FSDPModule) else ():
+            for each in group.fsdp_params:
+                new = getattr(each._module_info.module, each._module_info.param_name)
+                if new is not each.sharded_param:
+                    each.sharded_param, each._sharded_param_data = new, get_shard(new)
+
+
 def find_factor(op: Any, ranks: int) -> float | None:
     """Return the factor that turns a sum over ranks into `op`: 1/8 for an average over 8 ranks.
 
@@ -234,7 +247,11 @@ def allow_writes_to_saved(tensors: Sequence[Tensor]) -> AbstractContextManager[N
 
 def same_placements(like: DTensor, local: Tensor) -> DTensor:
     """Return a DTensor with the placements of `like` and the shard `local`, on any device."""
-    return DTensor(local, like._spec, requires_grad=False)
+    # `copy.deepcopy` fails for a DTensor that was made of a tensor with a storage offset.
+    first = local.as_strided(local.shape, local.stride(), 0) if local.storage_offset() else local
+    found = DTensor(first, like._spec, requires_grad=False)
+    found._local_tensor = local
+    return found
 
 
 @dataclass(frozen=True)

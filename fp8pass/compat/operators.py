@@ -26,17 +26,18 @@ from torch.utils._pytree import (
 
 __all__ = [
     "FLEX_ATTENTION", "StorageWeakRef", "arg_tree_leaves", "calls_graphs", "coefficient",
-    "enable_dynamic_shapes", "fake_mode_of", "foreach_norm", "foreach_sub", "grouped_mm",
-    "guard_count", "has_unbacked", "is_mutable", "is_opaque", "is_operator", "is_sym_node",
-    "real_tensors", "restrictions", "scaled_mm", "schema_of", "size_hint", "statically_known_true",
-    "stream_of", "tensor_leaves", "tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten",
-    "version_of", "weak_storage", "wrapper",
+    "enable_dynamic_shapes", "fake_mode_of", "foreach_copy", "foreach_norm", "foreach_sub",
+    "grouped_mm", "guard_count", "has_unbacked", "is_mutable", "is_opaque", "is_operator",
+    "is_sym_node", "real_tensors", "restrictions", "scaled_mm", "schema_of", "size_hint",
+    "statically_known_true", "stream_of", "tensor_leaves", "tree_flatten", "tree_leaves",
+    "tree_map_only", "tree_unflatten", "version_of", "weak_storage", "wrapper",
 ]  # fmt: skip
 
 # Older models call this function instead of `torch.nn.functional.grouped_mm`.
 grouped_mm = torch._grouped_mm
 scaled_mm = torch._scaled_mm
 # Each call handles many tensors in one launch.
+foreach_copy: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
 foreach_sub: Any = torch._foreach_sub
 
@@ -53,10 +54,12 @@ def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def wrapper(cls: type[Any], like: torch.Tensor, dtype: torch.dtype) -> Any:
+def wrapper(
+    cls: type[Any], like: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None
+) -> Any:
     """Return a `cls` tensor without memory, with the sizes, strides and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
+        cls, like.shape, strides=like.stride(), dtype=dtype, device=device or like.device
     )
 
 

@@ -139,7 +139,10 @@ class WeightGather:
             self._key = ShardKey.of(shards)
         packed = self.buffers.get(self._key)
         self.traffic.add(packed.data.numel(), packed.memory.numel(), copies)
-        quantize_rows_into(shards, dtype, packed.data, packed.scales)
+        if any(isinstance(x, QuantizedWeight) for x in shards):
+            _copy_or_quantize(shards, dtype, packed)
+        else:
+            quantize_rows_into(shards, dtype, packed.data, packed.scales)
         return (packed.memory,)
 
     def _make_post_all_gather(self, i: int) -> Any:
@@ -162,6 +165,20 @@ class WeightGather:
             self.received = PackedWeights(self._shapes, gathered.device)
         unpack(gathered.view(self._ranks, -1), self.received)
         gathered.untyped_storage().resize_(0)
+
+
+@torch.no_grad()
+def _copy_or_quantize(shards: list[Tensor], dtype: torch.dtype, packed: PackedWeights) -> None:
+    """Write FP8 data and scales to `packed`. Offloaded shards have FP8 data on the device."""
+    into: list[Tensor] = []
+    found: list[Tensor] = []
+    for shard, (data, scales) in zip(shards, packed.parts, strict=True):
+        if isinstance(shard, QuantizedWeight):
+            into += data.view(torch.uint8), scales
+            found += shard.fp8_data.view(torch.uint8), shard.scales
+        else:
+            quantize_rows_into([shard], dtype, data.view(-1), scales.view(-1))
+    compat.foreach_copy(into, found)
 
 
 def unpack(gathered: Tensor, whole: PackedWeights) -> None:

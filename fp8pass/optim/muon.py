@@ -26,11 +26,10 @@ from fp8pass.optim.kernel import FusedRule
 from fp8pass.optim.newton_schulz import newton_schulz, orthogonalize, ranks_of
 from fp8pass.optim.offload import Staging, is_offloaded
 from fp8pass.optim.optimizer import How, Optimizer
-from fp8pass.optim.shards import like_parameter
+from fp8pass.optim.shards import find_quantized, like_parameter
 from fp8pass.optim.slots import Slot
 from fp8pass.optim.update import Batch, Group, PreparedUpdate, Rule, Tensors, update_eagerly
 from fp8pass.option_checks import ConfigError, checked_patterns
-from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 # A round ends when it has this number of elements on each rank, and at least one matrix for each
 # rank. Small rounds need little memory for the directions.
@@ -129,7 +128,7 @@ class Muon(Optimizer):
     def _streams(self, group: Group, parameter: Tensor) -> bool:
         # All ranks must update the same matrices together, also if some shards are too small to be
         # offloaded.
-        return isinstance(parameter, QuantizedWeight) or "states" in group["offload"]
+        return find_quantized(parameter) is not None or "states" in group["offload"]
 
     def _make_update(
         self, group: Group, parameters: Tensors, slots: Sequence[Slot], gradients: Tensors, how: How

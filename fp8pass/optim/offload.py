@@ -28,7 +28,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +39,17 @@ from fp8pass.config import Pattern
 from fp8pass.graph.names import common_reasons
 from fp8pass.optim.group_options import state_bytes
 from fp8pass.optim.kernel import CHUNK
-from fp8pass.optim.shards import local
+from fp8pass.optim.shards import (
+    assign_sharded,
+    find_quantized,
+    is_gathered_in_fp8,
+    is_sharded,
+    local,
+    with_local,
+)
 from fp8pass.option_checks import ConfigError, checked_patterns
 from fp8pass.runtime.arena import Arena, available
-from fp8pass.weights.choice import choose_layers
+from fp8pass.weights.choice import choose_layers, why_not_plain
 from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows, save_weights
 
 log = logging.getLogger("fp8pass")
@@ -71,8 +79,8 @@ def is_offloaded(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool
 
     `name` selects "states" or "gradients".
     """
-    if isinstance(parameter, QuantizedWeight):
-        if parameter.source is None:  # a frozen weight that exists only in FP8
+    if (weight := find_quantized(parameter)) is not None:
+        if weight.source is None:  # a frozen weight that exists only in FP8
             return False
         if name == "states":  # states are in host memory, like the weight
             return True
@@ -248,8 +256,12 @@ def offload_weights(
     operators read and write the exact weights. Writes to a part or to a view of a weight raise
     RuntimeError. Call `offload_weights` before creating the optimizer and before compiling.
 
+    Under FSDP2, call `offload_weights` after `fully_shard` and `fp8pass.distributed.compress`. Each
+    rank then has the exact values of its shards in host memory, and FSDP2 gathers the FP8 data.
+
     Args:
-        model: a module with BF16 weights, in host memory or on the device.
+        model: a module with BF16 weights, in host memory, on the device, or on the `meta` device.
+            Weights on the `meta` device are not initialized.
         device: the device on which the model trains.
         skip: paths, or patterns with *, of linear layers whose weights move to the device. The
             weights of output heads and of layers that cannot run in FP8 always move to the device.
@@ -265,19 +277,36 @@ def offload_weights(
             f"such as 'cuda', got {device!r}: {str(error).splitlines()[0]}"
         ) from None
     layers = layers_to_code(model, checked_patterns("skip", skip))
-    arena, moved = Arena(device), []
+    arena = Arena(device)
+    plain: dict[nn.Linear, nn.Parameter] = {}
+    sharded: dict[nn.Linear, nn.Parameter] = {}
     while layers:  # free each original weight before the next weight is copied
         weight, users = layers.popitem()
-        moved.append((users, _quantize_weight(weight, device, arena)))
+        parameter = _quantize_weight(weight, device, arena)
+        chosen, hook = (sharded, _save_shard) if is_sharded(weight) else (plain, save_weights)
         for layer in users:
+            chosen[layer] = parameter
             layer.weight = None  # type: ignore[assignment]
-    # Before the new weights are assigned, because `model.to` would move them to the device.
-    model.to(device)
-    for users, parameter in moved:
-        for layer in users:
-            layer.weight = parameter
-            layer.register_state_dict_post_hook(save_weights)
+            layer.register_state_dict_post_hook(hook)
+        del weight
+    # `_apply` would copy plain weights. FSDP2 needs its weights there.
+    assign_sharded(model, sharded)
+    model._apply(partial(_move, device=device))
+    for layer, parameter in plain.items():
+        layer.weight = parameter
     return model
+
+
+def _save_shard(layer: nn.Linear, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Hook of `state_dict`: save the exact values of an offloaded shard, in host memory."""
+    weight = state.get(f"{prefix}weight")
+    if weight is not None and find_quantized(weight) is not None:
+        read = cast(Callable[[Tensor], Tensor], QuantizedWeight.values_on_host)
+        state[f"{prefix}weight"] = with_local(weight, read)
+
+
+def _move(x: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(x, device=device) if x.is_meta else x.to(device)
 
 
 def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, list[nn.Linear]]:
@@ -295,17 +324,31 @@ def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, 
 
 
 def _why_not_offloaded(weight: Tensor) -> str:
+    if is_sharded(weight):
+        if not is_gathered_in_fp8(weight):
+            return (
+                "it is sharded, and not gathered in FP8; call fp8pass.distributed.compress(model) "
+                "before offload_weights"
+            )
+    elif why := why_not_plain(weight):
+        return why
     if weight.dtype is not torch.bfloat16:
         return f"it is in {graph.dtype_text(weight.dtype)}; call model.bfloat16() first"
     if math.lcm(CHUNK, weight.shape[-1]) > LARGEST_PIECE:
         return f"its rows of {weight.shape[-1]} elements do not fit into staging buffers"
-    return "it is too small" if weight.numel() < SMALLEST_OFFLOADED else ""
+    return "it is too small" if local(weight).numel() < SMALLEST_OFFLOADED else ""
 
 
 @torch.no_grad()
 def _quantize_weight(weight: Tensor, device: torch.device, arena: Arena) -> nn.Parameter:
-    data, scales = quantize_rows(weight.to(device), weight.dtype)
-    quantized = QuantizedWeight(data, scales, weight.dtype)
-    quantized.source = arena.take(weight.detach())
-    quantized.mark_quantized()
-    return nn.Parameter(quantized, requires_grad=weight.requires_grad)
+    def quantize(values: Tensor) -> Tensor:
+        if values.is_meta:
+            values = torch.zeros(values.shape, dtype=values.dtype)
+        data, scales = quantize_rows(values.to(device), values.dtype)
+        quantized = QuantizedWeight(data, scales, values.dtype)
+        quantized.source = arena.take(values)
+        quantized.mark_quantized()
+        return quantized
+
+    found = with_local(weight.detach(), quantize)
+    return nn.Parameter(found, requires_grad=weight.requires_grad)

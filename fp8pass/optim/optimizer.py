@@ -16,14 +16,13 @@ from fp8pass.compat import prepare_loads
 from fp8pass.optim import checkpoint
 from fp8pass.optim.group_options import Storage, check_group
 from fp8pass.optim.offload import Staging, check_host_memory, is_offloaded
-from fp8pass.optim.shards import local, local_gradient, storage_of, with_local
+from fp8pass.optim.shards import find_quantized, local, local_gradient, storage_of, with_local
 from fp8pass.optim.slots import Slot, State, name_of, new_state
 from fp8pass.optim.state_formats import StateFormat
 from fp8pass.optim.sums import GradientSum
 from fp8pass.optim.update import Group, PreparedUpdate, Tensors
 from fp8pass.option_checks import ConfigError
 from fp8pass.runtime.arena import Arena
-from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 # Gradients that wait for offloaded states may take 1 / WAITING of the bytes of all parameters. In a
 # model of 32 layers, these are the bytes of two layers.
@@ -335,7 +334,7 @@ def _check_can_be_updated(parameter: Tensor) -> None:
             f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse. "
             "Make it dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam."
         )
-    if isinstance(parameter, QuantizedWeight) and parameter.source is None:
+    if (weight := find_quantized(parameter)) is not None and weight.source is None:
         raise RuntimeError(
             f"A trainable weight of shape {tuple(parameter.shape)} exists only in FP8, which is "
             "too coarse for most updates. Name its layer in skip= of quantize_frozen, or freeze "

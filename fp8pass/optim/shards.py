@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8pass.optim.group_options import SMALLEST_GROUP, Storage
 from fp8pass.weights.quantized_parameter import QuantizedWeight
@@ -24,7 +24,7 @@ from fp8pass.weights.quantized_parameter import QuantizedWeight
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from fp8pass.compat.data_parallel import same_placements
+    from fp8pass.compat.data_parallel import get_shard, same_placements, use_new_shards
 else:  # a build without torch.distributed has no DTensor
 
     class DTensor:  # type: ignore[no-redef]
@@ -65,6 +65,23 @@ def _row_size(x: Tensor) -> int:
     return math.prod(x.shape[1:])
 
 
+def is_sharded(x: Tensor) -> bool:
+    return isinstance(x, DTensor)
+
+
+def assign_sharded(model: nn.Module, weights: Mapping[nn.Linear, nn.Parameter]) -> None:
+    """Replace the sharded weights of layers of a model."""
+    for layer, weight in weights.items():
+        layer.weight = weight
+    if weights:
+        use_new_shards(model)
+
+
+def is_gathered_in_fp8(x: Tensor) -> bool:
+    """Whether `x` is a DTensor that FSDP2 gathers with the extension of `compress`."""
+    return isinstance(x, DTensor) and hasattr(get_shard(x), "fsdp_pre_all_gather")
+
+
 def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's shard of a full tensor."""
     if not isinstance(parameter, DTensor):
@@ -73,10 +90,16 @@ def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
+def find_quantized(x: Tensor) -> QuantizedWeight | None:
+    """Return `x`, or the local shard of a DTensor, if it is a quantized weight."""
+    shard = get_shard(x) if isinstance(x, DTensor) else x
+    return shard if isinstance(shard, QuantizedWeight) else None
+
+
 def local(x: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, the source of an offloaded weight, or else `x`."""
-    if isinstance(x, QuantizedWeight):
-        return x if x.source is None else x.source
+    """Return the source of an offloaded weight, the local shard of another DTensor, or else `x`."""
+    if (weight := find_quantized(x)) is not None:
+        return weight if weight.source is None else weight.source
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -99,7 +122,7 @@ def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
     The result of `change` may be in host memory.
     """
-    return same_placements(x, change(x.to_local())) if isinstance(x, DTensor) else change(x)
+    return same_placements(x, change(get_shard(x))) if isinstance(x, DTensor) else change(x)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:

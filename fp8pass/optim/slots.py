@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8pass.dialect.scaling import GROUP_SCALE_DTYPE
 from fp8pass.optim.group_options import Storage
-from fp8pass.optim.shards import like_groups, like_parameter, local
+from fp8pass.optim.shards import find_quantized, like_groups, like_parameter, local
 from fp8pass.optim.state_formats import Quantized, StateFormat, quantize
 from fp8pass.weights.quantized_parameter import QuantizedWeight
 
@@ -33,7 +33,7 @@ class Slot:
     step: Tensor  # number of updates so far, fp32 []
     states: dict[str, Quantized]  # data are shaped like the parameter, scales and powers are [R]
     entries: State  # the parameter's entries in `optimizer.state`
-    offloaded: QuantizedWeight | None = None  # the parameter, if its weights are in host memory
+    offloaded: QuantizedWeight | None = None  # has the FP8 data of weights in host memory
     first: int = 0  # position of the slot's first element in the parameter
     shape: tuple[int, ...] = ()  # of the whole parameter, also if the slot is a shard or a slice
 
@@ -63,9 +63,9 @@ class Slot:
             )
             for name, format in storage.states(parameter.dtype).items()
         }
-        offloaded = parameter if isinstance(parameter, QuantizedWeight) else None
-        shape = tuple(parameter.shape)
-        return cls(number, local(parameter), state["step"], states, state, offloaded, shape=shape)
+        weights, shape = local(parameter), tuple(parameter.shape)
+        offloaded = find_quantized(parameter)
+        return cls(number, weights, state["step"], states, state, offloaded, shape=shape)
 
 
 def state_key(name: str, format: StateFormat, part: str = "") -> str:

@@ -54,4 +54,5 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [tensor, *(part for name in names for part in _parts(getattr(tensor, name)))]
+    found = (getattr(tensor, name) for name in names)
+    return [tensor, *(part for x in found if isinstance(x, Tensor) for part in _parts(x))]

@@ -39,7 +39,7 @@ def choose_layers(
             continue
         if weight in shared:
             why = why or "a module that is not a linear layer shares its weight"
-        if why := why or _why_not_quantizable(weight) or why_not(weight):
+        if why := why or _why_unsuitable(weight) or why_not(weight):
             reasons[path] = why
         else:
             layers.setdefault(weight, []).append(layer)
@@ -96,7 +96,12 @@ def choose_experts(
     return chosen, reasons
 
 
-def _why_not_quantizable(weight: Tensor) -> str:
-    if type(weight) is not nn.Parameter:
-        return f"it is a {type(weight).__name__}, not a plain parameter"
+def why_not_plain(weight: Tensor) -> str:
+    """Return why a weight is not a plain parameter, or ''."""
+    if type(weight) is nn.Parameter:
+        return ""
+    return f"it is a {type(weight).__name__}, not a plain parameter"
+
+
+def _why_unsuitable(weight: Tensor) -> str:
     return why_unsuitable_size(*weight.shape) if weight.numel() else "it is empty"

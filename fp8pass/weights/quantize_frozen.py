@@ -19,7 +19,7 @@ from fp8pass import graph
 from fp8pass.config import Pattern
 from fp8pass.graph.names import common_reasons, first_reasons
 from fp8pass.option_checks import ConfigError, bytes_text, checked_patterns
-from fp8pass.weights.choice import choose_experts, choose_layers
+from fp8pass.weights.choice import choose_experts, choose_layers, why_not_plain
 from fp8pass.weights.fp8_checkpoint import add_hooks, has_fp8_layers, use_fp8_layers
 from fp8pass.weights.quantized_parameter import QuantizedWeight, quantize_rows
 
@@ -114,7 +114,7 @@ def _is_frozen(weight: Tensor) -> bool:
 def _why_not(weight: Tensor) -> str:
     if weight.dtype not in FREEZABLE_DTYPES:
         return f"it is in {graph.dtype_text(weight.dtype)}, not in bfloat16 or float32"
-    return ""
+    return why_not_plain(weight)
 
 
 def _why_nothing(frozen: int, reasons: dict[str, str]) -> str:

@@ -14,8 +14,10 @@ Quantized weights can be moved, converted, copied and pickled. There are three k
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, cached_property, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -258,21 +260,28 @@ class QuantizedWeight(Tensor):
             isinstance(x, QuantizedWeight) and (x.source is not None or x.is_only_copy)
             for x in compat.tree_leaves((args, kwargs))
         )
+        if is_owned and _returns_views(func):
+            return _view_when_read(func, args, kwargs)
         args, kwargs = compat.tree_map_only(QuantizedWeight, QuantizedWeight.exact, (args, kwargs))
-        found = func(*args, **kwargs)
-        return _protect_views(func, found) if is_owned else found
+        return func(*args, **kwargs)
 
 
 class WeightView(Tensor):
-    """A read-only view of a `QuantizedWeight`, with a copy of its values."""
+    """A read-only view of a `QuantizedWeight`, with a copy of its values from the first read."""
 
-    values_of_weight: Tensor
+    _compute_values: Callable[[], Tensor]
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> WeightView:
-        found = compat.wrapper(cls, values, values.dtype)
-        found.values_of_weight = values
+    def __new__(
+        cls, like: Tensor, device: torch.device, compute_values: Callable[[], Tensor]
+    ) -> WeightView:
+        found = compat.wrapper(cls, like, like.dtype, device)
+        found._compute_values = compute_values
         return found
+
+    @cached_property
+    def values_of_weight(self) -> Tensor:
+        return self._compute_values()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.values_of_weight)
@@ -302,11 +311,39 @@ def _stack(matrix: Tensor, experts: int) -> Tensor:
     return matrix.unflatten(0, (experts, -1)) if experts else matrix
 
 
+def _returns_views(func: Any) -> bool:
+    return any(x.alias_info for x in compat.schema_of(func).returns)
+
+
 def _protect_views(func: Any, found: Any) -> Any:
     """Make the results of an operator read-only if it returns views."""
-    if not any(x.alias_info for x in compat.schema_of(func).returns):
+    if not _returns_views(func):
         return found
-    return compat.tree_map_only(Tensor, WeightView, found)
+    return compat.tree_map_only(Tensor, lambda x: WeightView(x, x.device, lambda: x), found)
+
+
+def _view_when_read(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return views whose values are copied when they are read.
+
+    FSDP2 keeps a view of each shard, and does not read it if the shard has an extension.
+    """
+
+    @cache
+    def compute() -> list[Tensor]:
+        exact = compat.tree_map_only(QuantizedWeight, QuantizedWeight.exact, (args, kwargs))
+        return compat.tree_leaves(func(*exact[0], **exact[1]))
+
+    def without_values(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    device = next(x.device for x in compat.tree_leaves(args) if isinstance(x, QuantizedWeight))
+    shapes = compat.tree_map_only(Tensor, without_values, (args, kwargs))
+    number = count()
+    return compat.tree_map_only(
+        Tensor,
+        lambda x: WeightView(x, device, partial(lambda i: compute()[i], next(number))),
+        func(*shapes[0], **shapes[1]),
+    )
 
 
 def _write(func: Any, args: Any, kwargs: Any, written: Sequence[QuantizedWeight]) -> Any:

@@ -12,13 +12,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from training import CHANGE, SIZE, Feature, Training
+from training import CHANGE, SIZE, Feature, Training, Way
 from ways import FSDP, WAYS
 
 import fp8pass
 from fp8pass.demo.model import Decoder
 from fp8pass.graph.tags import ROLE
 from fp8pass.hardware import GPUS
+from fp8pass.optim.shards import find_quantized
 from fp8pass.passes.joint import scatter_quantized
 from fp8pass.runtime import copies
 from fp8pass.weights.quantized_parameter import QuantizedWeight
@@ -454,7 +455,29 @@ class Compressed(Feature):
             assert 0 < t.sent.weights.ratio < 0.6, t.sent
 
 
+class OffloadedShards(FSDP):
+    """FSDP2 with exact shards in host memory, which gathers FP8 data."""
+
+    def configure(self, t: Training) -> None:
+        super().configure(t)
+        t.dtype = t.param_dtype = torch.bfloat16
+        t.optimizer_options = t.optimizer_options or {}
+
+    def after_distribution(self, t: Training) -> None:
+        if t.plain:
+            return
+        if not any(isinstance(feature, Compressed) for feature in t.features):
+            fp8pass.distributed.compress(t.outer)
+        with patch("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1):
+            fp8pass.optim.offload_weights(t.model, "cpu")
+
+    def finish(self, t: Training) -> None:
+        if not t.plain:
+            assert any(find_quantized(p) is not None for p in t.model.parameters())
+
+
 SUMS = "sums of micro-batches in 8 bits"
+SHARDS = "FSDP2, shards in host memory"
 
 FEATURES: tuple[Feature, ...] = (
     Option("recipe linear", "recipe", recipe="linear"),
@@ -499,6 +522,7 @@ FEATURES: tuple[Feature, ...] = (
     Compressed("compress"),
     Compressed(SUMS, sums="e4m3"),
     Scatters("scatters in FP8", scatter_format="e4m3"),
+    OffloadedShards(SHARDS, shards=2),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 
@@ -609,7 +633,7 @@ def ranks_of(pair: Sequence[Feature]) -> int:
 
 def trained_with(pair: Sequence[Feature]) -> tuple[Feature, ...]:
     """Return the features of a training: some need a way to distribute the model."""
-    if any(way in pair for way in WAYS):
+    if any(isinstance(x, Way) for x in pair):
         return tuple(pair)
     for kind, way in ((Compressed, "FSDP2"), (Scatters, "sequence parallel")):
         if any(isinstance(x, kind) for x in pair):

@@ -408,7 +408,13 @@ def compare(ours: Training, plain: Training) -> list[str]:
         change = found[name] - ours.initial[name]
         want_change = wanted[name] - plain.initial[name]
         if not want_change.any():
-            outcome.check(not change.any(), f"{name} changed, though it is frozen")
+            # FSDP2 rounds the values of an FP8 checkpoint to the dtype of the model.
+            before, after = (x.to(ours.dtype) for x in (ours.initial[name], found[name]))
+            outcome.check(torch.equal(before, after), f"{name} changed, though it is frozen")
+            continue
+        # The direction of a change by a few units in the last place is random.
+        smallest = 4 * torch.finfo(ours.dtype).eps * ours.initial[name].norm()
+        if want_change.norm() < smallest:
             continue
         cosine = torch.cosine_similarity(change.flatten(), want_change.flatten(), dim=0).item()
         outcome.check(cosine > COSINE, f"{name} changed in another direction: cosine {cosine:.2f}")

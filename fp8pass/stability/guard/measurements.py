@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from fp8pass import compat, graph
 from fp8pass.optim.optimizer import Optimizer
-from fp8pass.optim.shards import local, whole
+from fp8pass.optim.shards import find_quantized, local, whole
 from fp8pass.stability.guard.past import Numbers
-from fp8pass.weights.quantized_parameter import QuantizedWeight
 
 SAMPLE = 1024  # maximum number of elements that are sampled from a parameter
 ABSENT = -1.0  # replaces a number that does not exist
@@ -51,8 +50,10 @@ class ParameterNorms:
         sharded weight are norms of this rank's shard. For quantized weights, the scales of their
         rows are measured, because the weights may be in host memory or are being copied there.
         """
+        quantized = [find_quantized(p) for p in self.parameters]
         weights = [
-            p.scales if isinstance(p, QuantizedWeight) else local(p) for p in self.parameters
+            local(p) if q is None else q.scales
+            for p, q in zip(self.parameters, quantized, strict=True)
         ]
         samples = [_take_sample(w) for w in weights]
         absent = weights[0].new_full((), ABSENT, dtype=torch.float32)
