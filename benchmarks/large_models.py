@@ -94,14 +94,14 @@ Training = tuple[Callable[[Tensor], Tensor], Callable[[], object]]
 
 
 def on_meta(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a Llama whose parameters have no memory."""
+    """Return a Llama whose parameters are on the `meta` device."""
     llama = new_llama(size, torch.device("meta")).to(dtype)
     restore_rotary_tables(llama, device)
     return llama
 
 
 def restore_rotary_tables(llama: Any, device: torch.device) -> None:
-    """Compute the frequencies of positions, which are no parameters."""
+    """Compute the rotary frequencies, which are buffers."""
     llama.model.rotary_emb = type(llama.model.rotary_emb)(llama.config).to(device)
 
 

@@ -7,7 +7,8 @@
 Each rank has four decoder layers in the sizes of Llama-2-7B: one stage in `1F1B`, two stages in
 `Interleaved1F1B`. Each stage is compiled as a whole. A step has four micro-batches for each rank,
 of two sequences of 2,048 tokens. All variants start from the same weights and train on the same
-tokens with PyTorch's AdamW.
+tokens with PyTorch's AdamW. The variants memorize these tokens, so the recorded losses show only
+that they train.
 
 `fp8pass` saves activations in 8 bits on all ranks, `4 bits` in 4 bits. `budgets` sets the memory
 budgets of `pipeline_configs` (AGoQ, section 4.2): 4 bits on the rank with the most micro-batches,

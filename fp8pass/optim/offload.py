@@ -261,7 +261,7 @@ def offload_weights(
 
     Args:
         model: a module with BF16 weights, in host memory, on the device, or on the `meta` device.
-            Weights on the `meta` device are not initialized.
+            Weights on the `meta` device become zeros.
         device: the device on which the model trains.
         skip: paths, or patterns with *, of linear layers whose weights move to the device. The
             weights of output heads and of layers that cannot run in FP8 always move to the device.

@@ -244,9 +244,11 @@ class QuantizedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # FSDP2 and nn.Parameter create views of a whole weight, which share the FP8 data.
+        # FSDP2, nn.Parameter and `DTensor.to_local` create views of a whole weight, which share the
+        # FP8 data.
         if func is aten.detach.default or (
-            func is aten.as_strided.default and tuple(args[1]) == tuple(args[0].shape)
+            func in (aten.as_strided.default, aten.view.default)
+            and tuple(args[1]) == tuple(args[0].shape)
         ):
             return args[0].copy_with(args[0].fp8_data, args[0].scales, args[0].dtype)
         kwargs = kwargs or {}

@@ -292,3 +292,26 @@ def test_a_record_with_a_note_is_resumed(load, tmp_path):
     assert "two seeds" in load("tables").caption(record)
     with pytest.raises(SystemExit, match="other settings"):
         report.resume(path, {"steps": 9})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("pipelines", ["--schedules", "Interleaved1F1B", "--variants", "fp8pass, budgets"]),
+        ("large_models", ["--setups", "14B fp8pass", "14B CPUOffloadPolicy"]),
+    ],
+)
+def test_scripts_of_several_ranks_train(load, monkeypatch, tmp_path, script, options):
+    """Without compilation, which would take minutes."""
+    module, out = load(script), tmp_path / "record.json"
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    arguments = ["--tiny", "--ranks", "2", "--out", str(out), *options]
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+    module.main()
+    results = json.loads(out.read_text())["results"]
+    assert len(results) == len(options) - 1 - ("--variants" in options) * 2
+    for result in results:
+        assert result["error"] is None
+        assert result["tokens_per_second"] > 0
+        assert 0 < result["loss"] < 10

@@ -202,6 +202,9 @@ def weights_can_be_initialized(device: str) -> None:
             nn.init.normal_(p, std=0.02)
     whole = weights_of(model)["blocks.0.up.weight"].float()
     assert 0.019 < whole.std() < 0.021
+    with torch.no_grad():
+        model.blocks[0].up.weight.to_local().fill_(0.5)
+    assert bool((weights_of(model)["blocks.0.up.weight"] == 0.5).all())
     assert loss_of(model, batches(device, 1)[0]).isfinite()
 
 
@@ -225,7 +228,7 @@ def checkpoints_are_equal(device: str, folder: str) -> None:
 
 
 def state_dicts_can_be_copied(device: str) -> None:
-    """Also those of optimizers: tensors in host memory share blocks of memory."""
+    """Tensors in host memory share blocks of memory, also the states of optimizers."""
     model = sharded(device)
     with patch("fp8pass.optim.offload.SMALLEST_OFFLOADED", 1):
         optimizer = new_adamw(model)
