@@ -262,10 +262,11 @@ class QuantizedWeight(Tensor):
             isinstance(x, QuantizedWeight) and (x.source is not None or x.is_only_copy)
             for x in compat.tree_leaves((args, kwargs))
         )
-        if is_owned and _returns_views(func):
+        if is_owned and _returns_views(func) and not _writes(func):
             return _view_when_read(func, args, kwargs)
         args, kwargs = compat.tree_map_only(QuantizedWeight, QuantizedWeight.exact, (args, kwargs))
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        return _protect_views(func, found) if is_owned else found
 
 
 class WeightView(Tensor):
@@ -315,6 +316,11 @@ def _stack(matrix: Tensor, experts: int) -> Tensor:
 
 def _returns_views(func: Any) -> bool:
     return any(x.alias_info for x in compat.schema_of(func).returns)
+
+
+def _writes(func: Any) -> bool:
+    arguments = compat.schema_of(func).arguments
+    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
 
 
 def _protect_views(func: Any, found: Any) -> Any:
