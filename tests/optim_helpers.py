@@ -77,8 +77,8 @@ def moment_values(optimizer, number: int, name: str) -> Tensor:
     return dequantize(Quantized(rows_, *parts), format).reshape(-1)[: p.numel()]
 
 
-def reload_from_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Save a checkpoint to a file, and load it."""
+def reload_from_file(state_dict: Any) -> Any:
+    """Save a checkpoint or a tensor to a file, and load it."""
     file = io.BytesIO()
     torch.save(state_dict, file)
     file.seek(0)

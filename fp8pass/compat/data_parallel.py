@@ -56,7 +56,8 @@ def get_shard(parameter: DTensor) -> Tensor:
 def use_new_shards(model: nn.Module) -> None:
     """Let FSDP2 use parameters that were assigned to modules, and free the shards of earlier ones.
 
-    FSDP2 looks for new parameters itself, but expects that all shards have memory.
+    FSDP2 looks for new parameters itself, but before that it reads the addresses of their memory,
+    which quantized weights do not have.
     """
     for module in model.modules():
         for group in _list_groups(module) if isinstance(module, FSDPModule) else ():

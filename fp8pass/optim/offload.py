@@ -42,9 +42,10 @@ from fp8pass.optim.kernel import CHUNK
 from fp8pass.optim.shards import (
     assign_sharded,
     find_quantized,
-    is_gathered_in_fp8,
+    gather_extension,
     is_sharded,
     local,
+    set_gather_extension,
     with_local,
 )
 from fp8pass.option_checks import ConfigError, checked_patterns
@@ -260,8 +261,9 @@ def offload_weights(
     rank then has the exact values of its shards in host memory, and FSDP2 gathers the FP8 data.
 
     Args:
-        model: a module with BF16 weights, in host memory, on the device, or on the `meta` device.
-            Weights on the `meta` device become zeros.
+        model: a module with BF16 weights, in host memory or on the device; or on the `meta` device,
+            if FSDP2 has sharded it. Linear weights on `meta` become zeros, and all other
+            parameters and buffers on `meta` are not initialized.
         device: the device on which the model trains.
         skip: paths, or patterns with *, of linear layers whose weights move to the device. The
             weights of output heads and of layers that cannot run in FP8 always move to the device.
@@ -280,20 +282,26 @@ def offload_weights(
     arena = Arena(device)
     plain: dict[nn.Linear, nn.Parameter] = {}
     sharded: dict[nn.Linear, nn.Parameter] = {}
+    gathers: dict[nn.Linear, dict[str, Any]] = {}
     while layers:  # free each original weight before the next weight is copied
         weight, users = layers.popitem()
         parameter = _quantize_weight(weight, device, arena)
-        chosen, hook = (sharded, _save_shard) if is_sharded(weight) else (plain, save_weights)
         for layer in users:
-            chosen[layer] = parameter
+            if is_sharded(weight):
+                sharded[layer], gathers[layer] = parameter, gather_extension(weight)
+                layer.register_state_dict_post_hook(_save_shard)
+            else:
+                plain[layer] = parameter
+                layer.register_state_dict_post_hook(save_weights)
             layer.weight = None  # type: ignore[assignment]
-            layer.register_state_dict_post_hook(hook)
         del weight
-    # `_apply` would copy plain weights. FSDP2 needs its weights there.
+    # `_apply` would copy plain weights, but FSDP2 needs its weights there.
     assign_sharded(model, sharded)
     model._apply(partial(_move, device=device))
     for layer, parameter in plain.items():
         layer.weight = parameter
+    for layer, extension in gathers.items():  # `_apply` creates new shards
+        set_gather_extension(layer.weight, extension)
     return model
 
 
@@ -324,14 +332,18 @@ def layers_to_code(model: nn.Module, skip: tuple[Pattern, ...]) -> dict[Tensor, 
 
 
 def _why_not_offloaded(weight: Tensor) -> str:
+    if find_quantized(weight) is not None:
+        return "it is already quantized or offloaded"
     if is_sharded(weight):
-        if not is_gathered_in_fp8(weight):
+        if not gather_extension(weight):
             return (
-                "it is sharded, and not gathered in FP8; call fp8pass.distributed.compress(model) "
-                "before offload_weights"
+                "FSDP2 gathers it in high precision; call fp8pass.distributed.compress(model) "
+                "before offload_weights, or read in the log of compress why"
             )
     elif why := why_not_plain(weight):
         return why
+    elif weight.is_meta:
+        return "it is on the meta device; call model.to_empty(device='cpu') first"
     if weight.dtype is not torch.bfloat16:
         return f"it is in {graph.dtype_text(weight.dtype)}; call model.bfloat16() first"
     if math.lcm(CHUNK, weight.shape[-1]) > LARGEST_PIECE:

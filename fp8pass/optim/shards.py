@@ -31,6 +31,10 @@ else:  # a build without torch.distributed has no DTensor
         """For isinstance checks."""
 
 
+# FSDP2 looks up these attributes on a shard.
+GATHER_FUNCTIONS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
 def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -77,9 +81,16 @@ def assign_sharded(model: nn.Module, weights: Mapping[nn.Linear, nn.Parameter]) 
         use_new_shards(model)
 
 
-def is_gathered_in_fp8(x: Tensor) -> bool:
-    """Whether `x` is a DTensor that FSDP2 gathers with the extension of `compress`."""
-    return isinstance(x, DTensor) and hasattr(get_shard(x), "fsdp_pre_all_gather")
+def gather_extension(x: Tensor) -> dict[str, Any]:
+    """Return the functions that `compress` has attached to a shard, by name. FSDP2 calls them."""
+    found = vars(get_shard(x)) if isinstance(x, DTensor) else {}
+    return {name: function for name, function in found.items() if name in GATHER_FUNCTIONS}
+
+
+def set_gather_extension(x: Tensor, functions: Mapping[str, Any]) -> None:
+    """Attach functions of `gather_extension` to the shard of a DTensor."""
+    assert isinstance(x, DTensor)
+    vars(get_shard(x)).update(functions)
 
 
 def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -270,7 +270,10 @@ class QuantizedWeight(Tensor):
 
 
 class WeightView(Tensor):
-    """A read-only view of a `QuantizedWeight`, with a copy of its values from the first read."""
+    """A read-only view of a `QuantizedWeight`.
+
+    The first read copies the values. Later changes of the weight do not change this copy.
+    """
 
     _compute_values: Callable[[], Tensor]
 
@@ -288,6 +291,10 @@ class WeightView(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.values_of_weight)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Save a plain tensor."""
+        return self.values_of_weight.__reduce_ex__(protocol)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return a plain tensor for collectives that read memory without calling operators."""
@@ -315,6 +322,7 @@ def _stack(matrix: Tensor, experts: int) -> Tensor:
 
 
 def _returns_views(func: Any) -> bool:
+    """Whether results may share memory with arguments, also if the operator writes to them."""
     return any(x.alias_info for x in compat.schema_of(func).returns)
 
 

@@ -188,7 +188,8 @@ def weights_on_meta_are_created_in_host_memory(device: str) -> None:
     model = sharded(device, meta=True)
     assert len(offloaded_weights(model)) == 4
     assert not any(p.is_meta for p in model.parameters())
-    set_model_state_dict(model, dict(want), options=StateDictOptions(full_state_dict=True))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, {} if dist.get_rank() else dict(want), options=options)
     assert_equal_weights(weights_of(model), want)
     same = sharded(device, offload=False)
     ids = batches(device, 1)[0]
@@ -240,6 +241,26 @@ def state_dicts_can_be_copied(device: str) -> None:
             assert same is None or bool(same.all()), name
 
 
+def operators_read_the_exact_weights(device: str) -> None:
+    """As averages of weights and penalties on weights do."""
+    model = sharded(device)
+    with torch.no_grad():
+        for p in model.blocks[0].parameters():
+            average = torch.zeros_like(p)
+            average.copy_(p)
+            average.lerp_(p.detach() + 1, 0.5)
+            want = p.full_tensor() + 0.5
+            torch.testing.assert_close(average.full_tensor(), want, rtol=0.02, atol=0.01)
+
+
+def weights_are_gathered_in_fp8_before_the_first_forward(device: str) -> None:
+    model = sharded(device)
+    model.blocks[0].unshard()
+    assert isinstance(model.blocks[0].up.weight, QuantizedWeight)
+    model.blocks[0].reshard()
+    assert loss_of(model, batches(device, 1)[0]).isfinite()
+
+
 def a_nan_reaches_the_loss(device: str) -> None:
     model = sharded(device)
     with torch.no_grad():
@@ -254,6 +275,9 @@ def errors_name_the_fix(device: str) -> None:
     with pytest.raises(ConfigError, match=r"call fp8pass\.distributed\.compress\(model\) before"):
         fp8pass.optim.offload_weights(model, device)
     model = sharded(device)
+    loss_of(model, batches(device, 1)[0])
+    with pytest.raises(ConfigError, match="it is already quantized or offloaded"):
+        fp8pass.optim.offload_weights(model, device)
     with torch.no_grad(), pytest.raises(RuntimeError, match="part or a view"):
         model.blocks[0].up.weight.to_local().view(-1).zero_()
 
@@ -266,6 +290,8 @@ CLAIMS = [
     (weights_on_meta_are_created_in_host_memory,),
     (weights_can_be_initialized,),
     (state_dicts_can_be_copied,),
+    (operators_read_the_exact_weights,),
+    (weights_are_gathered_in_fp8_before_the_first_forward,),
     (a_nan_reaches_the_loss,),
     (errors_name_the_fix,),
 ]

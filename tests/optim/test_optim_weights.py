@@ -228,6 +228,10 @@ def test_weights_that_cannot_be_offloaded_are_refused():
         offload_weights(nn.Linear(64, 64).bfloat16(), "gpu")
     with pytest.raises(ConfigError, match="the model has no linear layer"):
         offload_weights(nn.Conv1d(2, 2, 2), "cpu")
+    with pytest.raises(ConfigError, match=r"it is on the meta device; call model.to_empty"):
+        offload_weights(nn.Sequential(nn.Linear(64, 64, device="meta")).bfloat16(), "cpu")
+    with pytest.raises(ConfigError, match="it is already quantized or offloaded"):
+        offload_weights(new("cpu"), "cpu")
     with pytest.raises(ConfigError, match="it is an output head, or skipped"):
         offload_weights(nn.Sequential(nn.Linear(64, 64)).bfloat16(), "cpu", skip=["0"])
 
@@ -322,6 +326,46 @@ def test_averages_are_exact():
     check_exact(average.module.up.weight, model.up.weight.source)
     average.module.up.weight.zero_()
     assert model.up.weight.source.any()
+
+
+READS = {
+    "copy_": lambda x, w: x.copy_(w),
+    "add_": lambda x, w: x.add_(w, alpha=2),
+    "lerp_": lambda x, w: x.lerp_(w, 0.5),
+    "out": lambda x, w: torch.mul(w, 2, out=x),
+    "cat": lambda x, w: torch.cat([w[:480], w[480:]], out=x),
+    "part": lambda x, w: x[1:].copy_(w[1:]),
+    "view": lambda x, w: x.view(-1).copy_(w.view(-1)),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_writes_to_other_tensors_read_the_weight(name):
+    weight = new("cpu").up.weight
+    plain, found = (torch.ones(weight.shape, dtype=weight.dtype) for _ in range(2))
+    with torch.no_grad():
+        READS[name](plain, weight.source)
+        READS[name](found, weight)
+    assert torch.equal(found, plain)
+
+
+def test_views_can_be_saved():
+    weight = new("cpu").up.weight
+    loaded = reload_from_file(weight.detach().view(-1))
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, weight.source.view(-1))
+
+
+def test_views_are_read_once():
+    """The first read of a view copies the values, for all parts of the weight at once."""
+    weight = new("cpu").up.weight
+    with torch.no_grad():
+        first, second = weight.chunk(2)
+        assert first.shape == (480, WIDTH)
+        weight.fill_(3.0)
+        assert bool((first == 3.0).all())
+        weight.fill_(4.0)
+        assert bool((second == 3.0).all())
 
 
 @torch.no_grad()
