@@ -337,8 +337,9 @@ def _why_not_offloaded(weight: Tensor) -> str:
     if is_sharded(weight):
         if not gather_extension(weight):
             return (
-                "FSDP2 gathers it in high precision; call fp8pass.distributed.compress(model) "
-                "before offload_weights, or read in the log of compress why"
+                "it is sharded, and FSDP2 does not gather it in FP8; call "
+                "fp8pass.distributed.compress(model) before offload_weights. If you did, the log "
+                "of compress gives the reason"
             )
     elif why := why_not_plain(weight):
         return why
