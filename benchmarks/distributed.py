@@ -138,9 +138,6 @@ VARIANTS = {
     "… with its AdamW, weights kept": Variant(
         compiler="fp8pass", compress=("groups", "row"), optimizer="fp8pass", keeps=True
     ),
-    "… its AdamW, kept, CUDA graphs": Variant(
-        compiler="fp8pass", compress=("groups", "row"), optimizer="fp8pass", keeps=True, graphs=True
-    ),
     "bf16 compile, CUDA graphs": Variant(graphs=True),
     "fp8pass coat, CUDA graphs": Variant(compiler="fp8pass", graphs=True),
     "fp8pass coat, compressed, CUDA graphs": Variant(

@@ -1,4 +1,4 @@
-"""Train large models on several GPUs whose memory is limited, with FSDP2.
+"""Train large models with FSDP2 on several GPUs of limited memory.
 
     python benchmarks/large_models.py --ranks 4                     everything (four GPUs)
     python benchmarks/large_models.py --ranks 2 --setups "14B fp8pass" "14B CPUOffloadPolicy"
@@ -14,13 +14,13 @@ FSDP2's own offloading in BF16, with each layer recomputed, and the optimizer on
 batch of each set-up is doubled until memory ends.
 
 `8B` has Llama-3-8B's shape and FP32 weights. A step has 16 micro-batches of one sequence of 8,192
-tokens, beside 14,451 tokens per second and GPU of Megatron-Bridge on 8 H100.
+tokens. Megatron-Bridge publishes 14,451 tokens per second and GPU for this case on 8 H100.
 
 The limit is PyTorch's own (`torch.cuda.set_per_process_memory_fraction`). It does not count CUDA's
-context and libraries. Measured: tokens per second of all ranks, by the median step after the first
-step; the share of the GPUs' peak rate (MFU, as in LLMQ: GEMMs that can run in FP8 over the peak of
-FP8, others over the peak of BF16); on rank 0 the reserved memory, and the largest memory of the
-process on the host so far.
+context and libraries. Tokens per second are summed over ranks, for the median step after the first
+step. MFU is the share of the GPUs' peak rate, as in LLMQ: GEMMs of layers count at the peak of FP8,
+the output head and attention at the peak of BF16. The reserved memory and the largest memory of the
+process on the host are measured on rank 0.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ Training = tuple[Callable[[Tensor], Tensor], Callable[[], object]]
 
 
 def on_meta(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a Llama whose parameters are on the `meta` device."""
+    """Return a Llama with parameters on the `meta` device."""
     llama = new_llama(size, torch.device("meta")).to(dtype)
     restore_rotary_tables(llama, device)
     return llama

@@ -22,12 +22,12 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from model import LEARNING_RATE, step_seconds
+from model import LEARNING_RATE, MODELS, TINY, Size, step_seconds
 from models import DecoderLayer, RMSNorm, init_weights, rope_tables
 from report import add_result, print_rows, record_parser, resume, use_expandable_segments
 from tables_models import pipelines_table
@@ -46,20 +46,7 @@ STAGES = {"1F1B": 1, "Interleaved1F1B": 2}  # of each rank
 VARIANTS = ("bf16 compile", "fp8pass", "fp8pass, 4 bits", "fp8pass, budgets")
 
 
-@dataclass(frozen=True)
-class Size:
-    """A rank's layers, and a micro-batch."""
-
-    hidden: int = 4096
-    ffn: int = 11008
-    heads: int = 32
-    layers: int = 4
-    vocabulary: int = 32000
-    batch: int = 2
-    seq: int = 2048
-
-
-TINY = Size(64, 128, 2, 2, 96, 2, 16)
+SIZE = replace(MODELS["7B"], layers=4)  # layers of each rank
 
 
 class Stage(nn.Module):
@@ -182,7 +169,7 @@ def main() -> None:
     if torch.cuda.device_count() < args.ranks and not args.tiny:
         sys.exit(f"This takes {args.ranks} NVIDIA GPUs; --tiny runs on the CPU.")
     use_expandable_segments()
-    size = TINY if args.tiny else Size()
+    size = TINY["7B"] if args.tiny else SIZE
     path = args.out or Path(__file__).parent / "results/pipelines.json"
     settings = {"size": asdict(size), "microbatches_per_rank": MICROBATCHES, "timed": TIMED}
     record = resume(path, settings, again=args.again)

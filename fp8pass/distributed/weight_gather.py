@@ -2,8 +2,9 @@
 
 A shard consists of whole rows, so each rank quantizes its shard without communication. The FP8 data
 is the same as if gathered BF16 weights were quantized. In compiled code, the forward's GEMM reads
-the FP8 data, and the backward requantizes it for dgrad. Shards, gradients and state dicts are not
-quantized.
+the FP8 data, and the backward requantizes it for dgrad. Gradients and state dicts are not
+quantized. A shard is quantized for each gather. If `offload_weights` has moved its exact values to
+host memory, it is quantized once after each update instead.
 """
 
 from __future__ import annotations

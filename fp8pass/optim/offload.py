@@ -262,8 +262,8 @@ def offload_weights(
 
     Args:
         model: a module with BF16 weights, in host memory or on the device; or on the `meta` device,
-            if FSDP2 has sharded it. Linear weights on `meta` become zeros, and all other
-            parameters and buffers on `meta` are not initialized.
+            if FSDP2 has sharded it. Linear weights on `meta` become zeros. Other parameters and
+            buffers on `meta` are not initialized.
         device: the device on which the model trains.
         skip: paths, or patterns with *, of linear layers whose weights move to the device. The
             weights of output heads and of layers that cannot run in FP8 always move to the device.

@@ -262,7 +262,7 @@ class QuantizedWeight(Tensor):
             isinstance(x, QuantizedWeight) and (x.source is not None or x.is_only_copy)
             for x in compat.tree_leaves((args, kwargs))
         )
-        if is_owned and _returns_views(func) and not _writes(func):
+        if is_owned and _returns_views(func) and not _find_written(func, args, kwargs, Tensor):
             return _view_when_read(func, args, kwargs)
         args, kwargs = compat.tree_map_only(QuantizedWeight, QuantizedWeight.exact, (args, kwargs))
         found = func(*args, **kwargs)
@@ -326,11 +326,6 @@ def _returns_views(func: Any) -> bool:
     return any(x.alias_info for x in compat.schema_of(func).returns)
 
 
-def _writes(func: Any) -> bool:
-    arguments = compat.schema_of(func).arguments
-    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
-
-
 def _protect_views(func: Any, found: Any) -> Any:
     """Make the results of an operator read-only if it returns views."""
     if not _returns_views(func):
@@ -339,7 +334,7 @@ def _protect_views(func: Any, found: Any) -> Any:
 
 
 def _view_when_read(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return views whose values are copied when they are read.
+    """Return views that copy the values of the weight when they are read.
 
     FSDP2 keeps a view of each shard, and does not read it if the shard has an extension.
     """
